@@ -1,0 +1,40 @@
+# Each target makes what it needs from nothing but Python 3.11+ with pip, and reuses it afterwards.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check format clean
+
+$(VENV)/.base: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+$(VENV)/.check: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[check]'
+	touch $@
+
+demo: $(VENV)/.base  ## score a text file of this repository and generate from a prompt, on real weights
+	$(BIN)/logprobe models pull smollm2
+	$(BIN)/logprobe score examples/lighthouse.txt --top 3
+	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
+
+test: $(VENV)/.test  ## the whole suite; the default model is fetched once
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.check  ## linter, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.check
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
