@@ -1,0 +1,94 @@
+"""Hidden rows → numbers: the output head runs on chunks of rows, so that no (T, V) array ever exists.
+
+Before it: the last hidden states. After it: the per-request records.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from logprobe.errors import ParameterError
+from logprobe.kernels.extract import fill
+from logprobe.kernels.requests import allocate, check_logits, check_requests, output_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from logprobe.kernels.requests import GivenLike, IdsLike
+    from logprobe.records.steps import LogprobsTensors
+
+CHUNK_BYTES = 16 * 2**20
+MIN_CHUNK_ROWS = 16
+MAX_CHUNK_BYTES = 32 * 2**20
+
+
+@torch.no_grad()
+def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is wanted)
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    chosen_ids: IdsLike,
+    k: int | IdsLike,
+    *,
+    given_ids: GivenLike = None,
+    entropy: bool = False,
+    chunk_rows: int | None = None,
+    transform: Callable[[Tensor, slice], Tensor] | None = None,
+) -> LogprobsTensors:
+    """The same as `extract(head(hidden), ...)`, without ever holding more than one chunk of logits.
+
+    Args:
+        hidden: (T, H) last hidden states.
+        head: (rows, H) -> (rows, V) logits, with the model's scale and soft-cap applied. Where it has
+            `out_features`, as a Linear does, that is taken for V, so that the first chunk has its full size.
+        chosen_ids: (T,) token ids, for column 0.
+        k: as in `extract`.
+        given_ids: as in `extract`.
+        entropy: as in `extract`.
+        chunk_rows: rows a chunk; by default as many as make 16 MiB of logits, but at least 16 rows
+            where these fit in 32 MiB.
+        transform: called with each chunk's logits and the slice of rows that they belong to, returns
+            (rows, V) logits that take their place.
+
+    Raises:
+        ParameterError: as `extract`; the errors of `head` and `transform` pass through.
+    """
+    num_rows = _check_hidden(hidden)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ParameterError("chunk_rows", f"must be 1 or more, not {chunk_rows}")
+    size = chunk_rows or default_chunk_rows(getattr(head, "out_features", None))
+    output = None
+    start = 0
+    while output is None or start < num_rows:
+        rows = slice(start, min(start + size, num_rows))
+        logits = head(hidden[rows])
+        if transform is not None:
+            logits = transform(logits, rows)
+        if output is None:
+            shape = (num_rows, check_logits(logits)[1])
+            requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, entropy=entropy)
+            output = allocate(requests, logits.device)
+            size = chunk_rows or default_chunk_rows(shape[1])
+        fill(logits, requests.rows(rows.start, rows.stop), output_rows(output, rows.start, rows.stop))
+        start = rows.stop
+    return output
+
+
+def default_chunk_rows(vocab_size: int | None) -> int:
+    """Rows of float32 logits that make 16 MiB; at least 16 where these fit in 32 MiB; 16 for unknown V."""
+    if vocab_size is None:
+        return MIN_CHUNK_ROWS
+    row_bytes = 4 * vocab_size
+    rows = CHUNK_BYTES // row_bytes
+    if rows < MIN_CHUNK_ROWS:
+        rows = min(MIN_CHUNK_ROWS, MAX_CHUNK_BYTES // row_bytes)
+    return max(rows, 1)
+
+
+def _check_hidden(hidden: Tensor) -> int:
+    if hidden.ndim != 2:
+        raise ParameterError("hidden", f"must have shape (T, H), not {tuple(hidden.shape)}")
+    return hidden.shape[0]

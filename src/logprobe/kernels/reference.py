@@ -1,0 +1,67 @@
+"""The extraction in plain torch, row after row: slow, short, and what every kernel is compared with.
+
+Before it: rows of logits. After it: nothing but tests; no engine runs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from logprobe.kernels.requests import allocate, check_logits, check_requests, output_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.requests import GivenLike, IdsLike, RowRequests
+    from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+
+
+def extract(
+    logits: Tensor,
+    chosen_ids: IdsLike,
+    k: int | IdsLike,
+    *,
+    given_ids: GivenLike = None,
+    entropy: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> LogprobsTensors:
+    """The same numbers as `logprobe.kernels.extract`, computed and returned in `dtype`."""
+    requests = check_requests(check_logits(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
+    output = allocate(requests, logits.device, dtype=dtype)
+    fill(logits, requests, output)
+    return output
+
+
+def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+    """Writes what `requests` ask of `logits` (B, V) into `output`, in the precision of its logprobs."""
+    for row, chosen_id in enumerate(requests.chosen_ids.tolist()):
+        values = logits[row].detach().to(output.logprobs.dtype)
+        _fill_row(values, chosen_id, output_rows(output, row, row + 1))
+
+
+def _fill_row(values: Tensor, chosen_id: int, output: LogprobsTensors) -> None:
+    highest = values.max()  # NaN if any value is
+    is_valid = bool(highest.isfinite())
+    lse = highest + (values - highest).exp().sum().log() if is_valid else highest * torch.nan
+    logprobs = values - lse
+    num = int(output.num_logprobs[0])
+    top_ids = values.sort(descending=True, stable=True).indices[:num]
+    output.token_ids[0, 0] = chosen_id
+    output.token_ids[0, 1 : num + 1] = top_ids * is_valid
+    output.logprobs[0, : num + 1] = logprobs[output.token_ids[0, : num + 1].long()]
+    output.ranks[0] = is_valid * (1 + (values > values[chosen_id]).sum())
+    output.lse[0] = lse
+    output.is_valid[0] = is_valid
+    if output.entropy is not None:
+        output.entropy[0] = -torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * logprobs).sum()
+    if output.given is not None:
+        _fill_given(values, logprobs, output.given, is_valid=is_valid)
+
+
+def _fill_given(values: Tensor, logprobs: Tensor, given: GivenLogprobs, *, is_valid: bool) -> None:
+    for entry in range(int(given.offsets[0]), int(given.offsets[1])):
+        token_id = int(given.token_ids[entry])
+        given.logprobs[entry] = logprobs[token_id]
+        given.ranks[entry] = is_valid * (1 + (values > values[token_id]).sum())

@@ -1,0 +1,219 @@
+"""What each row of logits is asked for, checked once before anything is computed.
+
+Before it: the caller's arguments. After it: one of the kernels, which trusts every value here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logprobe.errors import ParameterError
+from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+IdsLike: TypeAlias = "Tensor | NDArray[np.integer] | Sequence[int]"
+GivenLike: TypeAlias = "IdsLike | Sequence[IdsLike | None] | None"
+
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequests:
+    """What B rows are asked for."""
+
+    vocab_size: int
+    chosen_ids: Tensor  # (B,) int32
+    num_logprobs: Tensor  # (B,) int32, each in [0, vocab_size]
+    width: int  # columns of the rectangular output: max(num_logprobs) + 1
+    given_offsets: Tensor | None  # (B + 1,) int64 into given_ids; absolute, also in a slice of rows
+    given_ids: Tensor | None  # (N,) int32
+    entropy: bool
+
+    def rows(self, start: int, stop: int) -> RowRequests:
+        """The requests of rows [start, stop), as views."""
+        offsets = self.given_offsets
+        return RowRequests(
+            vocab_size=self.vocab_size,
+            chosen_ids=self.chosen_ids[start:stop],
+            num_logprobs=self.num_logprobs[start:stop],
+            width=self.width,
+            given_offsets=None if offsets is None else offsets[start : stop + 1],
+            given_ids=self.given_ids,
+            entropy=self.entropy,
+        )
+
+    def to(self, device: torch.device) -> RowRequests:
+        """The same requests with every array on `device`."""
+        if device.type == "cpu":
+            return self
+        return RowRequests(
+            vocab_size=self.vocab_size,
+            chosen_ids=self.chosen_ids.to(device),
+            num_logprobs=self.num_logprobs.to(device),
+            width=self.width,
+            given_offsets=None if self.given_offsets is None else self.given_offsets.to(device),
+            given_ids=None if self.given_ids is None else self.given_ids.to(device),
+            entropy=self.entropy,
+        )
+
+
+def check_logits(logits: Tensor) -> tuple[int, int]:
+    """Number of rows and vocabulary size of `logits`.
+
+    Raises:
+        ParameterError: not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
+    """
+    if not isinstance(logits, Tensor):
+        raise ParameterError("logits", f"must be a torch tensor, not {type(logits).__name__}")
+    if logits.dtype not in LOGITS_DTYPES:
+        raise ParameterError("logits", f"must be float32, float16 or bfloat16, not {logits.dtype}")
+    if logits.ndim != 2 or logits.shape[1] < 1:
+        raise ParameterError("logits", f"must have shape (B, V) with V >= 1, not {tuple(logits.shape)}")
+    return logits.shape[0], logits.shape[1]
+
+
+def check_requests(
+    shape: tuple[int, int],
+    chosen_ids: IdsLike,
+    k: int | IdsLike,
+    *,
+    given_ids: GivenLike = None,
+    entropy: bool = False,
+) -> RowRequests:
+    """The caller's arguments for (B, V) logits as checked arrays, k clipped to V and -1 made V.
+
+    Raises:
+        ParameterError: a shape that does not fit, an id outside the vocabulary, k < -1.
+    """
+    num_rows, vocab_size = shape
+    num_logprobs = _check_k(k, num_rows, vocab_size)
+    offsets, given = _check_given(given_ids, num_rows, vocab_size)
+    return RowRequests(
+        vocab_size=vocab_size,
+        chosen_ids=torch.from_numpy(_check_chosen(chosen_ids, num_rows, vocab_size)),
+        num_logprobs=torch.from_numpy(num_logprobs),
+        width=1 + int(num_logprobs.max(initial=0)),
+        given_offsets=offsets,
+        given_ids=given,
+        entropy=entropy,
+    )
+
+
+def allocate(
+    requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> LogprobsTensors:
+    """Uninitialised output rows for `requests`: only the columns that a kernel writes are ever touched."""
+    num_rows = len(requests.chosen_ids)
+    given = None
+    if requests.given_ids is not None and requests.given_offsets is not None:
+        given = GivenLogprobs(
+            offsets=requests.given_offsets.to(device),
+            token_ids=requests.given_ids.to(device),
+            logprobs=torch.empty(len(requests.given_ids), dtype=dtype, device=device),
+            ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
+        )
+    return LogprobsTensors(
+        token_ids=torch.empty((num_rows, requests.width), dtype=torch.int32, device=device),
+        logprobs=torch.empty((num_rows, requests.width), dtype=dtype, device=device),
+        ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
+        lse=torch.empty(num_rows, dtype=dtype, device=device),
+        num_logprobs=requests.num_logprobs.to(device),
+        is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
+        entropy=torch.empty(num_rows, dtype=dtype, device=device) if requests.entropy else None,
+        given=given,
+    )
+
+
+def output_rows(output: LogprobsTensors, start: int, stop: int) -> LogprobsTensors:
+    """Views of rows [start, stop) of `output`; the given ids keep their absolute offsets."""
+    given = output.given
+    if given is not None:
+        given = GivenLogprobs(
+            offsets=given.offsets[start : stop + 1],
+            token_ids=given.token_ids,
+            logprobs=given.logprobs,
+            ranks=given.ranks,
+        )
+    return LogprobsTensors(
+        token_ids=output.token_ids[start:stop],
+        logprobs=output.logprobs[start:stop],
+        ranks=output.ranks[start:stop],
+        lse=output.lse[start:stop],
+        num_logprobs=output.num_logprobs[start:stop],
+        is_valid=output.is_valid[start:stop],
+        entropy=None if output.entropy is None else output.entropy[start:stop],
+        given=given,
+    )
+
+
+def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
+    ids = _int_array(chosen_ids, "chosen_ids")
+    if ids.shape != (num_rows,):
+        raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one a row, not {ids.shape}")
+    return _check_ids(ids, vocab_size, "chosen_ids")
+
+
+def _check_k(k: int | IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
+    counts = np.full(num_rows, k) if isinstance(k, int) else _int_array(k, "k")
+    if counts.ndim == 0:
+        counts = np.full(num_rows, counts)
+    if counts.shape != (num_rows,):
+        raise ParameterError("k", f"must be one number or have shape ({num_rows},), not {counts.shape}")
+    if num_rows and counts.min() < -1:
+        raise ParameterError("k", f"must be -1 (whole vocabulary) or more, not {counts.min()}")
+    return np.where((counts < 0) | (counts > vocab_size), vocab_size, counts).astype(np.int32)
+
+
+def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
+    if given_ids is None:
+        return None, None
+    if _is_shared(given_ids):
+        shared = _check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
+        offsets = np.arange(num_rows + 1, dtype=np.int64) * len(shared)
+        return torch.from_numpy(offsets), torch.from_numpy(np.tile(shared, num_rows))
+    rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
+    if len(rows) != num_rows:
+        raise ParameterError("given_ids", f"must name ids for each of {num_rows} rows, not {len(rows)}")
+    flat = _check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
+    offsets = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return torch.from_numpy(offsets), torch.from_numpy(flat)
+
+
+def _is_shared(given_ids: GivenLike) -> bool:
+    """Whether one list of ids serves all rows."""
+    if isinstance(given_ids, (Tensor, np.ndarray)):
+        return given_ids.ndim == 1 and given_ids.dtype != object
+    return all(isinstance(entry, (int, np.integer)) for entry in given_ids or ())
+
+
+def _flat_ids(ids: object) -> NDArray[np.integer]:
+    flat = _int_array(ids, "given_ids")
+    if flat.ndim != 1:
+        raise ParameterError("given_ids", f"must be one-dimensional for a row, not of shape {flat.shape}")
+    return flat
+
+
+def _check_ids(ids: NDArray[np.integer], vocab_size: int, parameter: str) -> NDArray[np.int32]:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
+    return ids.astype(np.int32)
+
+
+def _int_array(values: object, parameter: str) -> NDArray[np.integer]:
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.size == 0:
+        return array.astype(np.int32)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ParameterError(parameter, f"must hold integers, not {array.dtype}")
+    return array

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from logprobe.errors import ParameterError
+from logprobe.kernels import extract, head_extract
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 1, 7, 100])
+def test_chunked_head_equals_one_shot(chunk_rows: int | None) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(50, 8), torch.nn.Linear(8, 300)
+    chosen, k = torch.randint(300, (50,)), torch.arange(50) % 7
+    given = [[1, 2, 2] if row % 3 else None for row in range(50)]
+    got = head_extract(hidden, head, chosen, k, given_ids=given, entropy=True, chunk_rows=chunk_rows)
+    want = extract(head(hidden), chosen, k, given_ids=given, entropy=True)
+    for row, num in enumerate(k.tolist()):
+        assert torch.equal(got.token_ids[row, : num + 1], want.token_ids[row, : num + 1])
+        torch.testing.assert_close(got.logprobs[row, : num + 1], want.logprobs[row, : num + 1])
+    torch.testing.assert_close(got.lse, want.lse)
+    torch.testing.assert_close(got.entropy, want.entropy)
+    assert torch.equal(got.ranks, want.ranks)
+    assert got.given is not None
+    assert want.given is not None
+    torch.testing.assert_close(got.given.logprobs, want.given.logprobs)
+    assert torch.equal(got.given.ranks, want.given.ranks)
+
+
+def test_transform_sees_each_row_once_and_replaces_its_logits() -> None:
+    hidden = torch.randn(20, 4)
+    head = torch.nn.Linear(4, 9)
+    seen: list[int] = []
+
+    def reverse(logits: torch.Tensor, rows: slice) -> torch.Tensor:
+        seen.extend(range(20)[rows])
+        return logits.flip(1)
+
+    got = head_extract(hidden, head, [0] * 20, 3, chunk_rows=6, transform=reverse)
+    want = head_extract(hidden, head, [8] * 20, 3)
+    assert seen == list(range(20))
+    assert torch.equal(8 - got.token_ids, want.token_ids)
+
+
+def test_no_rows_give_no_rows() -> None:
+    got = head_extract(torch.empty(0, 4), torch.nn.Linear(4, 9), [], 3)
+    assert got.token_ids.shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "hidden", "options"),
+    [("hidden", torch.zeros(4), {}), ("chunk_rows", torch.zeros(1, 4), {"chunk_rows": 0})],
+)
+def test_wrong_arguments_are_named(parameter: str, hidden: torch.Tensor, options: dict[str, int]) -> None:
+    with pytest.raises(ParameterError, match=parameter):
+        head_extract(hidden, torch.nn.Linear(4, 9), [0], 3, **options)
