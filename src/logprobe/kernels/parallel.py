@@ -1,0 +1,218 @@
+"""Compiled CPU workers, run on the threads that torch already keeps.
+
+torch's operators run on a pool of OpenMP threads (libgomp) that spin for a while after each operator. A
+second pool, such as Numba's own, fights with it for the cores. So the workers here are started on torch's
+pool, through the entry point that compiled OpenMP code itself uses. Where torch has no libgomp (macOS,
+Windows), plain Python threads run the same workers.
+
+A worker is compiled once, by Numba, and takes items from a counter that all threads share::
+
+    @njit
+    def double(task):                                  # task: (TASK_FIELDS,) int64
+        item = next_item(task)                         # each item in [0, num_items) exactly once
+        while item >= 0:
+            row = float32_at(task[2] + 4 * task[3] * item, task[3])
+            for column in range(row.size):
+                row[column] *= 2.0
+            item = next_item(task)
+
+    def make_worker(digest, *, cache):                 # a closure, so that the digest keys the disk cache
+        @cfunc("void(voidptr)", cache=cache)
+        def worker(address):
+            if digest >= 0:
+                double(task_at(address))
+
+        return worker
+
+    @functools.cache
+    def worker() -> Worker:
+        return compile_worker(make_worker, __file__)   # every file that the worker's code comes from
+
+    parallel_for(worker(), [rows.data_ptr(), num_columns], num_items=num_rows)
+
+The numbers in the list arrive as `task[2:]`. Workers must not raise: check before the launch. Which thread
+takes which item is not fixed, so an item's result must depend on the item alone. Scratch memory that a
+worker makes with `np.empty` is its own.
+
+Before it: the kernels' checked arguments. After it: the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TASK_FIELDS = 32  # int64 a task holds at most: next item, number of items, 30 of the kernel's own
+
+
+class MakeWorker(Protocol):
+    """Compiles one C function `void(void*)`."""
+
+    def __call__(self, digest: int, *, cache: bool) -> Any:
+        """Numba's CFunc; `digest` must be read in its body, which makes it part of the cache's key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One compiled C function `void(void*)`."""
+
+    cfunc: Any  # Numba's CFunc, the owner of the machine code
+    run: Callable[[int], None]  # calls it in this thread, without the GIL
+    address: int
+    is_from_cache: bool
+
+
+def compile_worker(make: MakeWorker, *sources: str) -> Worker:
+    """Compiles a worker, or loads it from Numba's disk cache where none of its source files has changed."""
+    digest = 0
+    for source in (__file__, *sources):
+        digest = zlib.crc32(Path(source).read_bytes(), digest)
+    try:
+        cfunc = make(digest, cache=True)
+    except RuntimeError:  # no folder that a cache could be written to
+        cfunc = make(digest, cache=False)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(cfunc.address)
+    return Worker(cfunc, run, cfunc.address, bool(cfunc.cache_hits))
+
+
+def parallel_for(
+    worker: Worker, context: Sequence[int], num_items: int, *, num_threads: int | None = None
+) -> None:
+    """Runs `worker` until each item in [0, num_items) is done, each exactly once; releases the GIL.
+
+    Args:
+        worker: from `compile_worker`.
+        context: at most 30 integers (addresses and sizes) that the worker finds in `task[2:]`; the caller
+            keeps the memory behind the addresses alive.
+        num_items: how many items there are.
+        num_threads: torch's number by default. Keep it: libgomp ends its surplus threads when it is asked
+            for fewer, and starts them anew when torch then asks for more. 1 runs in the calling thread.
+    """
+    task = np.empty(TASK_FIELDS, dtype=np.int64)
+    task[0], task[1] = 0, num_items
+    task[2 : 2 + len(context)] = context
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    if threads <= 1 or num_items <= 1:
+        worker.run(task.ctypes.data)
+    elif (launch := _openmp_launch()) is not None:
+        launch(worker.address, task.ctypes.data, threads, 0)
+    else:
+        _run_on_python_threads(worker, task.ctypes.data, min(threads, num_items))
+
+
+def thread_pool() -> str:
+    """Which threads the workers run on: 'openmp' (torch's own) or 'python'."""
+    return "python" if _openmp_launch() is None else "openmp"
+
+
+def _run_on_python_threads(worker: Worker, address: int, num_threads: int) -> None:
+    helpers = [threading.Thread(target=worker.run, args=(address,)) for _ in range(num_threads - 1)]
+    for helper in helpers:
+        helper.start()
+    worker.run(address)
+    for helper in helpers:
+        helper.join()
+
+
+@functools.cache
+def _openmp_launch() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel` of the libgomp that torch has loaded: it runs a function on a team of threads."""
+    library = _find_libgomp()
+    if library is None:
+        return None
+    launch = ctypes.CDLL(library).GOMP_parallel
+    launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    launch.restype = None
+    return launch
+
+
+def _find_libgomp() -> str | None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    return min(loaded, key=lambda path: ("torch" not in path, path), default=None)
+
+
+def _to_pointer(_typing_context: Any, address: Any) -> Any:
+    """An integer address as a pointer."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), generate
+
+
+_pointer: Any = intrinsic(_to_pointer)
+
+
+def _add_one(_typing_context: Any, address: Any) -> Any:
+    """The counter at an address, read and increased by one in a single atomic step."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        int64 = ir.IntType(64)
+        counter = builder.inttoptr(arguments[0], int64.as_pointer())
+        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
+
+    return types.int64(address), generate
+
+
+_fetch_add: Any = intrinsic(_add_one)
+
+
+@njit
+def task_at(address: Any) -> Any:
+    """The (TASK_FIELDS,) int64 task that a worker was started with."""
+    return carray(address, (TASK_FIELDS,), np.int64)
+
+
+@njit
+def next_item(task: Any) -> Any:
+    """The next item that no thread has taken, or -1 when all are."""
+    item = _fetch_add(task.ctypes.data)
+    return item if item < task[1] else -1
+
+
+@njit
+def float32_at(address: Any, size: Any) -> Any:
+    """`size` float32 at an address, as an array."""
+    return carray(_pointer(address), (size,), np.float32)
+
+
+@njit
+def int32_at(address: Any, size: Any) -> Any:
+    """`size` int32 at an address, as an array."""
+    return carray(_pointer(address), (size,), np.int32)
+
+
+@njit
+def int64_at(address: Any, size: Any) -> Any:
+    """`size` int64 at an address, as an array."""
+    return carray(_pointer(address), (size,), np.int64)
+
+
+@njit
+def uint16_at(address: Any, size: Any) -> Any:
+    """`size` uint16 at an address, as an array: also the bits of float16 and bfloat16."""
+    return carray(_pointer(address), (size,), np.uint16)
+
+
+@njit
+def uint8_at(address: Any, size: Any) -> Any:
+    """`size` uint8 at an address, as an array: also booleans."""
+    return carray(_pointer(address), (size,), np.uint8)
