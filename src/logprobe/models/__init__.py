@@ -1,0 +1,17 @@
+"""A name → weights, tokenizer, and the exact bytes of every token."""
+
+from __future__ import annotations
+
+from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
+from logprobe.models.loading import load_model, load_tokenizer, text_config
+from logprobe.models.resolve import ModelFiles, resolve
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "KNOWN_MODELS",
+    "ModelFiles",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+    "text_config",
+]

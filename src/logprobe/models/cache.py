@@ -1,0 +1,107 @@
+"""The folder that models are kept in, and entries that appear in it whole or not at all.
+
+`fetch` and `convert` write into what `new_entry` hands out; `resolve` reads finished entries.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from logprobe.errors import DownloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from filelock import BaseFileLock
+
+# Part of every entry's name: raising it makes all entries of older conversions unused.
+CONVERSION: Final = 1
+
+
+def home() -> Path:
+    """Give the cache's folder: `$LOGPROBE_HOME`, or `logprobe` in the user's cache folder."""
+    if chosen := os.environ.get("LOGPROBE_HOME"):
+        return Path(chosen).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "logprobe"
+
+
+def entry_folder(stem: str, sha256: str) -> Path:
+    """Give the folder where the converted file with that checksum lives, or will live."""
+    return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
+
+
+def entry_size_bytes(folder: Path) -> int:
+    """Add up the sizes of an entry's files."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+@contextmanager
+def new_entry(folder: Path) -> Iterator[Path | None]:
+    """Hand out an empty folder that becomes `folder` when the block ends well, and vanishes otherwise.
+
+    Only one process at a time is in the block of one entry. The others wait, and then get None, because the
+    entry is there. What a killed process left behind is cleared by the next one.
+
+    Raises:
+        DownloadError: the cache cannot be written, for instance because the disk is full.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if folder.is_dir():
+                yield None
+                return
+            _remove(partial)
+            partial.mkdir()
+            try:
+                yield partial
+                partial.replace(folder)
+            finally:
+                _remove(partial)
+    except OSError as error:
+        if isinstance(error, DownloadError):
+            raise
+        reason = error.strerror or str(error)
+        raise DownloadError(
+            f"{folder.name}: cannot write below {folder.parent} ({reason}); free some space there, "
+            "or set LOGPROBE_HOME to a folder on another disk"
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock: BaseFileLock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"{folder.name}: another process is preparing it; waiting")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _remove(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+def say(message: str) -> None:
+    """Tell the person at the terminal; standard output is kept for results."""
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()

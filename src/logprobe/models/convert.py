@@ -1,0 +1,38 @@
+"""One GGUF file → a folder that transformers loads: config, float32 safetensors, tokenizer files.
+
+`fetch` or the user brings the file; `resolve` puts the folder into the cache; `loading` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from logprobe.models.cache import say
+from logprobe.models.gguf_config import build_config
+from logprobe.models.gguf_file import GgufFile
+from logprobe.models.gguf_tokenizer import build_tokenizer
+from logprobe.models.gguf_weights import write_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MANIFEST = "logprobe.json"
+
+
+def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
+    """Convert the file into `folder`, which exists; a manifest of name and source is written last.
+
+    Raises:
+        InputError: the file is no GGUF file.
+        UnsupportedModelError: the model cannot be converted without a change of its results.
+        OSError: the folder cannot be written.
+    """
+    say(f"{name}: reading {path.name}")
+    gguf = GgufFile(path)
+    config = build_config(gguf)
+    build_tokenizer(gguf).save_pretrained(folder)
+    config.save_pretrained(folder)
+    write_weights(gguf, config, folder / "model.safetensors")
+    manifest = {"name": name, "source": path.name, "source_sha256": sha256, "dtype": "float32"}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

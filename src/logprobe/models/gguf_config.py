@@ -1,0 +1,200 @@
+"""GGUF metadata → the transformers config of the same model, with no key left unread.
+
+A key that is not understood is refused rather than skipped: a skipped one (a rotary scaling, a soft cap)
+would give log-probabilities that are wrong and look right.
+Sources: llama.cpp's model loaders, transformers' config classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from logprobe.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from transformers import PreTrainedConfig
+
+    from logprobe.models.gguf_file import GgufFile
+
+_COMMON_KEYS: Final = {
+    ".context_length": "max_position_embeddings",
+    ".block_count": "num_hidden_layers",
+    ".embedding_length": "hidden_size",
+    ".feed_forward_length": "intermediate_size",
+    ".attention.head_count": "num_attention_heads",
+    ".attention.head_count_kv": "num_key_value_heads",
+    ".attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_CHECKED_KEYS: Final = {
+    ".attention.key_length",
+    ".attention.value_length",
+    ".rope.dimension_count",
+    ".rope.freq_base",
+    ".rope.scaling.type",
+    ".vocab_size",
+}
+_GEMMA3_KEYS: Final = {
+    ".attention.sliding_window",
+    ".attention.sliding_window_pattern",
+    ".final_logit_softcapping",
+    ".rope.freq_base_swa",
+    ".rope.scaling.factor",
+}
+# llama.cpp's own constants for what a gemma3 file leaves out (src/models/gemma3.cpp).
+_GEMMA3_PATTERN: Final = 6
+_GEMMA3_LOCAL_THETA: Final = 10_000.0
+_GEMMA3_27B_LAYERS: Final = 62
+
+
+def build_config(gguf: GgufFile) -> PreTrainedConfig:
+    """Build the config, including the special token ids.
+
+    Raises:
+        UnsupportedModelError: the architecture, or one of its keys or values, is not known here.
+    """
+    from transformers import AutoConfig
+
+    architecture = _architecture(gguf)
+    settings = _common_settings(gguf) | architecture.settings(gguf) | _special_ids(gguf)
+    return AutoConfig.for_model(
+        architecture.model_type, architectures=[architecture.class_name], dtype="float32", **settings
+    )
+
+
+def _architecture(gguf: GgufFile) -> _Architecture:
+    architecture = _ARCHITECTURES.get(gguf.architecture)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: GGUF architecture {gguf.architecture!r} is not converted "
+            f"(known: {', '.join(_ARCHITECTURES)}); use the model's safetensors folder or hub id instead"
+        )
+    unread = gguf.own_keys() - _COMMON_KEYS.keys() - _CHECKED_KEYS - architecture.extra_keys
+    if unread:
+        listed = ", ".join(gguf.architecture + key for key in sorted(unread))
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: {listed} is not understood and could change the results; "
+            "use the model's safetensors folder or hub id instead"
+        )
+    return architecture
+
+
+def _common_settings(gguf: GgufFile) -> dict[str, Any]:
+    settings = {
+        name: gguf.value(key) for key, name in _COMMON_KEYS.items() if key != ".attention.head_count_kv"
+    }
+    heads = settings["num_attention_heads"]
+    settings["num_key_value_heads"] = gguf.value(".attention.head_count_kv", heads)
+    settings["rms_norm_eps"] = _shortest(settings["rms_norm_eps"])
+    settings["vocab_size"] = gguf.shapes["token_embd.weight"][0]
+    settings["head_dim"] = _head_dim(gguf, settings["hidden_size"] // heads)
+    settings["tie_word_embeddings"] = "output.weight" not in gguf.shapes
+    lists = sorted(name for name, value in settings.items() if isinstance(value, list))
+    if lists:
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: {', '.join(lists)} differs between layers; that is not converted"
+        )
+    return settings
+
+
+def _head_dim(gguf: GgufFile, default: int) -> int:
+    width = gguf.value(".attention.key_length", gguf.value(".rope.dimension_count", default))
+    for key in (".attention.value_length", ".rope.dimension_count"):
+        if gguf.value(key, width) != width:
+            raise UnsupportedModelError(
+                f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)}, the heads are {width} "
+                "wide; such heads are not converted"
+            )
+    return int(width)
+
+
+def _special_ids(gguf: GgufFile) -> dict[str, Any]:
+    ids = {
+        name: gguf.value(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "padding")
+    }
+    ends = [token_id for token_id in dict.fromkeys((ids["eos"], ids["eot"])) if token_id is not None]
+    return {
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": ids["padding"],
+    }
+
+
+def _plain_rope(gguf: GgufFile) -> dict[str, Any]:
+    _require_scaling(gguf, {"none"})
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": _theta(gguf)}}
+
+
+def _llama_settings(gguf: GgufFile) -> dict[str, Any]:
+    return {**_plain_rope(gguf), "attention_bias": "blk.0.attn_q.bias" in gguf.shapes, "mlp_bias": False}
+
+
+def _gemma3_settings(gguf: GgufFile) -> dict[str, Any]:
+    _require_scaling(gguf, {"none", "linear"})
+    layers, heads, width = (
+        gguf.value(".block_count"),
+        gguf.value(".attention.head_count"),
+        gguf.value(".embedding_length"),
+    )
+    period = gguf.value(".attention.sliding_window_pattern", _GEMMA3_PATTERN)
+    far: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(gguf)}
+    if gguf.value(".rope.scaling.type", "none") == "linear":
+        far |= {"rope_type": "linear", "factor": _shortest(gguf.value(".rope.scaling.factor"))}
+    near = {
+        "rope_type": "default",
+        "rope_theta": float(gguf.value(".rope.freq_base_swa", _GEMMA3_LOCAL_THETA)),
+    }
+    return {
+        "query_pre_attn_scalar": width // heads
+        if layers == _GEMMA3_27B_LAYERS
+        else gguf.value(".attention.key_length"),
+        "sliding_window": gguf.value(".attention.sliding_window"),
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)
+        ],
+        "rope_parameters": {"full_attention": far, "sliding_attention": near},
+        "final_logit_softcapping": gguf.value(".final_logit_softcapping", None),
+    }
+
+
+def _theta(gguf: GgufFile) -> float:
+    return _shortest(gguf.value(".rope.freq_base", 10_000.0))
+
+
+def _require_scaling(gguf: GgufFile, known: set[str]) -> None:
+    found = gguf.value(".rope.scaling.type", "none")
+    if found not in known:
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: rotary scaling {found!r} is not converted; "
+            "use the model's safetensors folder or hub id instead"
+        )
+
+
+def _shortest(value: float) -> float:
+    """Undo the widening of a float32: 1e-5 is stored as 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Architecture:
+    model_type: str
+    class_name: str
+    settings: Callable[[GgufFile], dict[str, Any]]
+    extra_keys: frozenset[str] = frozenset()
+
+
+_ARCHITECTURES: Final[Mapping[str, _Architecture]] = {
+    "llama": _Architecture(model_type="llama", class_name="LlamaForCausalLM", settings=_llama_settings),
+    "qwen2": _Architecture(model_type="qwen2", class_name="Qwen2ForCausalLM", settings=_plain_rope),
+    "qwen3": _Architecture(model_type="qwen3", class_name="Qwen3ForCausalLM", settings=_plain_rope),
+    "gemma3": _Architecture(
+        model_type="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        settings=_gemma3_settings,
+        extra_keys=frozenset(_GEMMA3_KEYS),
+    ),
+}

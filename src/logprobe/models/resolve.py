@@ -1,0 +1,151 @@
+"""A model's name → the folder with its files, fetched and converted if they are not there yet.
+
+The command line and the engine call `resolve`; `loading` and `vocabulary` take what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.models.cache import entry_folder, new_entry
+from logprobe.models.known import KNOWN_MODELS, KnownModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A folder with config, safetensors and tokenizer files, and the name it was asked for by."""
+
+    name: str
+    folder: Path
+
+
+def resolve(name: str, *, download: bool = True) -> ModelFiles:
+    """Find a model's files by known name, local folder, local `.gguf` file or Hugging Face id, in this order.
+
+    With `download=False` only what is on this machine is used. `./name` means a folder that is named like a
+    known model.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or it is not here and `download` is False.
+        DownloadError: the files could not be fetched or stored.
+        ChecksumError: what was fetched is not what was published.
+        UnsupportedModelError: the files are not such as can be used here.
+        InputError: a GGUF file cannot be read.
+    """
+    if known := KNOWN_MODELS.get(name):
+        return ModelFiles(name, _known_folder(known, download=download))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelFiles(name, checked_folder(path))
+    if path.is_file():
+        return ModelFiles(name, _gguf_folder(path))
+    if _looks_like_hub_id(name):
+        from logprobe.models.hub import snapshot
+
+        return ModelFiles(name, checked_folder(snapshot(name, download=download)))
+    raise ModelNotFoundError(_not_found(name))
+
+
+def known_folder(model: KnownModel) -> Path:
+    """Give the folder of a known model, whether it is there or not."""
+    return entry_folder(model.name, model.gguf_sha256)
+
+
+def checked_folder(folder: Path) -> Path:
+    """Give the folder back if it holds a config, safetensors weights and a tokenizer.
+
+    Raises:
+        ModelNotFoundError: one of the three is missing.
+        UnsupportedModelError: the weights or the tokenizer are only there in a form that is not read.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"{folder}: no config.json there; name the folder that holds the model's files"
+        )
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        if pickled:
+            raise UnsupportedModelError(
+                f"{folder}: {pickled[0]} is a pickle, which can run code, and is not read; "
+                "save the weights as safetensors"
+            )
+        raise ModelNotFoundError(f"{folder}: no *.safetensors there; the weights are missing")
+    _check_shards(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelNotFoundError(
+            f"{folder}: no tokenizer.json there; save the fast tokenizer there (save_pretrained)"
+        )
+    return folder
+
+
+def _check_shards(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if missing:
+            raise ModelNotFoundError(
+                f"{folder}: {missing[0]} is missing ({len(missing)} of {len(shards)} weight files)"
+            )
+
+
+def _known_folder(model: KnownModel, *, download: bool) -> Path:
+    folder = known_folder(model)
+    if folder.is_dir():
+        return folder
+    if not download:
+        raise ModelNotFoundError(
+            f"{model.name}: not in {folder.parent}; run `logprobe models pull {model.name}`"
+        )
+    from logprobe.models.convert import convert
+    from logprobe.models.fetch import fetch_gguf
+
+    with new_entry(folder) as partial:
+        if partial is not None:
+            scratch = partial / "fetched"
+            scratch.mkdir()
+            gguf = fetch_gguf(model, scratch)
+            convert(gguf, partial, name=model.name, sha256=model.gguf_sha256)
+            _remove_tree(scratch)
+    return folder
+
+
+def _gguf_folder(path: Path) -> Path:
+    if path.suffix != ".gguf":
+        raise UnsupportedModelError(
+            f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
+        )
+    from logprobe.models.convert import convert
+    from logprobe.models.fetch import sha256_of
+
+    sha256 = sha256_of(path)
+    folder = entry_folder("gguf", sha256)
+    if not folder.is_dir():
+        with new_entry(folder) as partial:
+            if partial is not None:
+                convert(path, partial, name=path.stem, sha256=sha256)
+    return folder
+
+
+def _remove_tree(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder)
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    owner, slash, repository = name.partition("/")
+    return bool(slash and owner and repository) and "/" not in repository and not name.startswith((".", "~"))
+
+
+def _not_found(name: str) -> str:
+    near = get_close_matches(name, KNOWN_MODELS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"no model {name!r}: {hint}known names are {', '.join(KNOWN_MODELS)}; "
+        "else name a local folder, a .gguf file, or a Hugging Face id (owner/name)"
+    )
