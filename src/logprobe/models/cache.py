@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from filelock import BaseFileLock
 
+# The file of an entry that says where it came from; it is written last.
+MANIFEST: Final = "logprobe.json"
 # Part of every entry's name: raising it makes all entries of older conversions unused.
 CONVERSION: Final = 1
 
@@ -39,6 +41,11 @@ def home() -> Path:
 def entry_folder(stem: str, sha256: str) -> Path:
     """Give the folder where the converted file with that checksum lives, or will live."""
     return home() / "models" / f"{stem}-{sha256[:16]}-c{CONVERSION}"
+
+
+def entries() -> list[Path]:
+    """List the folders of all finished entries of the present conversion, by name."""
+    return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if folder.is_dir())
 
 
 def entry_size_bytes(folder: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from logprobe.models.cache import say
+from logprobe.models.cache import MANIFEST, say
 from logprobe.models.gguf_config import build_config
 from logprobe.models.gguf_file import GgufFile
 from logprobe.models.gguf_tokenizer import build_tokenizer
@@ -16,8 +16,6 @@ from logprobe.models.gguf_weights import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-MANIFEST = "logprobe.json"
 
 
 def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
