@@ -11,7 +11,7 @@ import typer
 from logprobe.errors import LogprobeError
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
 from logprobe.models.cache import MANIFEST, entries, entry_size_bytes
-from logprobe.models.resolve import known_folder
+from logprobe.models.resolution import known_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

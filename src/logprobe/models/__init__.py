@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
 from logprobe.models.loading import load_model, load_tokenizer, text_config
-from logprobe.models.resolve import ModelFiles, resolve
+from logprobe.models.resolution import ModelFiles, resolve
 from logprobe.models.vocabulary import Vocabulary
 
 __all__ = [

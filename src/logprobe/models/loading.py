@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.resolve import checked_folder
+from logprobe.models.resolution import checked_folder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-    from logprobe.models.resolve import ModelFiles
+    from logprobe.models.resolution import ModelFiles
 
 
 def load_model(

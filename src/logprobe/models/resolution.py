@@ -39,7 +39,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
     if known := KNOWN_MODELS.get(name):
         return ModelFiles(name, _known_folder(known, download=download))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return ModelFiles(name, checked_folder(path))
     if path.is_file():
         return ModelFiles(name, _gguf_folder(path))
