@@ -10,12 +10,62 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logprobe.records import LogprobsTensors as LogprobsTensors
+    from logprobe.llm import (
+        LLM as LLM,
+    )
+    from logprobe.records import (
+        FlatLogprobs as FlatLogprobs,
+    )
+    from logprobe.records import (
+        Logprob as Logprob,
+    )
+    from logprobe.records import (
+        LogprobsOnePosition as LogprobsOnePosition,
+    )
+    from logprobe.records import (
+        LogprobsTensors as LogprobsTensors,
+    )
+    from logprobe.records import (
+        PromptLogprobs as PromptLogprobs,
+    )
+    from logprobe.records import (
+        SampleLogprobs as SampleLogprobs,
+    )
+    from logprobe.records import (
+        TokenLogprob as TokenLogprob,
+    )
+    from logprobe.records import (
+        TopLogprobs as TopLogprobs,
+    )
+    from logprobe.records import (
+        append_logprobs_for_next_position as append_logprobs_for_next_position,
+    )
+    from logprobe.records import (
+        create_prompt_logprobs as create_prompt_logprobs,
+    )
+    from logprobe.records import (
+        create_sample_logprobs as create_sample_logprobs,
+    )
+    from logprobe.sampling import (
+        SamplingParams as SamplingParams,
+    )
 
 __version__ = "0.1.0"
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "LLM": "logprobe.llm",
+    "SamplingParams": "logprobe.sampling",
+    "FlatLogprobs": "logprobe.records",
+    "Logprob": "logprobe.records",
+    "LogprobsOnePosition": "logprobe.records",
+    "PromptLogprobs": "logprobe.records",
+    "SampleLogprobs": "logprobe.records",
+    "create_prompt_logprobs": "logprobe.records",
+    "create_sample_logprobs": "logprobe.records",
+    "append_logprobs_for_next_position": "logprobe.records",
+    "TokenLogprob": "logprobe.records",
+    "TopLogprobs": "logprobe.records",
     "LogprobsTensors": "logprobe.records",
 }
 

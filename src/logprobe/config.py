@@ -1,0 +1,79 @@
+"""Frozen settings of an engine, and the decorator that refuses a misspelt one.
+
+Every part of the engine reads `EngineConfig`; nothing changes it after it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from logprobe.errors import ParameterError, UnknownParameterError
+
+T = TypeVar("T")
+
+
+def strict_keywords(cls: type[T]) -> type[T]:
+    """Make a keyword-only dataclass refuse an unknown keyword by naming the nearest known one."""
+    init = cls.__init__
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
+
+    @functools.wraps(init)
+    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - known:
+            raise UnknownParameterError(name, known, of=cls.__name__)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
+    return cls
+
+
+def require(condition: object, parameter: str, message: str) -> None:
+    """Raise `ParameterError` naming `parameter` unless `condition` holds."""
+    if not condition:
+        raise ParameterError(parameter, message)
+
+
+Weights = Literal["auto", "plain", "packed", "int8"]
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What an engine is made of; every limit is stated in the unit of its name.
+
+    Args:
+        model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
+        device: `auto` (a GPU when there is one), `cpu`, or `cuda`.
+        dtype: `auto` (float32 on CPU, bfloat16 on GPU), `float32`, `bfloat16`, or `float16`.
+        max_model_len: longest sequence in tokens; `None` takes the model's context.
+        max_batch_tokens: most tokens that one step runs through the model.
+        max_batch_rows: most requests that run at once.
+        kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes 1 GiB.
+        weights: `auto` (measured at load), `plain`, `packed` (float32 in the layout of small-batch
+            matrix products), or `int8` (opt-in, changes the numbers slightly).
+        seed: base of the seeds of requests that bring none.
+    """
+
+    model: str = "smollm2"
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_batch_tokens: int = 512
+    max_batch_rows: int = 64
+    kv_bytes: int | None = None
+    weights: Weights = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
+        weights = ("auto", "plain", "packed", "int8")
+        require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
+        for name in ("max_model_len", "kv_bytes"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, f"must be positive or None, got {value}")
+        for name in ("max_batch_tokens", "max_batch_rows"):
+            require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")

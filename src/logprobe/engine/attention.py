@@ -1,0 +1,178 @@
+"""Attention over the key/value pool, as transformers' models call it.
+
+transformers hands each layer's packed queries, keys and values to the function registered here. It
+writes the keys and values to their slots, then lets every span of tokens attend to its own context:
+prompt chunks through torch's fused attention on gathered slots, short spans (a generated token, the
+end of a mostly cached prompt) through a kernel that reads the pool in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from logprobe.kernels.attention import RowPlan, RowPlanBuilder, attend_rows
+
+if TYPE_CHECKING:
+    from logprobe.engine.scheduler import StepPlan
+
+NAME = "logprobe"
+SHORT_SPAN = 16  # spans of at most so many tokens go through the row kernel (measured: docs/decisions.md)
+
+
+class KVPool:
+    """Keys and values of every slot, (num_slots, kv_heads, dim) a layer, made when a layer first stores."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
+        if layer not in self.keys:
+            self.keys[layer] = key.new_empty(self.num_slots, *key.shape[1:])
+            self.values[layer] = value.new_empty(self.num_slots, *value.shape[1:])
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token takes in all layers."""
+        tensors = [*self.keys.values(), *self.values.values()]
+        return sum(tensor.nbytes for tensor in tensors) // self.num_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows [start, end) of the packed tokens: the last tokens of the context in `slots`."""
+
+    start: int
+    end: int
+    slots: torch.Tensor  # (context length,) int64
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether some of the context was computed before this step."""
+        return len(self.slots) > self.end - self.start
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """Where one step's tokens are stored and what each attends to."""
+
+    pool: KVPool
+    slots: torch.Tensor  # (num_tokens,) int64
+    chunks: list[Chunk]
+    rows: RowPlan | None
+    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, index: int, window: int | None) -> torch.Tensor | None:
+        """What the rows of chunk `index` may see, (rows, context) bool; None: plain causal attention."""
+        chunk = self.chunks[index]
+        context = len(chunk.slots)
+        if window is None or context <= window:
+            window = None
+        if not chunk.has_prefix and window is None:
+            return None
+        key = (index, window)
+        if key not in self.masks:
+            rows = torch.arange(context - (chunk.end - chunk.start), context, device=self.slots.device)
+            columns = torch.arange(context, device=self.slots.device)
+            distance = rows[:, None] - columns[None, :]
+            seen = distance >= 0
+            self.masks[key] = seen if window is None else seen & (distance < window)
+        return self.masks[key]
+
+
+def plan_attention(
+    pool: KVPool, plan: StepPlan, device: str, *, short_span: int = SHORT_SPAN
+) -> AttentionPlan:
+    """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
+    chunks: list[Chunk] = []
+    rows = RowPlanBuilder()
+    start = 0
+    for span in plan.tokens:
+        context = span.sequence.slots[: span.end]
+        if len(span) <= short_span and device == "cpu":
+            rows.add(start, span.start, context)
+        else:
+            chunks.append(Chunk(start, start + len(span), _to_device(context, device)))
+        start += len(span)
+    slots = np.concatenate([span.sequence.slots[span.start : span.end] for span in plan.tokens])
+    return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build())
+
+
+def pooled_attention(
+    module: Any,
+    query: torch.Tensor,  # (1, heads, num_tokens, key_dim)
+    key: torch.Tensor,  # (1, kv_heads, num_tokens, key_dim)
+    value: torch.Tensor,  # (1, kv_heads, num_tokens, value_dim)
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the plan says who sees what
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Serve transformers' attention interface: (1, num_tokens, heads, value_dim) and no weights."""
+    plan: AttentionPlan = options["logprobe_plan"]
+    layer = module.layer_idx
+    plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    keys, values = plan.pool.keys[layer], plan.pool.values[layer]
+    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
+    scale = options.get("scaling") or query.shape[3] ** -0.5
+    window, softcap = options.get("sliding_window"), options.get("softcap")
+    if plan.rows is not None:
+        rows = query[0].transpose(0, 1)
+        attend_rows(rows, keys, values, plan.rows, out, scale=scale, window=window, softcap=softcap)
+    for index, chunk in enumerate(plan.chunks):
+        queries = query[:, :, chunk.start : chunk.end]
+        context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)[None]
+        context_values = values.index_select(0, chunk.slots).transpose(0, 1)[None]
+        mask = plan.mask(index, window)
+        attended = _attend(queries, context_keys, context_values, mask, scale=scale, softcap=softcap)
+        out[chunk.start : chunk.end] = attended[0].transpose(0, 1)
+    return out[None], None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    groups = query.shape[1] // key.shape[1]
+    heads = [
+        _attend_softcapped(
+            query[0, head], key[0, head // groups], value[0, head // groups], mask, scale, softcap
+        )
+        for head in range(query.shape[1])
+    ]
+    return torch.stack(heads)[None]
+
+
+def _attend_softcapped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """One head, scores squashed by softcap · tanh(score / softcap) (Gemma 2)."""
+    scores = torch.tanh((query @ key.T) * (scale / softcap)) * softcap
+    if mask is None:
+        mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    return torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ value
+
+
+def _to_device(slots: np.ndarray[Any, Any], device: str) -> torch.Tensor:
+    return torch.from_numpy(slots.astype(np.int64)).to(device)

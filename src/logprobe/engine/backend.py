@@ -1,0 +1,80 @@
+"""The two seams of the engine: what the front doors talk to, and what the scheduler drives.
+
+`EngineBackend` is all that `LLM`, the async front door and a server know of an engine. The native engine
+implements it with a scheduler over a `ForwardBackend`; an engine with a scheduler of its own implements
+`EngineBackend` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import torch
+
+    from logprobe.engine.request import Request, RequestOutput
+    from logprobe.engine.scheduler import StepPlan
+    from logprobe.engine.slots import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do, and within which limits."""
+
+    engine: str
+    model: str
+    device: str
+    dtype: str
+    weights: str
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and completion together
+    num_slots: int  # tokens that the key/value pool holds
+    max_batch_tokens: int
+    max_batch_rows: int
+    prompt_logprobs_with_prefix_cache: bool
+    stages: tuple[str, ...]
+
+
+class EngineBackend(Protocol):
+    """Accepts requests and ends each in exactly one result or one error."""
+
+    def check(self, request: Request) -> None:
+        """Raise `ParameterError` where a request can never be served, saying why."""
+
+    def submit(self, request: Request) -> None:
+        """Check and accept a request; `result` or `stream` must follow it."""
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended."""
+
+    def stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
+        """The request's output as it grows, each time one object, until it has ended."""
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its stream ends with finish reason `abort`."""
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+
+    def close(self) -> None:
+        """End all requests and let the model go; a second call does nothing."""
+
+
+class ForwardBackend(Protocol):
+    """Runs packed tokens through a model and keeps keys, values and hidden rows by slot."""
+
+    vocab_size: int
+    context_len: int
+    num_slots: int
+
+    def run(self, plan: StepPlan) -> None:
+        """Compute the planned tokens; all keys of a layer are stored before any is read."""
+
+    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
+        """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits."""

@@ -1,0 +1,150 @@
+"""`Engine`: many requests → one batch → one step.
+
+`step()` is the architecture: plan, run the model, score prompts, draw tokens, record. It is driven by one
+thread; the front ends reach it through an `EngineBackend`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from logprobe.engine.admission import check_request
+from logprobe.engine.prompt_rows import PromptScorer
+from logprobe.engine.recorder import Recorder
+from logprobe.engine.scheduler import Scheduler
+from logprobe.engine.sequence import Sequence
+from logprobe.errors import ForwardError, LogprobeError
+from logprobe.kernels.head import default_chunk_rows
+from logprobe.sampling import Sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Sequence as Items
+
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backend import ForwardBackend
+    from logprobe.engine.request import Request, RequestOutput
+    from logprobe.engine.scheduler import StepPlan
+    from logprobe.engine.text import TextEdge
+    from logprobe.sampling.sampler import SampledRows
+
+
+class Engine:
+    """Runs requests step by step; a step that fails ends the requests in it, never the engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        forward: ForwardBackend,
+        text: TextEdge,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.forward = forward
+        self.max_len = min(
+            config.max_model_len or forward.context_len, forward.context_len, forward.num_slots
+        )
+        self.scheduler = Scheduler(
+            forward.num_slots,
+            max_batch_tokens=config.max_batch_tokens,
+            max_batch_rows=config.max_batch_rows,
+        )
+        self.scorer = PromptScorer(forward)
+        self.sampler = Sampler()
+        self.recorder = Recorder(text, eos_token_ids)
+        self.outputs: dict[str, RequestOutput] = {}
+        self._counter = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return self.scheduler.has_work
+
+    def check(self, request: Request) -> None:
+        """Raise `ParameterError` where a request can never be served; may be called from any thread."""
+        check_request(request, self.outputs, max_len=self.max_len, vocab_size=self.forward.vocab_size)
+
+    def add(self, request: Request, output: RequestOutput) -> RequestOutput | None:
+        """Accept a checked request; `output` grows with every step, and is returned where it has ended."""
+        number = next(self._counter)
+        self.outputs[request.request_id] = output
+        sequences = [
+            Sequence(request, completion, self.max_len, self._generator(request, number, completion.index))
+            for completion in output.outputs
+        ]
+        for sequence in sequences:
+            self.recorder.open(sequence, output)
+            if not sequence.is_finished:
+                self.scheduler.add(sequence)
+        return self.outputs.pop(request.request_id) if output.is_finished else None
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Give a request up; its output keeps what there is. None where it has ended already."""
+        for sequence in list(self.scheduler.sequences()):
+            if sequence.request.request_id == request_id:
+                sequence.finish("abort")
+                self.scheduler.remove(sequence)
+        return self.outputs.pop(request_id, None)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every running request; the outputs that changed."""
+        plan = self.scheduler.schedule()
+        try:
+            self.scorer.forget(plan.slots)
+            self.forward.run(plan)
+            scored = self.scorer.score(plan.prompt_rows)
+            sampled = list(self._sample(plan.samples))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
+            return self._fail(plan, error)
+        for span, rows in zip(plan.prompt_rows, scored, strict=True):
+            self.recorder.add_prompt_rows(span, rows)
+        for sequences, drawn in sampled:
+            self.recorder.add_tokens(sequences, drawn)
+        return self._retire(plan)
+
+    @torch.inference_mode()
+    def _sample(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], SampledRows]]:
+        size = default_chunk_rows(self.forward.vocab_size)
+        for start in range(0, len(sequences), size):
+            chunk = sequences[start : start + size]
+            last_slots = np.array([sequence.slots[-1] for sequence in chunk], dtype=np.int32)
+            logits = self.forward.head(self.forward.hidden_rows(last_slots))
+            params = [sequence.request.params for sequence in chunk]
+            uniforms = np.array([sequence.next_uniform() for sequence in chunk])
+            yield chunk, self.sampler.sample(logits, params, uniforms)
+
+    def _retire(self, plan: StepPlan) -> list[RequestOutput]:
+        changed = {span.sequence for span in plan.prompt_rows}.union(plan.samples)
+        for sequence in changed:
+            if sequence.is_finished:
+                self.scheduler.release(sequence)
+        return self._outputs_of(changed)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        failed = self.scheduler.roll_back(plan)
+        for sequence in failed:
+            reason = (
+                error if isinstance(error, LogprobeError) else ForwardError(f"the step failed: {error!r}")
+            )
+            reason.__cause__ = error if reason is not error else error.__cause__
+            sequence.output.error = reason
+            sequence.finish("error")
+        return self._outputs_of(failed)
+
+    def _outputs_of(self, sequences: Items[Sequence] | set[Sequence]) -> list[RequestOutput]:
+        """The outputs of these sequences, each once; those that have ended leave the engine."""
+        changed = {sequence.request.request_id: sequence.request for sequence in sequences}
+        outputs = [self.outputs[request_id] for request_id in changed]
+        for output in outputs:
+            if output.is_finished:
+                del self.outputs[output.request_id]
+        return outputs
+
+    def _generator(self, request: Request, number: int, index: int) -> np.random.Generator:
+        seed = request.params.seed
+        base = [self.config.seed, number] if seed is None else [seed]
+        return np.random.default_rng([abs(part) for part in base] + [index])

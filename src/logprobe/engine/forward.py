@@ -1,0 +1,127 @@
+"""The native forward pass: one step's packed tokens through the transformers model.
+
+Before it: the scheduler's plan. After it: hidden rows in their slots, which the output head reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from logprobe.engine.attention import NAME, AttentionPlan, Chunk, KVPool, plan_attention, pooled_attention
+from logprobe.engine.head import OutputHead
+from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.models import load_model
+
+if TYPE_CHECKING:
+    from logprobe.config import EngineConfig
+    from logprobe.engine.scheduler import StepPlan
+    from logprobe.engine.slots import IntArray
+    from logprobe.models import ModelFiles
+
+DEFAULT_KV_BYTES = 1 << 30
+PROBE_TOKENS = 6
+# Relative to the largest logit: two orders of summation differ by far less, another formula by far more.
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+AttentionInterface.register(NAME, pooled_attention)
+
+
+class NativeForward:
+    """Owns the model, the key/value pool and the hidden rows, all by slot."""
+
+    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+        self.device = _choose_device(config.device)
+        dtype = _choose_dtype(config.dtype, self.device)
+        self.model = load_model(files, dtype=dtype, device=self.device, attn_implementation="sdpa")
+        text_config = self.model.config.get_text_config()
+        self.vocab_size: int = text_config.vocab_size
+        self.context_len: int = text_config.max_position_embeddings
+        self.dtype: torch.dtype = self.model.dtype
+        self.head = OutputHead(self.model)
+        slot_bytes = self._probe()
+        self.num_slots = (config.kv_bytes or DEFAULT_KV_BYTES) // slot_bytes
+        if self.num_slots < 2:
+            raise ParameterError(
+                "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
+            )
+        self.pool = KVPool(self.num_slots)
+        self.hidden = torch.empty(
+            self.num_slots, text_config.hidden_size, dtype=self.dtype, device=self.device
+        )
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> None:
+        """Run the planned tokens; their keys, values and last hidden states land in their slots."""
+        if not plan.tokens:
+            return
+        token_ids = np.concatenate([span.sequence.token_ids[span.start : span.end] for span in plan.tokens])
+        positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
+        attention = plan_attention(self.pool, plan, self.device)
+        self.hidden.index_copy_(0, attention.slots, self._forward(token_ids, positions, attention))
+
+    @torch.inference_mode()
+    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
+        """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
+        return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
+
+    def _forward(self, token_ids: Any, positions: Any, attention: AttentionPlan) -> torch.Tensor:
+        out = self.model.base_model(
+            input_ids=torch.from_numpy(token_ids.astype(np.int64))[None].to(self.device),
+            position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(self.device),
+            use_cache=False,
+            logprobe_plan=attention,
+        )
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def _probe(self) -> int:
+        """Prove on a short prompt that pool, attention and head give the model's own logits.
+
+        Returns:
+            The bytes that a slot takes, hidden row included.
+
+        Raises:
+            UnsupportedModelError: the model does not use the attention interface, or the numbers differ.
+        """
+        name = type(self.model).__name__
+        token_ids = np.arange(PROBE_TOKENS) % self.vocab_size
+        expected = self.model(input_ids=torch.from_numpy(token_ids)[None].to(self.device), use_cache=False)
+        self.model.set_attn_implementation(NAME)
+        pool = KVPool(PROBE_TOKENS)
+        slots = torch.arange(PROBE_TOKENS, device=self.device)
+        plan = AttentionPlan(pool, slots, [Chunk(0, PROBE_TOKENS, slots)], None)
+        try:
+            hidden = self._forward(token_ids, np.arange(PROBE_TOKENS), plan)
+        except (TypeError, KeyError) as error:
+            raise UnsupportedModelError(f"{name} does not hand options to its attention: {error}") from error
+        if len(pool.keys) != self.model.config.get_text_config().num_hidden_layers:
+            raise UnsupportedModelError(
+                f"{name}: only {len(pool.keys)} of its layers use transformers' attention interface"
+            )
+        own = expected.logits[0].float()
+        difference = float((self.head(hidden) - own).abs().max() / own.abs().max())
+        if not difference <= PROBE_TOLERANCE[self.dtype]:
+            raise UnsupportedModelError(
+                f"{name} computes its logits in a way this engine does not follow "
+                f"(relative difference {difference:.1e})"
+            )
+        return pool.bytes_per_slot + hidden.shape[1] * hidden.element_size()
+
+
+def _choose_device(device: str) -> str:
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ParameterError("device", "cuda was asked for, but torch finds no GPU; use cpu or auto")
+    return ("cuda" if has_gpu else "cpu") if device == "auto" else device
+
+
+def _choose_dtype(dtype: str, device: str) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen

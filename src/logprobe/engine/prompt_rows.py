@@ -1,0 +1,169 @@
+"""Log-probabilities of prompt tokens: the output head on hidden rows, and the rows known already.
+
+A prompt position's numbers depend on its prefix alone, so they are kept beside the prefix's slot: the
+same prompt scored again costs neither the model nor the head. Before it: the scheduler's prompt rows.
+After it: the request's records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.kernels.head import head_extract
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    from numpy.typing import NDArray
+
+    from logprobe.engine.backend import ForwardBackend
+    from logprobe.engine.scheduler import Span
+    from logprobe.engine.slots import IntArray
+    from logprobe.records import LogprobsTensors
+
+KNOWN_WIDTH = 20  # alternatives kept a slot
+
+
+@dataclass(slots=True)
+class ScoredRows:
+    """The numbers of a span of n prompt positions, columns as in a step's arrays."""
+
+    token_ids: NDArray[np.int32]  # (n, k + 1), column 0 the prompt's own token
+    logprobs: NDArray[np.float32]  # (n, k + 1), nats
+    ranks: NDArray[np.int32]  # (n,)
+    entropy: NDArray[np.float32] | None  # (n,), nats
+    is_valid: NDArray[np.bool_]  # (n,)
+    given: list[NDArray[Any]] | None = None  # offsets (n + 1,), ids, logprobs, ranks of named ids
+
+
+class KnownRows:
+    """The last numbers computed for each slot: for which next token, with how many alternatives."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._next_ids = np.full(num_slots, -1, dtype=np.int32)
+        self._ks = np.empty(num_slots, dtype=np.int32)
+        self._ranks = np.empty(num_slots, dtype=np.int32)
+        self._entropy = np.empty(num_slots, dtype=np.float32)  # NaN: not computed
+        self._token_ids = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.int32)
+        self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
+
+    def forget(self, slots: IntArray) -> None:
+        """These slots hold other tokens now."""
+        self._next_ids[slots] = -1
+
+    def covers(self, slots: IntArray, next_ids: IntArray, k: int, *, entropy: bool) -> bool:
+        """Whether every one of these positions can be answered from memory."""
+        is_known = (self._next_ids[slots] == next_ids) & (self._ks[slots] >= k)
+        if entropy:
+            is_known &= ~np.isnan(self._entropy[slots])
+        return bool(is_known.all())
+
+    def recall(self, slots: IntArray, k: int) -> ScoredRows:
+        """The numbers of slots that `covers` said yes to."""
+        return ScoredRows(
+            self._token_ids[slots, : k + 1],
+            self._logprobs[slots, : k + 1],
+            self._ranks[slots],
+            self._entropy[slots],
+            np.ones(len(slots), dtype=np.bool_),
+        )
+
+    def remember(self, slots: IntArray, rows: ScoredRows) -> None:
+        """Keep what was computed, where it is valid and narrow enough."""
+        width = min(rows.token_ids.shape[1], KNOWN_WIDTH + 1)
+        self._next_ids[slots] = np.where(rows.is_valid, rows.token_ids[:, 0], -1)
+        self._ks[slots] = width - 1
+        self._ranks[slots] = rows.ranks
+        self._entropy[slots] = np.nan if rows.entropy is None else rows.entropy
+        self._token_ids[slots, :width] = rows.token_ids[:, :width]
+        self._logprobs[slots, :width] = rows.logprobs[:, :width]
+
+
+class PromptScorer:
+    """Answers the prompt positions of a step, from memory or with one pass of the output head."""
+
+    def __init__(self, forward: ForwardBackend) -> None:
+        self._forward = forward
+        self._known = KnownRows(forward.num_slots)
+
+    def forget(self, slots: IntArray) -> None:
+        """These slots are being filled anew."""
+        self._known.forget(slots)
+
+    def score(self, spans: Items[Span]) -> list[ScoredRows]:
+        """The numbers of each span; all that must be computed shares the head's chunks."""
+        answers = [self._recall(span) for span in spans]
+        missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
+        computed = iter(self._compute(missing) if missing else ())
+        return [next(computed) if answer is None else answer for answer in answers]
+
+    def _recall(self, span: Span) -> ScoredRows | None:
+        params = span.sequence.request.params
+        k = _num_logprobs(span, self._forward.vocab_size)
+        slots, next_ids = _slots(span), _next_ids(span)
+        if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, entropy=params.entropy):
+            return None
+        return self._known.recall(slots, k)
+
+    def _compute(self, spans: Items[Span]) -> list[ScoredRows]:
+        slots = np.concatenate([_slots(span) for span in spans])
+        widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
+        lengths = [len(span) for span in spans]
+        given = [
+            ids for span in spans for ids in [span.sequence.request.params.logprob_token_ids] * len(span)
+        ]
+        tensors = head_extract(
+            self._forward.hidden_rows(slots),
+            self._forward.head,
+            np.concatenate([_next_ids(span) for span in spans]),
+            np.repeat(widths, lengths),
+            given_ids=given if any(given) else None,
+            entropy=any(span.sequence.request.params.entropy for span in spans),
+        )
+        starts = np.cumsum([0, *lengths])
+        rows = [
+            _cut(tensors, int(start), length, width)
+            for start, length, width in zip(starts, lengths, widths, strict=False)
+        ]
+        for span, scored in zip(spans, rows, strict=True):
+            self._known.remember(_slots(span), scored)
+        return rows
+
+
+def _slots(span: Span) -> IntArray:
+    return span.sequence.slots[span.start : span.end]
+
+
+def _next_ids(span: Span) -> IntArray:
+    return span.sequence.token_ids[span.start + 1 : span.end + 1]
+
+
+def _num_logprobs(span: Span, vocab_size: int) -> int:
+    asked = span.sequence.request.params.prompt_logprobs
+    assert asked is not None, "only prompts that ask are scored"
+    return vocab_size if asked == -1 else min(asked, vocab_size)
+
+
+def _cut(tensors: LogprobsTensors, start: int, length: int, width: int) -> ScoredRows:
+    end = start + length
+    return ScoredRows(
+        tensors.token_ids[start:end, : width + 1].numpy(force=True),
+        tensors.logprobs[start:end, : width + 1].numpy(force=True),
+        tensors.ranks[start:end].numpy(force=True),
+        None if tensors.entropy is None else tensors.entropy[start:end].numpy(force=True),
+        tensors.is_valid[start:end].numpy(force=True),
+        cut_given(tensors, start, end),
+    )
+
+
+def cut_given(tensors: LogprobsTensors, start: int, end: int) -> list[NDArray[Any]] | None:
+    """Offsets, ids, logprobs and ranks of the named ids of rows [start, end)."""
+    if tensors.given is None:
+        return None
+    offsets = tensors.given.offsets[start : end + 1].numpy(force=True)
+    first, last = int(offsets[0]), int(offsets[-1])
+    columns = (tensors.given.token_ids, tensors.given.logprobs, tensors.given.ranks)
+    return [offsets - first, *(column[first:last].numpy(force=True) for column in columns)]

@@ -1,0 +1,88 @@
+"""What goes into an engine and what comes out: requests, progress, outputs.
+
+Before it: the front doors. After it: the scheduler, which turns a request into sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from logprobe.engine.slots import IntArray
+    from logprobe.errors import LogprobeError
+    from logprobe.records import FlatLogprobs, LogprobsInfo
+    from logprobe.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and what is asked of it; `adapter` names the weights it runs on (None: the base model)."""
+
+    request_id: str
+    prompt_token_ids: IntArray  # (num_prompt_tokens,) int32
+    params: SamplingParams
+    first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
+    adapter: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt; its containers grow while it runs and are final once it finished.
+
+    `logprobs` holds the raw distribution unless the request asked for the processed one only;
+    `processed_logprobs` is set when it asked for both. `cumulative_logprob` is the sum of the chosen
+    tokens' log-probabilities in `logprobs`, in nats (None where none were asked).
+    """
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: FlatLogprobs | None = None
+    processed_logprobs: FlatLogprobs | None = None
+    cumulative_logprob: float | None = None
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or token id that ended it
+    num_text_bytes: int | None = None  # where a stop string cut the text; None: not cut
+    error: LogprobeError | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """All that one request gave; where it failed, `error` says why and the rest is what there was."""
+
+    request_id: str
+    prompt: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: FlatLogprobs | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    info: LogprobsInfo | None = None
+
+    @classmethod
+    def for_request(cls, request: Request) -> RequestOutput:
+        """An output with one empty completion a sample."""
+        return cls(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            outputs=[CompletionOutput(index=index) for index in range(request.params.num_samples)],
+        )
+
+    @property
+    def error(self) -> LogprobeError | None:
+        """The first error of its completions, if any."""
+        return next((one.error for one in self.outputs if one.error is not None), None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(completion.finish_reason is not None for completion in self.outputs)
+
+
+def end_with_error(output: RequestOutput, error: LogprobeError) -> None:
+    """End every completion that still runs with `error`."""
+    for completion in output.outputs:
+        if completion.finish_reason is None:
+            completion.error = error
+            completion.finish_reason = "error"

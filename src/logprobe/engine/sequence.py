@@ -1,0 +1,145 @@
+"""`Sequence`: one sample of one request while it runs, and where it stands.
+
+Positions [0, num_computed) have a slot; positions [0, num_in_tree) have theirs in the radix tree, the
+rest of the slots (generated tokens) are the sequence's own. The scheduler alone changes a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    from logprobe.engine.radix import Node
+    from logprobe.engine.request import CompletionOutput, FinishReason, Request
+    from logprobe.engine.slots import IntArray
+    from logprobe.records import FlatLogprobs
+
+
+class Sequence:
+    """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
+
+    def __init__(
+        self, request: Request, output: CompletionOutput, max_len: int, generator: np.random.Generator
+    ) -> None:
+        self.request = request
+        self.output = output
+        self.generator = generator
+        self.num_prompt = len(request.prompt_token_ids)
+        # The last token generated is never run, so it needs no place in the context.
+        self.max_len = min(max_len + 1, self.num_prompt + request.params.max_tokens)
+        capacity = max(self.max_len, self.num_prompt)
+        self._token_ids: IntArray = np.empty(capacity, dtype=np.int32)
+        self._token_ids[: self.num_prompt] = request.prompt_token_ids
+        self._slots: IntArray = np.empty(capacity, dtype=np.int32)
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.num_in_tree = 0
+        # Prompt rows delivered; row r holds the numbers of position r + 1.
+        self.num_scored = request.first_scored - 1
+        self.node: Node | None = None
+        self.prompt_logprobs: FlatLogprobs | None = None
+        self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Prompt and generated tokens, (num_tokens,) int32."""
+        return self._token_ids[: self.num_tokens]
+
+    @property
+    def slots(self) -> IntArray:
+        """The slots of the computed positions, (num_computed,) int32."""
+        return self._slots[: self.num_computed]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def wants_sample(self) -> bool:
+        """Whether another token is to be generated (the scheduler retires it when not)."""
+        return self.request.params.max_tokens > 0
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Prompt positions whose logprobs are asked: all but the first, which nothing predicts."""
+        return self.num_prompt - 1 if self.prompt_logprobs is not None else 0
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens still to run through the model; a scored prompt's last token predicts nothing asked."""
+        if self.wants_sample:
+            return self.num_tokens - self.num_computed
+        return max(self.num_prompt_rows - self.num_computed, 0)
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether some computed tokens are not in the tree."""
+        return self.num_in_tree < self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to run is the token generated last."""
+        return self.num_remaining == 1 and self.num_computed >= self.num_prompt
+
+    @property
+    def tail_slots(self) -> IntArray:
+        """Slots of computed tokens that are not in the tree."""
+        return self._slots[self.num_in_tree : self.num_computed]
+
+    def take_slots(self, slots: IntArray, *, in_tree: bool) -> None:
+        """Add the slots of the next positions."""
+        end = self.num_computed + len(slots)
+        self._slots[self.num_computed : end] = slots
+        self.num_computed = end
+        if in_tree:
+            self.num_in_tree = end
+
+    def drop_slots(self) -> None:
+        """Forget all slots (they were given back); the tokens and results stay."""
+        self.num_computed = self.num_in_tree = 0
+        self.node = None
+
+    def append_token(self, token_id: int) -> None:
+        """Add a generated token."""
+        self._token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self.output.token_ids.append(token_id)
+
+    def next_uniform(self) -> float:
+        """The number that draws the next token, in [0, 1); a greedy request draws none."""
+        return 0.0 if self.request.params.is_greedy else self.generator.random()
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Note why the sequence ended."""
+        self.output.stop_reason = stop_reason
+        self.output.finish_reason = reason  # last: a reader on another thread takes it as the end
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self.output.finish_reason is not None
+
+
+class StopMatcher:
+    """Finds the first stop string in the bytes of a growing text."""
+
+    def __init__(self, stops: Items[str]) -> None:
+        self._stops = [(stop, stop.encode()) for stop in stops]
+        self._longest = max(len(needle) for _, needle in self._stops)
+        self._text = bytearray()
+
+    def feed(self, piece: bytes) -> tuple[str, int] | None:
+        """Add a token's bytes; the stop string that now stands in the text and where it begins, if any."""
+        search_from = max(0, len(self._text) - self._longest + 1)
+        self._text += piece
+        found = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
+        hits = [(start, stop) for start, stop in found if start >= 0]
+        if not hits:
+            return None
+        start, stop = min(hits)
+        return stop, start

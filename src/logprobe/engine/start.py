@@ -1,0 +1,67 @@
+"""From a configuration to a running native engine: weights, tokenizer, kernels, thread."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from logprobe.engine.backend import Capabilities
+from logprobe.engine.engine import Engine
+from logprobe.engine.forward import NativeForward
+from logprobe.engine.local import LocalEngine
+from logprobe.engine.text import TextEdge
+from logprobe.models import Vocabulary, load_tokenizer, resolve
+
+if TYPE_CHECKING:
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backend import EngineBackend
+
+logger = logging.getLogger("logprobe")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """An engine and what the front doors need to speak its language."""
+
+    engine: EngineBackend
+    text: TextEdge
+
+
+def start_native_engine(config: EngineConfig) -> LoadedModel:
+    """Load the model that `config` names and start its engine.
+
+    Raises:
+        ModelError: the model cannot be had or used.
+        ParameterError: the settings do not fit the model.
+    """
+    files = resolve(config.model)
+    tokenizer = load_tokenizer(files)
+    special = frozenset(tokenizer.all_special_ids)
+    text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), special)
+    forward = NativeForward(config, files)
+    engine = Engine(config, forward, text, _eos_token_ids(forward.model, tokenizer))
+    capabilities = Capabilities(
+        engine="native",
+        model=files.name,
+        device=forward.device,
+        dtype=str(forward.dtype).removeprefix("torch."),
+        weights=config.weights,
+        vocab_size=forward.vocab_size,
+        max_model_len=engine.max_len,
+        num_slots=forward.num_slots,
+        max_batch_tokens=config.max_batch_tokens,
+        max_batch_rows=config.max_batch_rows,
+        prompt_logprobs_with_prefix_cache=True,
+        stages=("raw_logprobs", "processed_logprobs"),
+    )
+    return LoadedModel(LocalEngine(engine, capabilities), text)
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a text, by the model's generation settings and by its tokenizer."""
+    ids = {tokenizer.eos_token_id}
+    for source in (model.generation_config, model.config):
+        named = getattr(source, "eos_token_id", None)
+        ids.update(named if isinstance(named, list) else [named])
+    return frozenset(ids - {None})

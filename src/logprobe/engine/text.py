@@ -1,0 +1,88 @@
+"""Where text meets ids: prompts in, completions out.
+
+Only this edge knows text; between it and the records everything is ids. Text of completions comes from the
+exact bytes of their tokens, special tokens left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Items
+
+    from logprobe.engine.request import CompletionOutput
+    from logprobe.engine.slots import IntArray
+    from logprobe.models import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class TextEdge:
+    """A model's tokenizer with the exact bytes of its tokens."""
+
+    tokenizer: Any
+    vocabulary: Vocabulary
+    special_token_ids: frozenset[int]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
+        """Token ids of a text, (num_tokens,) int32; BOS comes first where the model wants one.
+
+        Raises:
+            ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
+        """
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError("prompt", f"is not valid Unicode text ({error})") from error
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        missing = self.vocabulary.missing_bytes
+        if missing and not set(missing).isdisjoint(data):
+            self._check_nothing_dropped(data, ids)
+        return np.array(ids, dtype=np.int32)
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[IntArray, int]:
+        """Ids of context and continuation together, and how many of them are the context's.
+
+        They are the tokens of the joined text; spaces that end the context count to the continuation, and an
+        empty context becomes the model's BOS, or its EOS where it has none (lm-evaluation-harness's rule).
+        """
+        if not continuation:
+            raise ParameterError("continuation", "is empty; there is nothing to score")
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
+        if not context:
+            return np.concatenate([self.prefix(), self.encode(continuation, add_special_tokens=False)]), 1
+        whole = self.encode(context + continuation)
+        num_context = min(len(self.encode(context)), len(whole) - 1)
+        return whole, num_context
+
+    def prefix(self) -> IntArray:
+        """What stands before a text that has no context: BOS, or EOS where the model has no BOS."""
+        tokenizer = self.tokenizer
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if first is None:
+            raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
+        return np.array([first], dtype=np.int32)
+
+    def text_of(self, completion: CompletionOutput) -> str:
+        """The text of a completion, cut before its stop string; incomplete characters show as U+FFFD."""
+        data = self.bytes_of(completion.token_ids)
+        return data[: completion.num_text_bytes].decode("utf-8", "replace")
+
+    def bytes_of(self, token_ids: Items[int]) -> bytes:
+        """The bytes of tokens without the special ones."""
+        return self.vocabulary.bytes_of(i for i in token_ids if i not in self.special_token_ids)
+
+    def _check_nothing_dropped(self, data: bytes, ids: Items[int]) -> None:
+        kept = self.vocabulary.bytes_of(ids)
+        if data not in kept:
+            at = next((i for i, (a, b) in enumerate(zip(data, kept, strict=False)) if a != b), len(kept))
+            raise ParameterError(
+                "prompt",
+                f"the model's tokenizer has no token for byte 0x{data[at]:02x} (at byte {at}); remove it",
+            )

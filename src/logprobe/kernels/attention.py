@@ -1,0 +1,87 @@
+"""Attention of single rows over the key/value pool, read in place (CPU).
+
+Each row is one query token with its own context: the slots of all tokens it may see. Keys and values
+are read where they lie; nothing is gathered or copied. Before it: the attention plan of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array: TypeAlias = NDArray[Any]
+NO_WINDOW = 1 << 30
+
+
+@dataclass(slots=True)
+class RowPlan:
+    """Query rows and their contexts: row r of the packed tokens sees `length` slots from `begin` on."""
+
+    queries: Array  # (num_rows,) int32, row of the packed tokens
+    begins: Array  # (num_rows,) int32, into slots
+    lengths: Array  # (num_rows,) int32
+    slots: Array  # (sum of contexts,) int32
+
+
+class RowPlanBuilder:
+    """Collects the short spans of a step."""
+
+    def __init__(self) -> None:
+        self._queries: list[int] = []
+        self._begins: list[int] = []
+        self._lengths: list[int] = []
+        self._slots: list[Array] = []
+        self._num_slots = 0
+
+    def add(self, first_row: int, start: int, slots: Array) -> None:
+        """Positions [start, len(slots)) of a sequence stand at `first_row` of the packed tokens."""
+        for position in range(start, len(slots)):
+            self._queries.append(first_row + position - start)
+            self._begins.append(self._num_slots)
+            self._lengths.append(position + 1)
+        self._slots.append(slots)
+        self._num_slots += len(slots)
+
+    def build(self) -> RowPlan | None:
+        """The plan as arrays; None where no span was added."""
+        if not self._queries:
+            return None
+        queries, begins, lengths = np.array([self._queries, self._begins, self._lengths], dtype=np.int32)
+        return RowPlan(queries, begins, lengths, np.concatenate(self._slots))
+
+
+def attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: RowPlan,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Write each planned row's attention into `out`.
+
+    Args:
+        query: (num_tokens, heads, key_dim) float32.
+        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool; `values` likewise.
+        plan: which rows, and the slots each may see, oldest first; its own token's slot is the last.
+        out: (num_tokens, heads, value_dim) float32; only the planned rows are written.
+        scale: factor on the scores.
+        window: see only the last so many tokens (None: all).
+        softcap: squash scores by softcap · tanh(score / softcap) (None: not).
+    """
+    from logprobe.kernels.attention_numba import attend
+
+    attend(
+        query.contiguous().numpy(), keys.numpy(), values.numpy(), out.numpy(),
+        plan.queries, plan.begins, plan.lengths, plan.slots,
+        np.float32(scale), NO_WINDOW if window is None else window, np.float32(softcap or 0.0),
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""`LLM`: the offline front door, many prompts at once.
+
+A thin bridge: each call submits its requests to the engine's async core and waits for their ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+import numpy as np
+
+from logprobe.config import EngineConfig, require
+from logprobe.errors import BatchError, LogprobeError, ParameterError
+from logprobe.progress import progress_bar
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import TracebackType
+
+    from logprobe.engine.request import Request, RequestOutput
+    from logprobe.engine.slots import IntArray
+
+Prompt: TypeAlias = "str | Sequence[int]"
+OnError: TypeAlias = Literal["raise", "return"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a model gives a continuation after its context; nats."""
+
+    logprob: float  # sum over the continuation's tokens
+    token_logprobs: list[float]  # (num_tokens,)
+    token_ids: list[int]  # (num_tokens,)
+    is_greedy: bool  # every token was the most likely one (ties count)
+    num_tokens: int
+    num_bytes: int  # UTF-8 bytes of the continuation
+
+
+class LLM:
+    """A model that generates and scores; see `EngineConfig` for the settings it takes as keywords.
+
+    Raises:
+        ModelError: the model cannot be had or used.
+        UnknownParameterError: a setting of that name does not exist.
+    """
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        from logprobe.engine.bridge import LoopThread
+        from logprobe.engine.start import start_native_engine
+
+        self.config = EngineConfig(model=model, **settings)
+        loaded = start_native_engine(self.config)
+        self.engine = loaded.engine
+        self.text = loaded.text
+        self._bridge = LoopThread()
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """Generate from one prompt or many; outputs come in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids.
+            params: one for all, or one a prompt; the default is `SamplingParams()`.
+            progress: show a progress bar on stderr.
+            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure
+                as its output's `.error`.
+
+        Raises:
+            ParameterError: a prompt or parameter that can never be served; nothing was started then.
+            BatchError: some requests failed; holds all outputs.
+        """
+        many = _as_prompts(prompts)
+        asked = _as_params(params, len(many))
+        requests = [self._request(prompt, one) for prompt, one in zip(many, asked, strict=True)]
+        outputs = self._run(requests, progress=progress)
+        for prompt, output in zip(many, outputs, strict=True):
+            output.prompt = prompt if isinstance(prompt, str) else None
+        return _checked(outputs, on_error)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate the next message of a conversation, laid out by the model's own chat template."""
+        tokenizer = self.text.tokenizer
+        if tokenizer.chat_template is None:
+            raise ParameterError("messages", "the model has no chat template; use generate")
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = self.text.encode(prompt, add_special_tokens=False).tolist()
+        return self.generate(ids, params, progress=progress)
+
+    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], *, progress: bool = False) -> list[Score]:
+        """Score continuations after their contexts; a context that several share is computed once.
+
+        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`).
+
+        Raises:
+            ParameterError: an empty continuation, or a pair that is too long; nothing was started then.
+            BatchError: some requests failed.
+        """
+        from logprobe.engine.request import Request
+
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        requests, starts = [], []
+        for context, continuation in pairs:
+            ids, start = self._encode_pair(context, continuation)
+            name = self._next_id()
+            requests.append(Request(request_id=name, prompt_token_ids=ids, params=params, first_scored=start))
+            starts.append(start)
+        outputs = _checked(self._run(requests, progress=progress), "raise")
+        return [self._score(output, start) for output, start in zip(outputs, starts, strict=True)]
+
+    def close(self) -> None:
+        """Let the model go; a second call does nothing."""
+        self.engine.close()
+        self._bridge.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        from logprobe.engine.request import Request
+
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        return Request(request_id=self._next_id(), prompt_token_ids=ids, params=params)
+
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def _encode_pair(self, context: Prompt, continuation: Prompt) -> tuple[IntArray, int]:
+        if isinstance(context, str) and isinstance(continuation, str):
+            return self.text.encode_pair(context, continuation)
+        if isinstance(context, str) or isinstance(continuation, str):
+            raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
+        before = _as_ids(context) if len(context) else self.text.prefix()
+        after = _as_ids(continuation)
+        require(len(after) > 0, "continuation", "is empty; there is nothing to score")
+        return np.concatenate([before, after]), len(before)
+
+    def _score(self, output: RequestOutput, start: int) -> Score:
+        rows = output.prompt_logprobs
+        assert rows is not None
+        ids = output.prompt_token_ids[start:]
+        logprobs, ranks = list(rows.logprobs), list(rows.ranks)  # one entry a position: the chosen token
+        return Score(
+            logprob=float(np.sum(logprobs, dtype=np.float64)),
+            token_logprobs=logprobs,
+            token_ids=ids,
+            is_greedy=all(rank == 1 for rank in ranks),
+            num_tokens=len(ids),
+            num_bytes=len(self.text.vocabulary.bytes_of(ids)),
+        )
+
+    def _run(self, requests: Sequence[Request], *, progress: bool) -> list[RequestOutput]:
+        for request in requests:
+            self.engine.check(request)
+        with progress_bar(len(requests), shown=progress) as advance:
+            return self._bridge.run(self._gather(requests, advance))
+
+    async def _gather(
+        self, requests: Sequence[Request], advance: Callable[[RequestOutput], None]
+    ) -> list[RequestOutput]:
+        async def follow(request: Request) -> RequestOutput:
+            output = await self.engine.result(request.request_id)
+            self._finish(output)
+            advance(output)
+            return output
+
+        for request in requests:
+            self.engine.submit(request)
+        return await asyncio.gather(*map(follow, requests))
+
+    def _finish(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            completion.text = self.text.text_of(completion)
+
+
+def _checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutput]:
+    errors: dict[int, LogprobeError] = {
+        index: output.error for index, output in enumerate(outputs) if output.error is not None
+    }
+    if errors and on_error == "raise":
+        raise BatchError(outputs, errors)
+    return outputs
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [prompts]  # type: ignore[list-item]  # one prompt of ids
+    return prompts  # type: ignore[return-value]
+
+
+def _as_ids(prompt: Iterable[int] | str) -> IntArray:
+    ids = np.asarray(prompt)
+    is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
+    require(is_ids, "prompt", f"must be a text or a list of token ids, got {prompt!r:.60}")
+    return ids.astype(np.int32)
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
+    return params

@@ -1,0 +1,103 @@
+"""`Sampler`: rows of logits → chosen tokens and the numbers that were asked about them.
+
+Before it: the output head, one chunk of rows at a time. After it: the step's records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from logprobe.kernels.extract import extract
+from logprobe.kernels.sample import DrawParams, draw, truncated_
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from logprobe.kernels.sample import Drawn
+    from logprobe.records import LogprobsTensors
+    from logprobe.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What one chunk of rows gave; `raw` and `processed` hold only the rows named beside them."""
+
+    token_ids: NDArray[np.int32]  # (B,)
+    is_valid: NDArray[np.bool_]  # (B,)
+    raw: LogprobsTensors | None
+    raw_rows: dict[int, int]  # row of the chunk -> row of `raw`
+    processed: LogprobsTensors | None
+    processed_rows: dict[int, int]
+
+
+class Sampler:
+    """Draws a token for each row and reports log-probabilities.
+
+    In this order:
+
+    1. the logits as the model gave them are kept as *raw*;
+    2. temperature: logits / temperature (0: the most likely token, no draw, and steps 3-5 are skipped);
+    3. top-k: the k largest, ties by ascending id;
+    4. top-p: of these, the smallest set of largest with at least that share of their mass;
+    5. min-p: of these, those at least min-p times as likely as the most likely;
+    6. what is left, renormalised, is *processed*;
+    7. one uniform number of the request's own generator picks the token.
+    """
+
+    def sample(
+        self, logits: Tensor, params: Sequence[SamplingParams], uniforms: NDArray[np.float64]
+    ) -> SampledRows:
+        """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1)."""
+        drawn = draw(logits, _draw_params(params, uniforms))
+        raw_rows = [row for row, asked in enumerate(params) if _wants(asked, "processed_logprobs")]
+        processed_rows = [row for row, asked in enumerate(params) if _wants(asked, "raw_logprobs")]
+        raw = processed = None
+        if raw_rows:
+            # Most steps report every row or none: no copy then.
+            part = logits if len(raw_rows) == len(params) else logits[raw_rows]
+            raw = _report(part, drawn, raw_rows, params)
+        if processed_rows:
+            temperatures = np.array([asked.temperature for asked in params], dtype=np.float32)
+            part = truncated_(logits[processed_rows].clone(), drawn, processed_rows, temperatures)
+            processed = _report(part, drawn, processed_rows, params)
+        return SampledRows(
+            drawn.token_ids,
+            drawn.is_valid,
+            raw,
+            {row: place for place, row in enumerate(raw_rows)},
+            processed,
+            {row: place for place, row in enumerate(processed_rows)},
+        )
+
+
+def _wants(params: SamplingParams, all_but: str) -> bool:
+    return params.logprobs is not None and params.logprobs_mode != all_but
+
+
+def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]) -> DrawParams:
+    columns = np.array(
+        [(asked.temperature, max(asked.top_k, 0), asked.top_p, asked.min_p) for asked in params],
+        dtype=np.float32,
+    )
+    temperatures, top_ks, top_ps, min_ps = np.ascontiguousarray(columns.T)
+    return DrawParams(temperatures, top_ks, top_ps, min_ps, uniforms)
+
+
+def _report(
+    logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]
+) -> LogprobsTensors:
+    asked = [params[row] for row in rows]
+    given = [one.logprob_token_ids for one in asked]
+    return extract(
+        logits,
+        drawn.token_ids[rows],
+        np.array([one.logprobs for one in asked]),
+        given_ids=given if any(given) else None,
+        entropy=any(one.entropy for one in asked),
+    )
