@@ -1,5 +1,30 @@
 """What travels: per-step arrays, per-request containers, their byte layout and their Arrow form."""
 
+from logprobe.records.flat import FlatLogprobs, TokenTable
+from logprobe.records.info import LogprobsInfo
+from logprobe.records.requests import (
+    PromptLogprobs,
+    SampleLogprobs,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
 from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TopLogprobs
 
-__all__ = ["GivenLogprobs", "LogprobsTensors"]
+__all__ = [
+    "FlatLogprobs",
+    "GivenLogprobs",
+    "Logprob",
+    "LogprobsInfo",
+    "LogprobsOnePosition",
+    "LogprobsTensors",
+    "PromptLogprobs",
+    "SampleLogprobs",
+    "TokenLogprob",
+    "TokenTable",
+    "TopLogprobs",
+    "append_logprobs_for_next_position",
+    "create_prompt_logprobs",
+    "create_sample_logprobs",
+]

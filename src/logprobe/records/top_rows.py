@@ -1,0 +1,414 @@
+"""Regular rows, packed: k best tokens and the chosen one, exact, in the bytes of the entries alone.
+
+The k best stand in a matrix of ids and one of float32. Log-probabilities are never positive, so the sign bits
+of the float32 matrix are free: they hold each row's key, which says where the chosen token stands (inside the
+k best, or outside with which rank). Chosen tokens outside the k best stand apart, in row order. Rows narrower
+than 20 have too few sign bits and keep the key in a column.
+
+Before it: `FlatLogprobs`. After it: readers of one position or of whole columns.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from logprobe.records.columns import Array, Column, narrowest_id_dtype
+from logprobe.records.ragged_rows import Entries, RowLists
+
+MIN_SIGN_BITS, MAX_SIGN_BITS = 20, 41
+MAX_LIST_K = 64  # up to here one row is quicker as Python values than as an array
+_LARGEST_ID = {2: (1 << 16) - 1, 4: (1 << 31) - 1, 8: (1 << 63) - 1}  # by bytes of the column's type
+_ZERO_AT_LEAST = (0.0).__ge__
+
+
+class RowKey(NamedTuple):
+    """Where the chosen token of one row stands."""
+
+    is_outside: bool
+    place: int  # index among the k best; k where it is outside
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopColumns:
+    """A run of n rows, unpacked."""
+
+    top_ids: Array  # (n, k) uint16, int32 or int64
+    top_logprobs: Array  # (n, k) float32, nats, descending as given
+    places: Array  # (n,) int64: index of the chosen token among the k best; k where it is outside
+    chosen_ids: Array  # (n,)
+    chosen_logprobs: Array  # (n,) float32, nats
+    chosen_ranks: Array  # (n,) int64
+
+    def joined(self) -> tuple[Array, Array, Array]:
+        """Ids and logprobs (n, k + 1), column 0 the chosen token, and its ranks (n,)."""
+        ids = np.concatenate([self.chosen_ids[:, None], self.top_ids], axis=1)
+        logprobs = np.concatenate([self.chosen_logprobs[:, None], self.top_logprobs], axis=1)
+        return ids, logprobs, self.chosen_ranks
+
+
+class TopRows:
+    """Rows of the k best tokens plus the chosen one; leading positions may be None.
+
+    `repeats_chosen` says whether the public columns show a chosen token that is among the k best twice, as
+    they were given by `append_fast`, or once.
+    """
+
+    __slots__ = (
+        "_before",
+        "_keys",
+        "_magnitudes",
+        "_outside_ids",
+        "_outside_logprobs",
+        "_token_ids",
+        "_weights",
+        "k",
+        "num_none",
+        "num_outside",
+        "num_rows",
+        "repeats_chosen",
+    )
+
+    def __init__(self, k: int, *, num_none: int = 0, repeats_chosen: bool = False) -> None:
+        self.k, self.num_none, self.repeats_chosen = k, num_none, repeats_chosen
+        self._token_ids = Column(np.uint16, k)  # (n, k)
+        self._magnitudes = Column(np.float32, k)  # (n, k) |logprob|; sign bits hold the key where k allows
+        self._keys = Column(np.uint16) if k < MIN_SIGN_BITS else None  # (n,) value << 1 | is_outside
+        self._outside_ids = Column(np.uint16)  # (m,) chosen tokens outside the k best, in row order
+        self._outside_logprobs = Column(np.float32)  # (m,)
+        self._before: list[int] = []  # chosen tokens outside the k best, before each block of keys
+        self._weights = 1 << np.arange(min(max(k, 1), MAX_SIGN_BITS) - 1, dtype=np.int64)
+        self.num_outside = 0
+        self.num_rows = num_none  # published last: a reader that sees a row finds all of it
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that the public columns show."""
+        return self.first_entry(self.num_rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values held."""
+        per_row = self._token_ids.row_nbytes() + self._magnitudes.row_nbytes()
+        per_row += 0 if self._keys is None else self._keys.row_nbytes()
+        per_outside = self._outside_ids.row_nbytes() + self._outside_logprobs.row_nbytes()
+        return (self.num_rows - self.num_none) * per_row + self.num_outside * per_outside
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def append(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
+        """Add rows (n, k + 1), column 0 chosen, if this form holds them exactly; say whether it did.
+
+        It does not hold: positive or NaN values, a chosen token whose value differs from its value among the
+        k best, a rank that contradicts the place there, or a rank too large for the key.
+        """
+        if not (logprobs <= 0).all():
+            return False
+        top_ids, top_logprobs = token_ids[:, 1:], logprobs[:, 1:]
+        hits = top_ids == token_ids[:, :1]
+        is_inside = hits.any(axis=1)
+        keys = self._keys_of(hits, is_inside, ranks)
+        if keys is None or not _agree(logprobs, hits, is_inside):
+            return False
+        at = self.num_rows - self.num_none
+        self._fit_ids(token_ids)
+        self._token_ids.write(at, top_ids)
+        self._write_keyed(at, top_logprobs, keys)
+        self._write_outside(at, ~is_inside, token_ids[:, 0], logprobs[:, 0])
+        self.num_rows += len(token_ids)
+        return True
+
+    def append_one(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
+        """`append` of one narrow row in a few microseconds; False also where `append` should look again."""
+        k = self.k
+        if (
+            self.repeats_chosen
+            or token_ids.shape[1] != k + 1
+            or k > MAX_LIST_K
+            or logprobs.dtype != np.float32
+        ):
+            return False
+        ids, values, rank = token_ids[0].tolist(), logprobs[0].tolist(), int(ranks[0])
+        if (
+            max(ids) > _LARGEST_ID[self._token_ids.dtype.itemsize]
+            or min(ids) < 0
+            or not all(map(_ZERO_AT_LEAST, values))
+        ):
+            return False
+        is_outside = ids.count(ids[0]) == 1
+        value, place = rank, k
+        if not is_outside:
+            place = ids.index(ids[0], 1) - 1
+            value = place * (place + 1) // 2 + rank - 1
+            if ids.count(ids[0]) > 2 or values[place + 1] != values[0] or rank > place + 1:
+                return False
+        key_bits = len(self._weights) if self._keys is None else 8 * self._keys.dtype.itemsize - 1
+        if rank < 1 or value >> key_bits:
+            return False
+        at = self.num_rows - self.num_none
+        self._token_ids.write_one(at, token_ids[0, 1:])
+        if self._keys is None:
+            self._magnitudes.write_one(at, np.copysign(logprobs[0, 1:], _signs(value << 1 | is_outside, k)))
+        else:
+            self._keys.write_one(at, value << 1 | is_outside)
+            self._magnitudes.write_one(at, -logprobs[0, 1:])
+        if len(self._before) < len(self._key_column().starts):
+            self._before.append(self.num_outside)
+        if is_outside:
+            self._outside_ids.write_one(self.num_outside, ids[0])
+            self._outside_logprobs.write_one(self.num_outside, values[0])
+            self.num_outside += 1
+        self.num_rows += 1
+        return True
+
+    def _keys_of(self, hits: Array, is_inside: Array, ranks: Array) -> Array | None:
+        """Keys (n,) int64, or None where one cannot be written."""
+        keys = ranks.astype(np.int64)
+        if is_inside.any():
+            places = hits.argmax(axis=1)
+            if (is_inside & (ranks > places + 1)).any():
+                return None
+            keys = np.where(is_inside, places * (places + 1) // 2 + keys - 1, keys)
+        largest = int(keys.max(initial=0))
+        if largest >> (len(self._weights) if self._keys is None else 62) or ranks.min(initial=1) < 1:
+            return None
+        return (keys << 1) | ~is_inside
+
+    def _fit_ids(self, token_ids: Array) -> None:
+        needed = np.promote_types(self._token_ids.dtype, narrowest_id_dtype(int(token_ids.max(initial=0))))
+        if needed != self._token_ids.dtype:
+            self._token_ids.widen(needed)
+            self._outside_ids.widen(needed)
+
+    def _write_keyed(self, at: int, top_logprobs: Array, keys: Array) -> None:
+        magnitudes = np.abs(top_logprobs, dtype=np.float32)
+        if self._keys is None:
+            bits = magnitudes.view(np.uint32)[:, : len(self._weights) + 1]
+            bits[:, 0] |= (keys & 1).astype(np.uint32) << 31
+            bits[:, 1:] |= (((keys >> 1)[:, None] & self._weights) != 0).astype(np.uint32) << 31
+        else:
+            needed = np.min_scalar_type(int(keys.max(initial=0)))
+            if needed.itemsize > self._keys.dtype.itemsize:
+                self._keys.widen(needed)
+            self._keys.write(at, keys)
+        self._magnitudes.write(at, magnitudes)
+
+    def _write_outside(self, at: int, is_outside: Array, ids: Array, logprobs: Array) -> None:
+        before, starts = self.num_outside, self._key_column().starts
+        while len(self._before) < len(starts):
+            start = starts[len(self._before)]
+            self._before.append(before + int(np.count_nonzero(is_outside[: start - at])))
+        if is_outside.any():
+            self._outside_ids.write(before, ids[is_outside])
+            self._outside_logprobs.write(before, logprobs[is_outside])
+            self.num_outside += int(np.count_nonzero(is_outside))
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def key(self, row: int) -> RowKey:
+        """Where the chosen token of a row stands."""
+        row -= self.num_none
+        if self._keys is not None:
+            key = int(self._keys.row(row))
+        else:
+            bits = self._magnitudes.row(row)[: len(self._weights) + 1].view(np.uint32) >> 31
+            key = int(bits[0]) | int(bits[1:] @ self._weights) << 1
+        value = key >> 1
+        if key & 1:
+            return RowKey(True, self.k, value)
+        place = int(((8 * value + 1) ** 0.5 - 1) / 2)
+        place -= place * (place + 1) // 2 > value
+        return RowKey(False, place, value - place * (place + 1) // 2 + 1)
+
+    def top_row(self, row: int) -> tuple[Array, Array]:
+        """The k best of a row: ids (k,), logprobs (k,) float32."""
+        ids = self._token_ids.row(row - self.num_none)
+        return ids, np.float32(0) - np.abs(self._magnitudes.row(row - self.num_none))
+
+    def outside(self, row: int) -> tuple[int, float]:
+        """Id and logprob of the chosen token of a row that lies outside the k best."""
+        place = self._num_outside_before(row - self.num_none)
+        return int(self._outside_ids.row(place)), float(self._outside_logprobs.row(place))
+
+    def row(self, row: int) -> RowLists:
+        """One row, not None, as Python values."""
+        is_outside, place, rank = self.key(row)
+        top_ids, top_logprobs = self.top_row(row)
+        ids, logprobs, ranks = top_ids.tolist(), top_logprobs.tolist(), list(range(1, self.k + 1))
+        chosen_id, chosen_logprob = self.outside(row) if is_outside else (ids[place], logprobs[place])
+        if not (is_outside or self.repeats_chosen):
+            del ids[place], logprobs[place], ranks[place]
+        return RowLists([chosen_id, *ids], [chosen_logprob, *logprobs], [rank, *ranks], None)
+
+    def columns(self, start: int, stop: int) -> TopColumns:
+        """Rows [start, stop), none of them None, unpacked."""
+        first, last = start - self.num_none, stop - self.num_none
+        top_ids = self._token_ids.read(first, last)
+        packed = self._magnitudes.read(first, last)
+        is_outside, places, ranks = self._unpack_keys(first, last)
+        top_logprobs = np.float32(0) - np.abs(packed)
+        chosen_ids, chosen_logprobs = (
+            np.empty(last - first, top_ids.dtype),
+            np.empty(last - first, np.float32),
+        )
+        inside = np.flatnonzero(~is_outside)
+        chosen_ids[inside] = top_ids[inside, places[inside]]
+        chosen_logprobs[inside] = top_logprobs[inside, places[inside]]
+        before, after = self._num_outside_before(first), self._num_outside_before(last)
+        chosen_ids[is_outside] = self._outside_ids.read(before, after)
+        chosen_logprobs[is_outside] = self._outside_logprobs.read(before, after)
+        return TopColumns(
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            places=places,
+            chosen_ids=chosen_ids,
+            chosen_logprobs=chosen_logprobs,
+            chosen_ranks=ranks,
+        )
+
+    def entries(self, start: int, stop: int) -> Entries:
+        """The public columns of rows [start, stop)."""
+        num_none = max(min(stop, self.num_none) - start, 0)
+        rows = self.columns(start + num_none, stop) if stop > start + num_none else None
+        if rows is None:
+            flat = (np.empty(0, np.uint16), np.empty(0, np.float32), np.empty(0, np.int64))
+        else:
+            flat = _flatten(rows, repeats_chosen=self.repeats_chosen)
+        is_none = np.arange(stop - start) < num_none
+        return Entries(
+            offsets=self.offsets(start, stop) - self.first_entry(start),
+            token_ids=flat[0],
+            logprobs=flat[1],
+            ranks=flat[2],
+            is_none=is_none if num_none else None,
+        )
+
+    def offsets(self, start: int, stop: int) -> Array:
+        """Entry offsets of rows [start, stop), (stop - start + 1,) int64, from the store's first entry."""
+        rows = np.maximum(np.arange(start, stop + 1, dtype=np.int64) - self.num_none, 0)
+        if self.repeats_chosen:
+            return rows * (self.k + 1)
+        offsets = rows * self.k
+        first, last = int(rows[0]), int(rows[-1])
+        offsets += self._num_outside_before(first)
+        num_none = len(rows) - 1 - (last - first)
+        offsets[num_none + 1 :] += np.cumsum(self._is_outside(first, last))
+        return offsets
+
+    def row_of(self, entry: int) -> int:
+        """The row that holds entry `entry`."""
+        low, high = self.num_none, self.num_rows - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.first_entry(middle) <= entry else (low, middle - 1)
+        return low
+
+    def is_none(self, row: int) -> bool:
+        """Whether the position was appended as None."""
+        return row < self.num_none
+
+    def first_entry(self, row: int) -> int:
+        """Number of entries before a row."""
+        row = max(row - self.num_none, 0)
+        return row * (self.k + 1) if self.repeats_chosen else row * self.k + self._num_outside_before(row)
+
+    def _key_column(self) -> Column:
+        return self._magnitudes if self._keys is None else self._keys
+
+    def _is_outside(self, first: int, last: int) -> Array:
+        if self._keys is None:
+            parts = [np.signbit(part[:, 0]) for part in self._magnitudes.parts(first, last)]
+        else:
+            parts = [(part & 1).astype(np.bool_) for part in self._keys.parts(first, last)]
+        return np.concatenate(parts) if parts else np.empty(0, np.bool_)
+
+    def _num_outside_before(self, row: int) -> int:
+        starts = self._key_column().starts
+        number = bisect_right(starts, row, hi=len(self._before)) - 1
+        if number < 0:
+            return 0
+        return self._before[number] + int(np.count_nonzero(self._is_outside(starts[number], row)))
+
+    def _unpack_keys(self, first: int, last: int) -> tuple[Array, Array, Array]:
+        """`is_outside`, places and ranks of rows [first, last)."""
+        if self._keys is not None:
+            keys = self._keys.read(first, last).astype(np.int64)
+            is_outside, values = (keys & 1).astype(np.bool_), keys >> 1
+        else:
+            width = len(self._weights) + 1
+            parts = [part[:, :width].view(np.uint32) >> 31 for part in self._magnitudes.parts(first, last)]
+            bits = np.concatenate(parts) if parts else np.empty((0, width), np.uint32)
+            is_outside, values = bits[:, 0].astype(np.bool_), bits[:, 1:] @ self._weights
+        places = ((np.sqrt(8.0 * values + 1) - 1) / 2).astype(np.int64)
+        places -= places * (places + 1) // 2 > values
+        ranks = np.where(is_outside, values, values - places * (places + 1) // 2 + 1)
+        return is_outside, np.where(is_outside, self.k, places), ranks
+
+    # -- cutting -----------------------------------------------------------------------------------------
+
+    def view(self, start: int, stop: int) -> TopRows:
+        """Rows [start, stop) sharing this store's memory."""
+        num_none = max(min(stop, self.num_none) - start, 0)
+        part = TopRows(self.k, num_none=num_none, repeats_chosen=self.repeats_chosen)
+        first, last = max(start - self.num_none, 0), max(stop - self.num_none, 0)
+        before, after = self._num_outside_before(first), self._num_outside_before(last)
+        part._token_ids = self._token_ids.view(first, last)
+        part._magnitudes = self._magnitudes.view(first, last)
+        part._keys = None if self._keys is None else self._keys.view(first, last)
+        part._outside_ids = self._outside_ids.view(before, after)
+        part._outside_logprobs = self._outside_logprobs.view(before, after)
+        part._before = [self._num_outside_before(first + at) - before for at in part._key_column().starts]
+        part.num_outside, part.num_rows = after - before, stop - start
+        return part
+
+    def take(self, rows: Array) -> TopRows:
+        """The rows named, in that order, copied; None rows only in front."""
+        kept = rows[rows >= self.num_none] - self.num_none
+        part = TopRows(self.k, num_none=len(rows) - len(kept), repeats_chosen=self.repeats_chosen)
+        if not len(kept):
+            return part
+        first, last = int(kept.min()), int(kept.max()) + 1
+        kept = kept - first
+        is_outside = self._is_outside(first, last)
+        before = self._num_outside_before(first)
+        places = (np.cumsum(is_outside) - 1)[kept[is_outside[kept]]]
+        after = before + int(np.count_nonzero(is_outside))
+        part._token_ids = Column.of(self._token_ids.read(first, last)[kept])
+        part._magnitudes = Column.of(self._magnitudes.read(first, last)[kept])
+        part._keys = None if self._keys is None else Column.of(self._keys.read(first, last)[kept])
+        part._outside_ids = Column.of(self._outside_ids.read(before, after)[places])
+        part._outside_logprobs = Column.of(self._outside_logprobs.read(before, after)[places])
+        part._before, part.num_outside, part.num_rows = [0], len(places), len(rows)
+        return part
+
+
+@lru_cache(maxsize=4096)
+def _signs(key: int, k: int) -> Array:
+    """Ones (k,) float32 whose signs spell the key: negative where the bit is set."""
+    bits = key >> np.arange(min(k, MAX_SIGN_BITS), dtype=np.int64) & 1
+    signs = np.ones(k, np.float32)
+    signs[: len(bits)] -= 2 * bits
+    return signs
+
+
+def _agree(logprobs: Array, hits: Array, is_inside: Array) -> bool:
+    """Whether each chosen token found among the k best stands there once, with the same value."""
+    differs = hits & (logprobs[:, 1:] != logprobs[:, :1])
+    return not differs.any() and np.count_nonzero(hits) == np.count_nonzero(is_inside)
+
+
+def _flatten(rows: TopColumns, *, repeats_chosen: bool) -> tuple[Array, Array, Array]:
+    """Public columns of n rows: the chosen token, then the k best by rank."""
+    n, k = rows.top_ids.shape
+    ids, logprobs, _ = rows.joined()
+    ranks = np.empty((n, k + 1), np.int64)
+    ranks[:, 0], ranks[:, 1:] = rows.chosen_ranks, np.arange(1, k + 1)
+    if repeats_chosen:
+        return ids.ravel(), logprobs.ravel(), ranks.ravel()
+    is_shown = np.arange(k + 1) != (rows.places + 1)[:, None]
+    return ids[is_shown], logprobs[is_shown], ranks[is_shown]

@@ -1,0 +1,415 @@
+from __future__ import annotations
+
+import gc
+import threading
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.records import FlatLogprobs, Logprob
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 5, 19, 20, 21, 70, 300])
+@pytest.mark.parametrize("num_levels", [None, 4])
+def test_rows_from_a_step_read_as_the_plain_twin(
+    step: Any, as_dicts: Any, k: int, num_levels: int | None
+) -> None:
+    flat, plain = FlatLogprobs(), []
+    for n in (1, 1, 3, 200, 1, 64, 1):
+        arrays = step(n, k, 300, num_levels=num_levels)
+        flat.append_rows(*arrays)
+        plain += as_dicts(*arrays)
+    assert list(flat) == plain
+    assert [list(position) for position in flat] == [list(position) for position in plain]
+    assert flat == plain
+    assert plain == flat
+    assert flat[::-1] == plain[::-1]
+    assert flat[7:250:9] == plain[7:250:9]
+    assert flat[250:7:-9] == plain[250:7:-9]
+
+
+@pytest.mark.parametrize("k", [1, 20, 40])
+def test_one_row_at_a_time_equals_one_call(step: Any, k: int) -> None:
+    arrays = step(700, k, 500, num_levels=9)
+    whole, single = FlatLogprobs(), FlatLogprobs()
+    whole.append_rows(*arrays)
+    for row in range(700):
+        single.append_rows(*(column[row : row + 1] for column in arrays))
+    assert whole == single
+    assert whole.token_ids == single.token_ids
+    assert whole.nbytes == single.nbytes
+
+
+def test_columns_show_the_chosen_token_first_and_the_best_by_rank() -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[30, 10, 20, 30]], [[-2.0, -0.5, -1.5, -2.0]], [3])
+    flat.append_rows([[99, 10, 20, 30]], [[-9.0, -0.5, -1.5, -2.0]], [41])
+    assert flat.token_ids == [30, 10, 20, 99, 10, 20, 30]
+    assert flat.logprobs == [-2.0, -0.5, -1.5, -9.0, -0.5, -1.5, -2.0]
+    assert flat.ranks == [3, 1, 2, 41, 1, 2, 3]
+    assert flat.start_indices == [0, 3]
+    assert flat.end_indices == [3, 7]
+    assert flat.decoded_tokens == [None] * 7
+    assert repr(flat.token_ids) == "[30, 10, 20, 99, 10, 20, 30]"
+    assert flat.token_ids[1:4] == [10, 20, 99]
+    assert flat.token_ids[-1] == 30
+    assert flat.ranks[::-2] == [3, 1, 2, 3]
+    assert flat.chosen(1) == (99, Logprob(-9.0, 41))
+
+
+def test_a_none_position_comes_back_as_none_and_holds_no_entries(step: Any, as_dicts: Any) -> None:
+    arrays = step(30, 20, 100)
+    flat = FlatLogprobs([None])
+    flat.append_rows(*arrays)
+    plain = [None, *as_dicts(*arrays)]
+    assert flat == plain
+    assert flat.start_indices[:2] == [0, 0]
+    assert flat.chosen(0) is None
+    for places in (
+        slice(None),
+        slice(0, 1),
+        slice(0, 5),
+        slice(1, 5),
+        slice(4, None, -1),
+        slice(None, None, 3),
+    ):
+        assert flat[places] == plain[places]
+    flat.append(None)
+    assert flat == [*plain, None]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (3, 3), (10, 10), (5, 2)])
+def test_an_empty_slice_is_an_empty_container_that_can_grow(step: Any, start: int, stop: int) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows(*step(6, 3, 50))
+    part = flat[start:stop]
+    assert len(part) == 0
+    assert part == []
+    assert part.token_ids == part.start_indices == []
+    part.append({1: Logprob(-1.0, 1)})
+    assert part == [{1: Logprob(-1.0, 1)}]
+
+
+def test_a_slice_shares_memory_and_grows_apart(step: Any, as_dicts: Any) -> None:
+    arrays = step(900, 20, 100)
+    flat = FlatLogprobs()
+    flat.append_rows(*arrays)
+    plain = as_dicts(*arrays)
+    part = flat[100:700]
+    assert np.shares_memory(part.rows.store.columns(0, 10).top_ids, flat.rows.store.columns(100, 110).top_ids)
+    more = step(1, 20, 100)
+    part.append_rows(*more)
+    flat.append_rows(*arrays)
+    assert part == plain[100:700] + as_dicts(*more)
+    assert flat == plain + plain
+    assert part.start_indices[0] == 0
+    assert part.num_entries == sum(len(position) for position in part)
+
+
+def test_a_slice_with_a_step_holds_no_gap_data(step: Any) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows(*step(300, 20, 100))
+    part = flat[::3]
+    assert part.num_entries == len(part.token_ids) == sum(len(position) for position in part)
+    assert part.nbytes < flat.nbytes / 2.9
+
+
+@pytest.mark.parametrize("index", [0, -1, np.int64(2), np.uint8(1), True])
+def test_an_index_may_be_any_integer(step: Any, as_dicts: Any, index: Any) -> None:
+    arrays = step(3, 2, 9)
+    flat = FlatLogprobs()
+    flat.append_rows(*arrays)
+    assert flat[index] == as_dicts(*arrays)[int(index)]
+
+
+@pytest.mark.parametrize("index", [3, -4, 1.0, "0"])
+def test_a_wrong_index_raises(step: Any, index: Any) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows(*step(3, 2, 9))
+    with pytest.raises((IndexError, TypeError)):
+        flat[index]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda flat: flat.__setitem__(0, {}),
+        lambda flat: flat.__delitem__(0),
+        lambda flat: flat.insert(0, {}),
+        lambda flat: flat.pop(),
+        lambda flat: flat.reverse(),
+        lambda flat: flat.remove({}),
+        lambda flat: flat.clear(),
+    ],
+)
+@pytest.mark.parametrize("length", [0, 2])
+def test_what_is_there_cannot_be_changed(change: Any, length: int) -> None:
+    flat = FlatLogprobs([{1: Logprob(-1.0, 1)}] * length)
+    with pytest.raises(TypeError, match="only grows"):
+        change(flat)
+    assert len(flat) == length
+
+
+def test_joining_keeps_both_sides(step: Any, as_dicts: Any) -> None:
+    first, second = step(5, 20, 60), step(7, 20, 60)
+    one, two = FlatLogprobs([None]), FlatLogprobs()
+    one.append_rows(*first)
+    two.append_rows(*second)
+    plain = [None, *as_dicts(*first), *as_dicts(*second)]
+    assert one + two == plain
+    assert len(one) == 6
+    assert two + repeat(None, 1) == [*as_dicts(*second), None]
+    one += two
+    assert one == plain
+    one.extend(one)
+    assert one == plain + plain
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype_bytes"), [([65_535], 2), ([65_536], 4), ([2**31 - 1], 4), ([2**31], 8), ([2**40], 8)]
+)
+def test_ids_of_any_size_are_kept_in_the_narrowest_type(ids: list[int], dtype_bytes: int) -> None:
+    flat = FlatLogprobs([{3: Logprob(-0.5, 1)}])
+    for token_id in ids:
+        flat.append_rows([[token_id]], [[-1.0]], [1])
+    assert flat.token_ids == [3, *ids]
+    assert flat.nbytes == 2 * (dtype_bytes + 4 + 2)
+
+
+@pytest.mark.parametrize("value", [-np.inf, -1e-45, -3.4e38, 0.0, -0.1, 1.5, 1e-9, -1e300])
+def test_a_value_comes_back_exactly(value: float) -> None:
+    flat = FlatLogprobs()
+    flat.append_fast([4, 5], [value, -np.inf], [1, 1], repeat(None))
+    flat.append({6: Logprob(value, 2)})
+    flat.append_rows([[4, 5]], [[value, -np.inf]], [1])
+    assert flat.logprobs == [value, -np.inf, value, value, -np.inf]
+
+
+def test_zero_never_reads_as_minus_zero() -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[1, 1, 2]], [[0.0, 0.0, -np.inf]], [1])
+    flat.append_rows([[1, 1, 2]] * 2, [[-0.0, -0.0, -np.inf]] * 2, [1, 1])
+    assert "-0.0" not in repr(flat.logprobs)
+
+
+def test_nan_is_kept_and_flagged() -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[1, 2]], [[-1.0, -2.0]], [1])
+    flat.append_rows([[1, 2]], [[np.nan, -2.0]], [1])
+    flat.append({})
+    assert np.isnan(flat.logprobs[2])
+    assert flat.is_valid.tolist() == [True, False, True]
+    assert flat[:1].is_valid.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda flat: flat.append({1: Logprob(np.inf, 1)}),
+        lambda flat: flat.append_fast([1], [np.inf], [1], [None]),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0, np.inf]], [1]),
+        lambda flat: flat.append_rows([[1, 2]] * 2, [[-1.0, np.inf]] * 2, [1, 1]),
+        lambda flat: flat.append_rows([[-1, 2]], [[-1.0, -1.0]], [1]),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0, -1.0]], [-1]),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0]], [1]),
+        lambda flat: flat.append_rows([[1.0, 2.0]], [[-1.0, -1.0]], [1]),
+        lambda flat: flat.append_rows([1, 2], [-1.0, -1.0], [1]),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0, -1.0]], [1], entropy=[1.0, 2.0]),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0, -1.0]], [1], given=([0, 2], [1], [-1.0], [1])),
+        lambda flat: flat.append_rows([[1, 2]], [[-1.0, -1.0]], [1], given=([0], [], [], [])),
+        lambda flat: flat.append_fast([1, 2], [-1.0], [1, 1], [None, None]),
+        lambda flat: flat.append_fast([1], [-1.0], [-2], [None]),
+    ],
+)
+def test_bad_input_is_refused_and_adds_nothing(add: Any) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[1, 2]], [[-1.0, -2.0]], [1])
+    with pytest.raises(ParameterError):
+        add(flat)
+    assert flat == [{1: Logprob(-1.0, 1), 2: Logprob(-2.0, 1)}]
+    flat.append_rows([[1, 2]], [[-1.0, -2.0]], [1])
+    assert len(flat) == 2
+
+
+def test_what_does_not_pack_is_kept_all_the_same() -> None:
+    """A rank that contradicts the place, a value that differs, a column that repeats."""
+    flat = FlatLogprobs()
+    flat.append_rows([[7, 7, 8]], [[-1.0, -1.0, -1.0]], [2])
+    flat.append_rows([[7, 7, 8]], [[-1.5, -1.0, -1.25]], [1])
+    flat.append_rows([[9, 7, 8]], [[-1.5, -1.0, -1.25]], [2**40])
+    flat.append_rows([[9, 7, 8]], [[-1.5, -1.0, -1.25]], [0])
+    assert flat.ranks == [2, 2, 1, 2, 2**40, 1, 2, 0, 1, 2]
+    assert flat.logprobs[2:4] == [-1.5, -1.25]
+
+
+def test_rows_of_no_width_are_empty_dicts_not_none() -> None:
+    flat = FlatLogprobs([{}, None, {}])
+    flat.append_fast([], [], [], [])
+    assert flat == [{}, None, {}, {}]
+    assert flat.end_indices == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("vocab_size", "limit"), [(65_536, 6.0), (151_936, 8.0)])
+@pytest.mark.parametrize("add", ["rows", "row", "fast", "dict"])
+def test_regular_rows_cost_the_entries_alone(
+    rng: np.random.Generator, as_dicts: Any, vocab_size: int, limit: float, add: Any
+) -> None:
+    n, k = 2000, 20
+    top = np.argsort(rng.random((n, 400)), axis=1)[:, :k] * (vocab_size // 400) + (vocab_size - 1) % 400
+    top[0, 0] = vocab_size - 1
+    logprobs = -np.sort(rng.exponential(3, (n, k)).astype(np.float32), axis=1)
+    places = rng.integers(0, k, n)
+    is_inside = rng.random(n) < 0.7
+    rows = np.arange(n)
+    ids = np.column_stack([np.where(is_inside, top[rows, places], rows % 19 + 1), top]).astype(np.int32)
+    chosen = np.where(is_inside, logprobs[rows, places], np.float32(-20))
+    ranks = np.where(is_inside, places + 1, rng.integers(k + 1, vocab_size, n))
+    values = np.column_stack([chosen, logprobs])
+    flat = FlatLogprobs()
+    if add == "rows":
+        flat.append_rows(ids, values, ranks)
+    for row in range(n if add != "rows" else 0):
+        if add == "row":
+            flat.append_rows(ids[row : row + 1], values[row : row + 1], ranks[row : row + 1])
+        elif add == "fast":
+            flat.append_fast(
+                ids[row].tolist(), values[row].tolist(), [ranks[row], *range(1, k + 1)], repeat(None)
+            )
+        else:
+            flat.append(as_dicts(ids[row : row + 1], values[row : row + 1], ranks[row : row + 1])[0])
+    assert flat.nbytes / flat.num_entries <= limit
+    assert flat == as_dicts(ids, values, ranks) or add == "fast"
+
+
+def test_the_number_of_objects_under_garbage_collection_does_not_grow_with_positions(step: Any) -> None:
+    flat, arrays = FlatLogprobs([None]), step(50, 20, 100)
+    flat.append_rows(*arrays)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(100):
+        flat.append_rows(*arrays)
+    gc.collect()
+    assert len(gc.get_objects()) - before <= 2
+    assert len(flat) == 5051
+
+
+def test_a_reader_sees_a_prefix_and_no_torn_row(step: Any, as_dicts: Any) -> None:
+    arrays = step(400, 20, 100)
+    plain = as_dicts(*arrays)
+    flat, done, wrong = FlatLogprobs(), threading.Event(), []
+
+    def read() -> None:
+        while not done.is_set():
+            seen = list(flat)
+            if seen != plain[: len(seen)]:
+                wrong.append(len(seen))
+            ids = list(flat.token_ids)
+            if ids != all_ids[: len(ids)]:
+                wrong.append(-len(ids))
+
+    whole = FlatLogprobs()
+    whole.append_rows(*arrays)
+    all_ids = list(whole.token_ids)
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for row in range(400):
+        flat.append_rows(*(column[row : row + 1] for column in arrays))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert flat == plain
+
+
+def test_entropy_and_given_ids_stand_beside_their_positions(step: Any) -> None:
+    flat = FlatLogprobs([None])
+    flat.append_rows(*step(2, 3, 40))
+    assert flat.entropy is None
+    assert flat.given is None
+    flat.append_rows(
+        *step(2, 3, 40),
+        entropy=[1.5, 0.25],
+        given=([0, 2, 3], [5, 6, 7], [-5.0, -6.0, -7.0], [30, 31, 32]),
+    )
+    flat.append_rows(*step(1, 3, 40))
+    np.testing.assert_array_equal(flat.entropy, np.float32([np.nan, np.nan, np.nan, 1.5, 0.25, np.nan]))
+    expected = [None, None, None, {5: Logprob(-5.0, 30), 6: Logprob(-6.0, 31)}, {7: Logprob(-7.0, 32)}, None]
+    assert flat.given == expected
+    part = flat[4:2:-1]
+    assert part.given == expected[4:2:-1]
+    np.testing.assert_array_equal(part.entropy, np.float32([0.25, 1.5]))
+    joined = FlatLogprobs()
+    joined.extend(flat)
+    assert joined.given == expected
+    np.testing.assert_array_equal(joined.entropy, flat.entropy)
+
+
+class Table:
+    def token_text(self, token_id: int) -> str:
+        return f"t{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"t%d" % token_id
+
+
+def test_texts_come_from_the_table_on_access_and_given_ones_win() -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[3, 4]], [[-1.0, -0.5]], [2])
+    assert flat.decoded_tokens == [None, None]
+    named = flat.with_table(Table())
+    assert named.decoded_tokens == ["t3", "t4"]
+    assert named[0] == {3: Logprob(-1.0, 2, "t3"), 4: Logprob(-0.5, 1, "t4")}
+    assert named.chosen(0) == (3, Logprob(-1.0, 2, "t3"))
+    assert named[:1].decoded_tokens == ["t3", "t4"]
+    named.append_fast([5, 6], [-1.0, -2.0], [1, 1], ["", None])
+    assert named.decoded_tokens == ["t3", "t4", "", "t6"]
+    assert flat.decoded_tokens == [None, None]
+
+
+def test_three_hundred_random_steps_agree_with_a_list_of_dicts(
+    rng: np.random.Generator, step: Any, as_dicts: Any
+) -> None:
+    flat, plain = FlatLogprobs(), []
+
+    def some_position() -> dict[int, Logprob] | None:
+        if rng.random() < 0.2:
+            return None
+        ids = rng.integers(0, 2 ** int(rng.integers(4, 41)), rng.integers(0, 5)).tolist()
+        ranks = [None if rng.random() < 0.3 else int(rank) for rank in rng.integers(0, 50, len(ids))]
+        texts = [None if rng.random() < 0.5 else f"<{token_id}>" for token_id in ids]
+        return {
+            token_id: Logprob(-float(rng.exponential()), rank, text)
+            for token_id, rank, text in zip(ids, ranks, texts, strict=True)
+        }
+
+    for _ in range(300):
+        action = rng.integers(0, 6)
+        if action == 0:
+            positions = [some_position() for _ in range(rng.integers(0, 4))]
+            flat.extend(positions)
+            plain.extend(positions)
+        elif action in {1, 2}:
+            arrays = step(int(rng.integers(0, 5)), int(rng.integers(0, 4)), 30, num_levels=3)
+            flat.append_rows(*arrays)
+            plain += as_dicts(*arrays)
+        elif action == 3:
+            start, stop = sorted(rng.integers(-5, len(plain) + 3, 2).tolist())
+            flat += flat[start:stop][:3]
+            plain += plain[start:stop][:3]
+        elif action == 4 and len(plain) > 40:
+            places = slice(int(rng.integers(-30, 30)), None, int(rng.choice([-2, -1, 1, 2, 3])))
+            assert flat[places] == plain[places]
+            flat, plain = flat[places], plain[places]
+        else:
+            position = some_position()
+            flat.append(position)
+            plain.append(position)
+        assert len(flat) == len(plain)
+        assert flat[-3:] == plain[-3:]
+    assert flat == plain
+    assert list(flat) == plain
+    assert flat.end_indices == np.cumsum([len(position or ()) for position in plain]).tolist()
