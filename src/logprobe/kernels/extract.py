@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.reference import fill as fill_reference
 from logprobe.kernels.requests import allocate, check_logits, check_requests
 
 if TYPE_CHECKING:
@@ -51,4 +50,11 @@ def extract(
 
 def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
     """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
-    fill_reference(logits, requests, output)
+    if logits.device.type == "cpu":
+        from logprobe.kernels import cpu
+
+        cpu.fill(logits, requests, output)
+    else:
+        from logprobe.kernels import reference
+
+        reference.fill(logits, requests, output)

@@ -1,0 +1,229 @@
+"""The extraction on the CPU: one pass over each row, rows shared out among torch's threads.
+
+Before it: checked requests. After it: output rows, filled in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import cfunc, njit
+
+from logprobe.kernels import select, vectors
+from logprobe.kernels.parallel import (
+    Worker,
+    compile_worker,
+    float32_at,
+    int32_at,
+    int64_at,
+    next_item,
+    parallel_for,
+    task_at,
+    uint8_at,
+    uint16_at,
+)
+from logprobe.kernels.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
+from logprobe.kernels.vectors import (
+    F32,
+    count_greater,
+    maximum_and_count,
+    sum_exp,
+    sum_exp_and_product,
+    widen_bfloat16,
+    widen_float16,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.requests import RowRequests
+    from logprobe.records.steps import LogprobsTensors
+
+BLOCK = 1024  # values that stay in the first-level cache between the passes over them
+COARSE, FINE = 128, 16  # values under one block maximum, for small and for large k
+MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
+MINUS_INF = F32(-np.inf)
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
+(
+    LOGITS,
+    ROW_STRIDE,  # bytes
+    VOCAB_SIZE,
+    KIND,  # 0 float32, 1 float16, 2 bfloat16
+    CHOSEN,
+    NUM_LOGPROBS,
+    TOKEN_IDS,
+    LOGPROBS,
+    WIDTH,  # columns of the two above
+    RANKS,
+    LSE,
+    IS_VALID,
+    ENTROPY,  # 0 where it was not asked for
+    GIVEN_OFFSETS,  # 0 where none are given
+    GIVEN_IDS,
+    GIVEN_LOGPROBS,
+    GIVEN_RANKS,
+) = range(2, 19)
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+    """Writes what `requests` ask of `logits` (B, V) into `output`; all on the CPU."""
+    logits = logits.detach()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    given = output.given
+    context = [
+        logits.data_ptr(),
+        logits.stride(0) * logits.element_size(),
+        requests.vocab_size,
+        KINDS[logits.dtype],
+        requests.chosen_ids.data_ptr(),
+        requests.num_logprobs.data_ptr(),
+        output.token_ids.data_ptr(),
+        output.logprobs.data_ptr(),
+        requests.width,
+        output.ranks.data_ptr(),
+        output.lse.data_ptr(),
+        output.is_valid.data_ptr(),
+        0 if output.entropy is None else output.entropy.data_ptr(),
+    ]
+    if given is not None:
+        arrays = (given.offsets, given.token_ids, given.logprobs, given.ranks)
+        context += [array.data_ptr() for array in arrays]
+    else:
+        context += [0] * 4
+    parallel_for(worker(), context, len(logits))
+
+
+@functools.cache
+def worker() -> Worker:
+    """The compiled row kernel."""
+    return compile_worker(_make_worker, __file__, select.__file__, vectors.__file__)
+
+
+def _make_worker(digest: int, *, cache: bool) -> Any:
+    @cfunc("void(voidptr)", cache=cache)
+    def extract_rows(address: Any) -> None:
+        if digest >= 0:
+            _run(task_at(address))
+
+    return extract_rows
+
+
+@njit
+def _run(task: Any) -> None:
+    """Rows, one after the other, until no thread has any left."""
+    vocab_size = task[VOCAB_SIZE]
+    wide = np.empty(vocab_size if task[KIND] else 1, np.float32)
+    maxima = np.empty(vocab_size // FINE + 1, np.float32)
+    pairs = np.empty((2, vocab_size), np.uint64)
+    counts = np.empty(NUM_COUNTS, np.int64)
+    item = next_item(task)
+    while item >= 0:
+        _row(task, item, _float_row(task, item, wide), (maxima, pairs, counts))
+        item = next_item(task)
+
+
+@njit
+def _float_row(task: Any, item: Any, wide: Any) -> Any:
+    address = task[LOGITS] + item * task[ROW_STRIDE]
+    if task[KIND] == 0:
+        return float32_at(address, task[VOCAB_SIZE])
+    bits = uint16_at(address, task[VOCAB_SIZE])
+    if task[KIND] == 1:
+        widen_float16(bits, wide)
+    else:
+        widen_bfloat16(bits, wide)
+    return wide
+
+
+@njit(error_model="numpy")  # an invalid row divides by zero
+def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
+    maxima, pairs, counts = scratch
+    chosen = int32_at(task[CHOSEN], item + 1)[item]
+    k = np.int64(int32_at(task[NUM_LOGPROBS], item + 1)[item])
+    size = COARSE if 2 * k * COARSE <= row.size else FINE
+    maxima = maxima[: (row.size + size - 1) // size]
+    greatest, total, products, rank = _one_pass(row, (maxima, size), row[chosen], task[ENTROPY] != 0)
+    is_valid = greatest > MINUS_INF and not math.isnan(total)
+    lse = float(greatest) + math.log(total) if is_valid else math.nan
+    uint8_at(task[IS_VALID], item + 1)[item] = is_valid
+    int32_at(task[RANKS], item + 1)[item] = rank + 1 if is_valid else 0
+    float32_at(task[LSE], item + 1)[item] = lse
+    if task[ENTROPY]:
+        entropy = math.log(total) - products / total
+        float32_at(task[ENTROPY], item + 1)[item] = entropy if is_valid else math.nan
+    first, last = _given_range(task, item)
+    ordered = pairs[0, :0]
+    if is_valid and (5 * k > 4 * maxima.size or last - first > MANY_GIVEN):
+        ordered = sort_row(row, pairs, counts)
+    token_ids = int32_at(task[TOKEN_IDS] + 4 * item * task[WIDTH], k + 1)
+    token_ids[0] = chosen
+    token_ids[1:] = 0
+    if is_valid:
+        top_ids(row, (maxima, size), token_ids[1:], ordered, (pairs, counts))
+    logprobs = float32_at(task[LOGPROBS] + 4 * item * task[WIDTH], k + 1)
+    for column in range(k + 1):
+        logprobs[column] = float(row[token_ids[column]]) - lse
+    if last > first:
+        _given(task, (first, last), row, ordered, lse)
+
+
+@njit
+def _one_pass(row: Any, blocks: Any, chosen: Any, with_products: Any) -> Any:
+    """Greatest value m, sums of e**d and d * e**d for d = x - m, how many exceed `chosen`; fills maxima."""
+    maxima, size = blocks
+    greatest, total, products, count = MINUS_INF, 0.0, 0.0, 0
+    for start in range(0, row.size, BLOCK):
+        stop = min(start + BLOCK, row.size)
+        highest = MINUS_INF
+        for inner in range(start, stop, size):
+            part, num = maximum_and_count(row[inner : min(inner + size, stop)], chosen)
+            maxima[inner // size] = part
+            highest = max(highest, part)
+            count += num
+        if highest > greatest:
+            shift = float(greatest) - float(highest) if total > 0.0 else 0.0
+            products = (products + shift * total) * math.exp(shift)
+            total *= math.exp(shift)
+            greatest = highest
+        # while all is -inf there is nothing to add, but a NaN must stay
+        reference, weight = (greatest, F32(1.0)) if greatest > MINUS_INF else (F32(0.0), F32(0.0))
+        if with_products:
+            part_total, part_products = sum_exp_and_product(row[start:stop], reference)
+            products += part_products * weight
+        else:
+            part_total = sum_exp(row[start:stop], reference)
+        total += part_total * weight
+    return greatest, total, products, count
+
+
+@njit
+def _given_range(task: Any, item: Any) -> Any:
+    """The entries [first, last) of the given ids that are this row's."""
+    if task[GIVEN_OFFSETS] == 0:
+        return 0, 0
+    offsets = int64_at(task[GIVEN_OFFSETS], item + 2)
+    return offsets[item], offsets[item + 1]
+
+
+@njit
+def _given(task: Any, entries: Any, row: Any, ordered: Any, lse: Any) -> None:
+    first, last = entries
+    token_ids = int32_at(task[GIVEN_IDS], last)
+    logprobs = float32_at(task[GIVEN_LOGPROBS], last)
+    ranks = int32_at(task[GIVEN_RANKS], last)
+    for entry in range(first, last):
+        value = row[token_ids[entry]]
+        logprobs[entry] = float(value) - lse
+        if math.isnan(lse):
+            ranks[entry] = 0
+        elif ordered.size > 0:
+            ranks[entry] = 1 + num_before(ordered, descending_key(value))
+        else:
+            ranks[entry] = 1 + count_greater(row, value)
