@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.errors import InputError, UnsupportedModelError
+from logprobe.models.gguf_config import build_config
+from logprobe.models.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_every_size_in_the_file_reaches_the_config(
+    architecture: str, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf", architecture))
+    config = build_config(gguf)
+    assert config.hidden_size == gguf.value(".embedding_length")
+    assert config.intermediate_size == gguf.value(".feed_forward_length")
+    assert config.num_hidden_layers == gguf.value(".block_count")
+    assert config.num_attention_heads == gguf.value(".attention.head_count")
+    assert config.num_key_value_heads == gguf.value(".attention.head_count_kv")
+    assert config.head_dim == gguf.value(".attention.key_length")
+    assert config.max_position_embeddings == gguf.value(".context_length")
+    assert config.vocab_size == len(gguf.value("tokenizer.ggml.tokens"))
+    assert config.tie_word_embeddings
+    assert config.bos_token_id == gguf.value("tokenizer.ggml.bos_token_id")
+    assert config.eos_token_id == gguf.value("tokenizer.ggml.eos_token_id")
+
+
+def test_a_float32_of_the_file_is_read_as_the_number_that_was_written(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    gguf = GgufFile(write_gguf(tmp_path / "tiny.gguf"))
+    assert gguf.value(".attention.layer_norm_rms_epsilon") != 1e-5
+    assert build_config(gguf).rms_norm_eps == 1e-5
+
+
+def test_gemma3_layers_windows_and_thetas_follow_llama_cpp(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    def stretch(writer: Any) -> None:
+        writer.add_rope_scaling_type(_linear())
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+
+    config = build_config(GgufFile(write_gguf(tmp_path / "tiny.gguf", "gemma3", more=stretch)))
+    assert config.layer_types == ["sliding_attention", "full_attention"]
+    assert config.sliding_window == 16
+    assert config.query_pre_attn_scalar == 32
+    assert config.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+
+
+def _linear() -> Any:
+    from gguf import RopeScalingType
+
+    return RopeScalingType.LINEAR
+
+
+def test_rotary_scaling_of_a_llama_is_refused(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_rope_scaling_type(_linear()))
+    with pytest.raises(UnsupportedModelError, match="rotary scaling 'linear'"):
+        build_config(GgufFile(path))
+
+
+def test_a_key_that_is_not_understood_is_refused_by_name(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_uint32("llama.expert_count", 8))
+    with pytest.raises(UnsupportedModelError, match=r"llama\.expert_count is not understood"):
+        build_config(GgufFile(path))
+
+
+def test_heads_with_a_part_outside_the_rotation_are_refused(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", more=lambda writer: writer.add_rope_dimension_count(8))
+    with pytest.raises(UnsupportedModelError, match=r"qwen2\.rope\.dimension_count is 8"):
+        build_config(GgufFile(path))
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "mamba")
+    with pytest.raises(
+        UnsupportedModelError, match=r"'mamba' is not converted .known: llama, qwen2, qwen3, gemma3"
+    ):
+        build_config(GgufFile(path))
+
+
+def test_a_file_that_is_no_gguf_is_an_input_error(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_bytes(b"this is no model at all" * 10)
+    with pytest.raises(InputError, match="not a readable GGUF file"):
+        GgufFile(path)
+
+
+def test_a_file_cut_off_is_an_input_error(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(InputError, match="not a readable GGUF file"):
+        GgufFile(path)
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("real_gguf", ["gemma3-270m"], indirect=True)
+def test_gemma3_270m_has_the_published_shape(real_gguf: Path) -> None:
+    config = build_config(GgufFile(real_gguf))
+    assert config.model_type == "gemma3_text"
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (18, 640, 2048)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 256)
+    assert (config.vocab_size, config.max_position_embeddings, config.rms_norm_eps) == (262_144, 32_768, 1e-6)
+    assert (config.query_pre_attn_scalar, config.sliding_window) == (256, 512)
+    assert [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
+    assert config.tie_word_embeddings
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (2, 1, 0)
