@@ -2,6 +2,7 @@
 
 from logprobe.records.flat import FlatLogprobs, TokenTable
 from logprobe.records.info import LogprobsInfo
+from logprobe.records.outputs import ModelRunnerOutput, SamplerOutput
 from logprobe.records.requests import (
     PromptLogprobs,
     SampleLogprobs,
@@ -9,6 +10,7 @@ from logprobe.records.requests import (
     create_prompt_logprobs,
     create_sample_logprobs,
 )
+from logprobe.records.step_lists import LogprobsLists
 from logprobe.records.steps import GivenLogprobs, LogprobsTensors
 from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TopLogprobs
 
@@ -17,10 +19,13 @@ __all__ = [
     "GivenLogprobs",
     "Logprob",
     "LogprobsInfo",
+    "LogprobsLists",
     "LogprobsOnePosition",
     "LogprobsTensors",
+    "ModelRunnerOutput",
     "PromptLogprobs",
     "SampleLogprobs",
+    "SamplerOutput",
     "TokenLogprob",
     "TokenTable",
     "TopLogprobs",

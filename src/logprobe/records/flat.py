@@ -17,6 +17,7 @@ from logprobe.records.columns import Array, Column, ColumnView
 from logprobe.records.ragged_rows import Entries, RowLists
 from logprobe.records.rows import Rows
 from logprobe.records.rows_in import given_columns, row_from_columns, row_from_position, step_rows
+from logprobe.records.selection import chosen_entries, other_logprobs, top_entries
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
@@ -331,6 +332,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         """All public columns at once, as arrays."""
         store = self.rows.store
         return store.entries(0, store.num_rows)
+
+    def chosen_entries(self) -> Entries:
+        """The chosen token of each position that has entries, as arrays."""
+        return chosen_entries(self.rows.store, 0, len(self))
+
+    def top_entries(self) -> Entries:
+        """The k best of each position by rank, as arrays; k means k, whatever was chosen."""
+        return top_entries(self.rows.store, 0, len(self))
+
+    @property
+    def other_logprob(self) -> Array:
+        """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None."""
+        return other_logprobs(self.rows.store, 0, len(self))
 
     @property
     def nbytes(self) -> int:

@@ -6,10 +6,19 @@ Before it: the extraction kernels. After it: the per-request records.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.step_lists import LogprobsLists
+from logprobe.records.values import TokenLogprob, TopLogprobs, best_indices
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
+
+    from logprobe.records.columns import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +33,11 @@ class GivenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsTensors:
-    """One row of logits each, reduced to the numbers asked for; column 0 is the chosen token."""
+    """One row of logits each, reduced to the numbers asked for; column 0 is the chosen token.
+
+    Rows that hold several positions of each sequence (`create_empty`) stand sequence by sequence: position p
+    of sequence b is row b * max_seq_len + p.
+    """
 
     token_ids: Tensor  # (B, k + 1) int32; row b holds num_logprobs[b] + 1 entries, the rest is undefined
     logprobs: Tensor  # (B, k + 1) float32, nats
@@ -34,3 +47,122 @@ class LogprobsTensors:
     is_valid: Tensor  # (B,) bool; False where the row held NaN or +inf, or nothing but -inf
     entropy: Tensor | None = None  # (B,) float32, nats; None where it was not asked for
     given: GivenLogprobs | None = None
+    max_seq_len: int = 1  # rows of each sequence
+    is_set: Tensor | None = None  # (B,) bool, rows that hold a position; None: all
+    dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None: sparse
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether rows hold the chosen token and the k best alone, or also the whole vocabulary."""
+        return self.dense_logprobs is None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return len(self.ranks) // self.max_seq_len
+
+    @classmethod
+    def create_empty(
+        cls, batch_size: int, max_seq_len: int, vocab_size: int, top_k: int = 5, sparse: bool = False
+    ) -> LogprobsTensors:
+        """Room for `max_seq_len` positions of each sequence, to be filled by `set_position`.
+
+        Raises:
+            ParameterError: a negative size, or a vocabulary of none.
+        """
+        import torch
+
+        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "top_k": top_k}
+        for name, size in {**sizes, "vocab_size": vocab_size - 1}.items():
+            if size < 0:
+                raise ParameterError(
+                    name, "it is too small: vocab_size needs 1 or more, the others 0 or more"
+                )
+        num_rows, width = batch_size * max_seq_len, min(top_k, vocab_size) + 1
+        return cls(
+            token_ids=torch.zeros((num_rows, width), dtype=torch.int32),
+            logprobs=torch.full((num_rows, width), -torch.inf),
+            ranks=torch.zeros(num_rows, dtype=torch.int32),
+            lse=torch.zeros(num_rows),
+            num_logprobs=torch.full((num_rows,), width - 1, dtype=torch.int32),
+            is_valid=torch.zeros(num_rows, dtype=torch.bool),
+            max_seq_len=max_seq_len,
+            is_set=torch.zeros(num_rows, dtype=torch.bool),
+            # Untouched pages cost no memory; is_set says which rows mean anything.
+            dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
+        )
+
+    def set_position(self, batch_idx: int, position: int, logprobs: npt.ArrayLike, token_id: int) -> None:
+        """Store one row of log-probabilities (V,) nats and its chosen token; a row with NaN is flagged.
+
+        Raises:
+            ParameterError: an index or id out of range, a row of another width, +inf.
+        """
+        row = self._row_of(batch_idx, position)
+        values = np.asarray(logprobs, np.float32)
+        self._check_row(values, token_id)
+        is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
+        best = best_indices(values, int(self.num_logprobs[row])) if is_valid else []
+        columns = np.array([token_id, *best], np.int32)
+        host_ids, host_logprobs = self.token_ids.numpy(), self.logprobs.numpy()
+        host_ids[row, : len(columns)] = columns
+        host_logprobs[row, : len(columns)] = values[columns] if is_valid else np.nan
+        self.ranks[row] = 1 + int(np.count_nonzero(values > values[token_id])) if is_valid else 0
+        self.lse[row] = float(np.log(np.exp(values, dtype=np.float64).sum())) if is_valid else float("nan")
+        self.is_valid[row] = is_valid
+        if self.dense_logprobs is not None:
+            self.dense_logprobs.numpy()[row] = values
+        if self.is_set is not None:
+            self.is_set[row] = True
+
+    def to_lists(self, tokenizer: Any = None) -> LogprobsLists:
+        """The positions set so far on the host, sequence by sequence; texts from `tokenizer.decode([id])`.
+
+        A flagged row keeps its place: its logprob is NaN, its rank 0, its top list empty.
+        """
+        lists = LogprobsLists(self.batch_size)
+        for row in np.flatnonzero(self._set_rows()).tolist():
+            lists.append(row // self.max_seq_len, self._top_of(row, tokenizer))
+        return lists
+
+    def latest(self, batch_idx: int, tokenizer: Any = None) -> TopLogprobs | None:
+        """The last position set of one sequence, None where there is none; other sequences are not read."""
+        first = self._row_of(batch_idx, 0) if self.max_seq_len else 0
+        rows = np.flatnonzero(self._set_rows()[first : first + self.max_seq_len])
+        return self._top_of(first + int(rows[-1]), tokenizer) if len(rows) else None
+
+    def _row_of(self, batch_idx: int, position: int) -> int:
+        if not 0 <= batch_idx < self.batch_size:
+            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+        if not 0 <= position < self.max_seq_len:
+            raise ParameterError("position", f"{position} lies outside the {self.max_seq_len} positions")
+        return batch_idx * self.max_seq_len + position
+
+    def _check_row(self, values: Array, token_id: int) -> None:
+        width = values.shape[-1] if self.dense_logprobs is None else self.dense_logprobs.shape[1]
+        if values.shape != (width,) or not width:
+            raise ParameterError("logprobs", f"one row of {width} values belongs here, not {values.shape}")
+        if not 0 <= token_id < width:
+            raise ParameterError("token_id", f"{token_id} lies outside the vocabulary of {width}")
+        if np.isposinf(values).any():
+            raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+
+    def _set_rows(self) -> Array:
+        is_set: Array = (
+            np.ones(len(self.ranks), np.bool_) if self.is_set is None else self.is_set.cpu().numpy()
+        )
+        return is_set
+
+    def _top_of(self, row: int, tokenizer: Any) -> TopLogprobs:
+        k = int(self.num_logprobs[row]) if self.is_valid[row] else 0
+        ids = self.token_ids[row, : k + 1].tolist()
+        logprobs = self.logprobs[row, : k + 1].tolist()
+        texts = [f"<{token_id}>" if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids]
+        return TopLogprobs(
+            position=row % self.max_seq_len,
+            token_id=ids[0],
+            token=texts[0],
+            logprob=logprobs[0],
+            rank=int(self.ranks[row]),
+            top_k=[TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)],
+        )

@@ -12,26 +12,28 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from logprobe.records.columns import Array, Column, narrowest_id_dtype
 from logprobe.records.ragged_rows import Entries, RowLists
+from logprobe.records.row_keys import (
+    MAX_KEY_BITS,
+    RowKey,
+    decode_key,
+    decode_keys,
+    encode_key,
+    encode_keys,
+    num_sign_bits,
+    read_sign,
+    read_signs,
+    signs_of,
+    write_signs,
+)
 
-MIN_SIGN_BITS, MAX_SIGN_BITS = 20, 41
 MAX_LIST_K = 64  # up to here one row is quicker as Python values than as an array
 _LARGEST_ID = {2: (1 << 16) - 1, 4: (1 << 31) - 1, 8: (1 << 63) - 1}  # by bytes of the column's type
 _ZERO_AT_LEAST = (0.0).__ge__
-
-
-class RowKey(NamedTuple):
-    """Where the chosen token of one row stands."""
-
-    is_outside: bool
-    place: int  # index among the k best; k where it is outside
-    rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +65,10 @@ class TopRows:
         "_before",
         "_keys",
         "_magnitudes",
+        "_num_bits",
         "_outside_ids",
         "_outside_logprobs",
         "_token_ids",
-        "_weights",
         "k",
         "num_none",
         "num_outside",
@@ -78,11 +80,11 @@ class TopRows:
         self.k, self.num_none, self.repeats_chosen = k, num_none, repeats_chosen
         self._token_ids = Column(np.uint16, k)  # (n, k)
         self._magnitudes = Column(np.float32, k)  # (n, k) |logprob|; sign bits hold the key where k allows
-        self._keys = Column(np.uint16) if k < MIN_SIGN_BITS else None  # (n,) value << 1 | is_outside
+        self._keys = None if num_sign_bits(k) else Column(np.uint16)  # (n,) value << 1 | is_outside
         self._outside_ids = Column(np.uint16)  # (m,) chosen tokens outside the k best, in row order
         self._outside_logprobs = Column(np.float32)  # (m,)
         self._before: list[int] = []  # chosen tokens outside the k best, before each block of keys
-        self._weights = 1 << np.arange(min(max(k, 1), MAX_SIGN_BITS) - 1, dtype=np.int64)
+        self._num_bits = num_sign_bits(k)
         self.num_outside = 0
         self.num_rows = num_none  # published last: a reader that sees a row finds all of it
 
@@ -109,16 +111,17 @@ class TopRows:
         """
         if not (logprobs <= 0).all():
             return False
-        top_ids, top_logprobs = token_ids[:, 1:], logprobs[:, 1:]
-        hits = top_ids == token_ids[:, :1]
+        hits = token_ids[:, 1:] == token_ids[:, :1]
         is_inside = hits.any(axis=1)
-        keys = self._keys_of(hits, is_inside, ranks)
-        if keys is None or not _agree(logprobs, hits, is_inside):
+        keys = encode_keys(hits.argmax(axis=1) if self.k else ranks, is_inside, ranks)
+        if keys is None or int(keys.max(initial=0)) >> (self._num_bits or MAX_KEY_BITS):
+            return False
+        if not _agree(logprobs, hits, is_inside):
             return False
         at = self.num_rows - self.num_none
         self._fit_ids(token_ids)
-        self._token_ids.write(at, top_ids)
-        self._write_keyed(at, top_logprobs, keys)
+        self._token_ids.write(at, token_ids[:, 1:])
+        self._write_keyed(at, logprobs[:, 1:], keys)
         self._write_outside(at, ~is_inside, token_ids[:, 0], logprobs[:, 0])
         self.num_rows += len(token_ids)
         return True
@@ -126,58 +129,31 @@ class TopRows:
     def append_one(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
         """`append` of one narrow row in a few microseconds; False also where `append` should look again."""
         k = self.k
-        if (
-            self.repeats_chosen
-            or token_ids.shape[1] != k + 1
-            or k > MAX_LIST_K
-            or logprobs.dtype != np.float32
-        ):
+        if self.repeats_chosen or token_ids.shape[1] != k + 1 or k > MAX_LIST_K:
             return False
-        ids, values, rank = token_ids[0].tolist(), logprobs[0].tolist(), int(ranks[0])
-        if (
-            max(ids) > _LARGEST_ID[self._token_ids.dtype.itemsize]
-            or min(ids) < 0
-            or not all(map(_ZERO_AT_LEAST, values))
-        ):
+        ids, values = token_ids[0].tolist(), logprobs[0].tolist()
+        largest_id = _LARGEST_ID[self._token_ids.dtype.itemsize]
+        if logprobs.dtype != np.float32 or max(ids) > largest_id or min(ids) < 0:
             return False
-        is_outside = ids.count(ids[0]) == 1
-        value, place = rank, k
-        if not is_outside:
-            place = ids.index(ids[0], 1) - 1
-            value = place * (place + 1) // 2 + rank - 1
-            if ids.count(ids[0]) > 2 or values[place + 1] != values[0] or rank > place + 1:
-                return False
-        key_bits = len(self._weights) if self._keys is None else 8 * self._keys.dtype.itemsize - 1
-        if rank < 1 or value >> key_bits:
+        key = _key_of_lists(ids, values, int(ranks[0]))
+        num_bits = self._num_bits if self._keys is None else 8 * self._keys.dtype.itemsize
+        if key is None or key >> num_bits:
             return False
         at = self.num_rows - self.num_none
         self._token_ids.write_one(at, token_ids[0, 1:])
         if self._keys is None:
-            self._magnitudes.write_one(at, np.copysign(logprobs[0, 1:], _signs(value << 1 | is_outside, k)))
+            self._magnitudes.write_one(at, np.copysign(logprobs[0, 1:], signs_of(key, k)))
         else:
-            self._keys.write_one(at, value << 1 | is_outside)
+            self._keys.write_one(at, key)
             self._magnitudes.write_one(at, -logprobs[0, 1:])
         if len(self._before) < len(self._key_column().starts):
             self._before.append(self.num_outside)
-        if is_outside:
+        if key & 1:
             self._outside_ids.write_one(self.num_outside, ids[0])
             self._outside_logprobs.write_one(self.num_outside, values[0])
             self.num_outside += 1
         self.num_rows += 1
         return True
-
-    def _keys_of(self, hits: Array, is_inside: Array, ranks: Array) -> Array | None:
-        """Keys (n,) int64, or None where one cannot be written."""
-        keys = ranks.astype(np.int64)
-        if is_inside.any():
-            places = hits.argmax(axis=1)
-            if (is_inside & (ranks > places + 1)).any():
-                return None
-            keys = np.where(is_inside, places * (places + 1) // 2 + keys - 1, keys)
-        largest = int(keys.max(initial=0))
-        if largest >> (len(self._weights) if self._keys is None else 62) or ranks.min(initial=1) < 1:
-            return None
-        return (keys << 1) | ~is_inside
 
     def _fit_ids(self, token_ids: Array) -> None:
         needed = np.promote_types(self._token_ids.dtype, narrowest_id_dtype(int(token_ids.max(initial=0))))
@@ -188,9 +164,7 @@ class TopRows:
     def _write_keyed(self, at: int, top_logprobs: Array, keys: Array) -> None:
         magnitudes = np.abs(top_logprobs, dtype=np.float32)
         if self._keys is None:
-            bits = magnitudes.view(np.uint32)[:, : len(self._weights) + 1]
-            bits[:, 0] |= (keys & 1).astype(np.uint32) << 31
-            bits[:, 1:] |= (((keys >> 1)[:, None] & self._weights) != 0).astype(np.uint32) << 31
+            write_signs(magnitudes, keys)
         else:
             needed = np.min_scalar_type(int(keys.max(initial=0)))
             if needed.itemsize > self._keys.dtype.itemsize:
@@ -213,17 +187,8 @@ class TopRows:
     def key(self, row: int) -> RowKey:
         """Where the chosen token of a row stands."""
         row -= self.num_none
-        if self._keys is not None:
-            key = int(self._keys.row(row))
-        else:
-            bits = self._magnitudes.row(row)[: len(self._weights) + 1].view(np.uint32) >> 31
-            key = int(bits[0]) | int(bits[1:] @ self._weights) << 1
-        value = key >> 1
-        if key & 1:
-            return RowKey(True, self.k, value)
-        place = int(((8 * value + 1) ** 0.5 - 1) / 2)
-        place -= place * (place + 1) // 2 > value
-        return RowKey(False, place, value - place * (place + 1) // 2 + 1)
+        key = read_sign(self._magnitudes.row(row)) if self._keys is None else int(self._keys.row(row))
+        return decode_key(key, self.k)
 
     def top_row(self, row: int) -> tuple[Array, Array]:
         """The k best of a row: ids (k,), logprobs (k,) float32."""
@@ -250,7 +215,7 @@ class TopRows:
         first, last = start - self.num_none, stop - self.num_none
         top_ids = self._token_ids.read(first, last)
         packed = self._magnitudes.read(first, last)
-        is_outside, places, ranks = self._unpack_keys(first, last)
+        is_outside, places, ranks = decode_keys(self._read_keys(first, last), self.k)
         top_logprobs = np.float32(0) - np.abs(packed)
         chosen_ids, chosen_logprobs = (
             np.empty(last - first, top_ids.dtype),
@@ -334,20 +299,11 @@ class TopRows:
             return 0
         return self._before[number] + int(np.count_nonzero(self._is_outside(starts[number], row)))
 
-    def _unpack_keys(self, first: int, last: int) -> tuple[Array, Array, Array]:
-        """`is_outside`, places and ranks of rows [first, last)."""
+    def _read_keys(self, first: int, last: int) -> Array:
         if self._keys is not None:
-            keys = self._keys.read(first, last).astype(np.int64)
-            is_outside, values = (keys & 1).astype(np.bool_), keys >> 1
-        else:
-            width = len(self._weights) + 1
-            parts = [part[:, :width].view(np.uint32) >> 31 for part in self._magnitudes.parts(first, last)]
-            bits = np.concatenate(parts) if parts else np.empty((0, width), np.uint32)
-            is_outside, values = bits[:, 0].astype(np.bool_), bits[:, 1:] @ self._weights
-        places = ((np.sqrt(8.0 * values + 1) - 1) / 2).astype(np.int64)
-        places -= places * (places + 1) // 2 > values
-        ranks = np.where(is_outside, values, values - places * (places + 1) // 2 + 1)
-        return is_outside, np.where(is_outside, self.k, places), ranks
+            return self._keys.read(first, last).astype(np.int64)
+        parts = [read_signs(part) for part in self._magnitudes.parts(first, last)]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     # -- cutting -----------------------------------------------------------------------------------------
 
@@ -387,13 +343,15 @@ class TopRows:
         return part
 
 
-@lru_cache(maxsize=4096)
-def _signs(key: int, k: int) -> Array:
-    """Ones (k,) float32 whose signs spell the key: negative where the bit is set."""
-    bits = key >> np.arange(min(k, MAX_SIGN_BITS), dtype=np.int64) & 1
-    signs = np.ones(k, np.float32)
-    signs[: len(bits)] -= 2 * bits
-    return signs
+def _key_of_lists(ids: list[int], values: list[float], rank: int) -> int | None:
+    """Key of a row with its chosen token first; None where the row does not pack."""
+    if not all(map(_ZERO_AT_LEAST, values)):
+        return None
+    count = ids.count(ids[0])
+    if count == 1:
+        return encode_key(None, rank)
+    place = ids.index(ids[0], 1)
+    return encode_key(place - 1, rank) if count == 2 and values[place] == values[0] else None
 
 
 def _agree(logprobs: Array, hits: Array, is_inside: Array) -> bool:

@@ -90,6 +90,17 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         )
 
 
+def best_indices(values: npt.NDArray[Any], k: int) -> list[int]:
+    """Indices of the k largest values (n,), best first, ties by ascending index; k >= n gives all."""
+    k = min(k, len(values))
+    if k == 0:
+        return []
+    least = np.partition(values, len(values) - k)[len(values) - k]
+    candidates = np.flatnonzero(values >= least)
+    indices: list[int] = candidates[np.lexsort((candidates, -values[candidates]))][:k].tolist()
+    return indices
+
+
 def _check_candidates(values: npt.NDArray[Any], ids: npt.NDArray[Any], selected_idx: int, k: int) -> None:
     if values.ndim != 1 or ids.shape != values.shape:
         raise ParameterError(

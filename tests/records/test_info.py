@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from logprobe.errors import InputError
+from logprobe.records import LogprobsInfo
+
+
+def test_an_info_survives_json_and_equals_by_value() -> None:
+    info = LogprobsInfo(
+        stages=("raw", "processed"),
+        num_logprobs_asked=-1,
+        num_logprobs=49_152,
+        temperature=0.7,
+        model="smollm2",
+    )
+    assert LogprobsInfo.from_json(info.to_json()) == info
+    assert info != LogprobsInfo()
+    assert info.to_dict()["stages"] == ("raw", "processed")
+    assert info.to_dict()["unit"] == "nats"
+
+
+def test_what_is_not_known_is_not_written() -> None:
+    assert LogprobsInfo().to_json() == "{}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"stages": ["cooked"]}', '{"temprature": 1.0}', '{"top_k": "x"}']
+)
+def test_what_is_no_info_is_refused(text: Any) -> None:
+    with pytest.raises(InputError, match="LogprobsInfo"):
+        LogprobsInfo.from_json(text)

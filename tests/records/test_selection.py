@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logprobe.records import FlatLogprobs, Logprob
+
+
+def both_stores(arrays: Any) -> list[FlatLogprobs]:
+    packed, ragged = FlatLogprobs([None]), FlatLogprobs([None])
+    packed.append_rows(*arrays)
+    ragged.append_rows(*arrays)
+    ragged.rows.append_none()
+    assert type(ragged.rows.store) is not type(packed.rows.store)
+    return [packed, ragged[:-1]]
+
+
+def test_the_chosen_tokens_and_the_k_best_are_read_as_arrays(step: Any) -> None:
+    ids, logprobs, ranks = step(200, 20, 90)
+    for flat in both_stores((ids, logprobs, ranks)):
+        chosen, top = flat.chosen_entries(), flat.top_entries()
+        assert chosen.offsets.tolist() == [0, *range(201)]
+        np.testing.assert_array_equal(chosen.token_ids, ids[:, 0])
+        np.testing.assert_array_equal(chosen.logprobs, logprobs[:, 0])
+        np.testing.assert_array_equal(chosen.ranks, ranks)
+        is_settled = ranks != 21  # a record of dicts cannot tell rank k + 1 from a k + 1st entry
+        lengths = np.diff(top.offsets)[1:]
+        assert set(lengths[is_settled]) == {20}
+        for row in np.flatnonzero(is_settled):
+            start = top.offsets[row + 1]
+            np.testing.assert_array_equal(top.token_ids[start : start + 20], ids[row, 1:])
+            np.testing.assert_array_equal(top.logprobs[start : start + 20], logprobs[row, 1:])
+
+
+@pytest.mark.parametrize("k", [0, 1, 20, 40])
+def test_the_mass_outside_the_entries_is_what_is_left(step: Any, k: int) -> None:
+    arrays = step(50, k, 40)
+    for flat in both_stores(arrays):
+        rest = flat.other_logprob
+        assert rest.dtype == np.float32
+        assert np.isnan(rest[0])
+        for row, position in enumerate(flat):
+            if position:
+                listed = sum(np.exp(np.float64(value.logprob)) for value in position.values())
+                assert np.exp(np.float64(rest[row])) == pytest.approx(1 - listed, abs=3e-7)
+
+
+def test_a_small_rest_keeps_its_digits_and_no_rest_is_minus_infinity() -> None:
+    flat = FlatLogprobs([{1: Logprob(-1e-12, 1)}, {1: Logprob(0.0, 1)}, {}, {1: Logprob(-np.inf, 1)}])
+    flat.append_fast([1, 1, 2], [np.log(0.25), np.log(0.25), np.log(0.5)], [2, 2, 1], [None] * 3)
+    np.testing.assert_allclose(flat.other_logprob, [np.log(1e-12), -np.inf, 0, 0, np.log(0.25)], rtol=1e-6)
+    packed = FlatLogprobs()
+    packed.append_rows([[1, 1], [1, 1], [2, 1]], [[-1e-12, -1e-12], [0, 0], [-np.inf, -np.inf]], [1, 1, 2])
+    np.testing.assert_allclose(packed.other_logprob, [np.log(1e-12), -np.inf, 0], rtol=1e-6)
