@@ -1,0 +1,97 @@
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import process
+import pytest
+from process import Rival, RivalError, RivalProcess
+
+ECHO = """
+import os, subprocess, sys, time
+from protocol import serve
+
+class Echo:
+    def __init__(self, job):
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("chatter on stdout")
+    def use(self, variant):
+        self.variant = variant
+    def decode(self, prompts, new_tokens, logprobs):
+        if logprobs == 13:
+            time.sleep(600)
+        if logprobs == 14:
+            os._exit(3)
+        rows = [[self.child.pid] * new_tokens for _ in prompts]
+        return lambda: rows if logprobs != 12 else rows[1:]
+
+serve(Echo, packages=("pip",))
+"""
+
+StartRival = Callable[[], RivalProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartRival:
+    monkeypatch.setattr(process, "SCRIPTS", tmp_path)
+    (tmp_path / "echo_.py").write_text(ECHO)
+    scripts = str(Path(process.__file__).parent)
+    rival = Rival(name="echo", python=Path(sys.executable), environment={"PYTHONPATH": scripts})
+    return lambda: RivalProcess(rival, log_folder=tmp_path)
+
+
+def job(logprobs: int = 0, *, calls: int = 1, warm_up: int = 0) -> dict[str, object]:
+    asked = {"prompts": [[1, 2], [3]], "new_tokens": 2, "logprobs": logprobs}
+    return {
+        "verb": "decode",
+        "variant": "best",
+        "model_folder": "",
+        "inputs": [asked] * calls,
+        "warm_up": warm_up,
+    }
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_job_gives_one_timing_a_call_without_the_warm_up(start: StartRival) -> None:
+    with start() as rival:
+        result = rival.ask(job(calls=3, warm_up=1))
+    assert len(result["timings_s"]) == 2
+    assert all(0 < seconds < 1 for seconds in result["timings_s"])
+    assert len(result["output"]) == 2
+    assert set(result["versions"]) == {"pip"}
+
+
+def test_a_job_that_gives_too_little_is_an_error_and_the_next_one_works(start: StartRival) -> None:
+    with start() as rival:
+        with pytest.raises(RivalError, match="fewer results"):
+            rival.ask(job(12))
+        assert rival.ask(job())["ok"]
+
+
+def test_closing_ends_the_rivals_children_too(start: StartRival) -> None:
+    with start() as rival:
+        child = rival.ask(job())["output"][0][0]
+        assert is_alive(child)
+    assert not is_alive(child)
+
+
+def test_no_answer_in_time_is_an_error_that_ends_the_rival(start: StartRival) -> None:
+    rival = start()
+    child = rival.ask(job())["output"][0][0]
+    with pytest.raises(RivalError, match="gave no answer"):
+        rival.ask(job(13), timeout_s=0.2)
+    assert not is_alive(child)
+
+
+def test_a_rival_that_dies_is_an_error_naming_its_exit_code(start: StartRival) -> None:
+    with start() as rival, pytest.raises(RivalError, match="ended with code 3"):
+        rival.ask(job(14))
+
+
+def test_a_rival_without_an_environment_names_the_remedy() -> None:
+    with pytest.raises(RivalError, match="make rivals"):
+        RivalProcess(Rival(name="absent", python=Path(os.devnull) / "python"))
