@@ -1,0 +1,259 @@
+"""What every benchmark shares: contestants in turn, ratios pair by pair, targets, tables, results.
+
+A benchmark makes `Figure`s with `alternate` and hands them to `publish`; `report.py` writes the docs.
+"""
+
+import argparse
+import datetime as dt
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from machine import machine_facts
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "rivals"))
+from process import RIVALS, RivalError, RivalProcess
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OURS = "logprobe"
+FLOOR = "floor"
+WARM_UP_SEED = 1_000_000
+
+Contestant = tuple[str, str]  # rival, variant
+Inputs = Mapping[str, Any]  # one call's keyword arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and extremes of repeated measurements."""
+
+    median: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Self:
+        """Summarise at least one sample."""
+        return cls(median=statistics.median(samples), minimum=min(samples), maximum=max(samples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Ours ``at_least`` times as good as ``against`` (contestant or floor), or its median ``at_most``."""
+
+    against: str | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def describe(self, unit: str) -> str:
+        """Say the target in a table's cell."""
+        if self.against is None:
+            return f"≤ {self.at_most:g} {unit}"
+        return f"≥ {self.at_least:g} x {self.against}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What was measured: aligned samples a contestant, ours under `OURS`, and what ours is held against."""
+
+    name: str
+    unit: str
+    better: str  # "higher" or "lower"
+    samples: Mapping[str, Sequence[float]]
+    targets: Sequence[Target] = ()
+    floor: float | None = None  # in the figure's unit
+    notes: Sequence[str] = field(default_factory=list)
+
+    def ratio(self, against: str) -> Spread | None:
+        """How many times as good ours is, pair by pair of the same round; None where one was not measured."""
+        ours = self.samples.get(OURS, ())
+        theirs = [self.floor] * len(ours) if against == FLOOR else self.samples.get(against, ())
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if b is not None]
+        if not pairs:
+            return None
+        return Spread.of([a / b if self.better == "higher" else b / a for a, b in pairs])
+
+    def verdict(self, target: Target) -> str:
+        """``met``, ``missed`` or ``not measured``."""
+        if target.against is None:
+            ours = self.samples.get(OURS)
+            good = None if not ours else statistics.median(ours) <= (target.at_most or 0.0)
+        else:
+            ratio = self.ratio(target.against)
+            good = None if ratio is None else ratio.median >= (target.at_least or 0.0)
+        return {None: "not measured", True: "met", False: "missed"}[good]
+
+
+Measure = Callable[[int], float]  # the round's number -> one sample
+
+
+def alternate(contestants: Mapping[str, Measure], rounds: int) -> tuple[dict[str, list[float]], list[str]]:
+    """Measure A, B, A, B, …; one that fails leaves the race with a note, and ours fails the run."""
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    notes: list[str] = []
+    racing = dict(contestants)
+    for number in range(rounds):
+        for name, measure in list(racing.items()):
+            try:
+                samples[name].append(measure(number))
+            except RivalError as error:
+                if name.startswith(OURS):
+                    raise
+                del racing[name], samples[name]
+                notes.append(f"{name} left the race: {error}")
+    return samples, notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A benchmark's command line."""
+
+    is_smoke: bool
+    is_json: bool
+    rounds: int
+    model: str
+    rivals: tuple[str, ...]
+
+
+def parse_options(description: str) -> Options:
+    """Read the command line that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--smoke", action="store_true", help="seconds, ours alone, nothing saved")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default="smollm2", help="known name or folder")
+    parser.add_argument("--rivals", default=",".join(RIVALS), help="comma-separated; ours always runs")
+    given = parser.parse_args()
+    return Options(
+        is_smoke=given.smoke,
+        is_json=given.json,
+        rounds=1 if given.smoke else given.rounds,
+        model=given.model,
+        rivals=(OURS,) if given.smoke else (OURS, *filter(None, given.rivals.replace(OURS, "").split(","))),
+    )
+
+
+class Arena:
+    """Owns the rivals' processes of one run; each is started when first asked."""
+
+    def __init__(self, options: Options) -> None:
+        from logprobe.models import resolve
+
+        self.options = options
+        self.model_folder = resolve(options.model).folder
+        self._running: dict[str, RivalProcess] = {}
+        self._warm: set[tuple[Contestant, str, Any]] = set()
+
+    def labels(self, *wanted: str) -> dict[str, Contestant]:
+        """Table label -> (rival, variant), of the wanted rivals that the run includes and that are there."""
+        included = [RIVALS[name] for name in wanted if name in self.options.rivals]
+        return {
+            rival.name if rival.name == OURS else f"{rival.name} {variant}": (rival.name, variant)
+            for rival in included
+            if rival.is_installed
+            for variant in rival.variants
+        }
+
+    def missing(self, *wanted: str) -> list[str]:
+        """Notes on wanted rivals without an environment."""
+        included = [RIVALS[name] for name in wanted if name in self.options.rivals]
+        return [
+            f"{rival.name} is not installed (make rivals)" for rival in included if not rival.is_installed
+        ]
+
+    def ask(self, contestant: Contestant, verb: str, inputs: Sequence[Inputs], **job: Any) -> dict[str, Any]:
+        """Give a job to a contestant."""
+        name, variant = contestant
+        if name not in self._running:
+            self._running[name] = RivalProcess(RIVALS[name])
+        common = {"verb": verb, "variant": variant, "model_folder": str(self.model_folder)}
+        return self._running[name].ask({**common, "inputs": list(inputs), **job})
+
+    def ask_warm(
+        self, contestant: Contestant, verb: str, inputs_of: Callable[[int], Sequence[Inputs]], seed: int
+    ) -> dict[str, Any]:
+        """Give the job ``inputs_of(seed)``; a contestant's first one of its kind runs other inputs before."""
+        kind = (contestant, verb, inputs_of)
+        warm_up = () if kind in self._warm else inputs_of(WARM_UP_SEED)
+        self._warm.add(kind)
+        return self.ask(contestant, verb, [*warm_up, *inputs_of(seed)], warm_up=len(warm_up))
+
+    def close(self, name: str) -> None:
+        """End one rival, so that its next job starts it afresh."""
+        if process := self._running.pop(name, None):
+            process.close()
+        self._warm = {kind for kind in self._warm if kind[0][0] != name}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._running):
+            self.close(name)
+
+
+def as_json(figure: Figure) -> dict[str, Any]:
+    """A figure with its spreads, ratios and verdicts worked out."""
+    others = [name for name in (*figure.samples, FLOOR) if name != OURS]
+    ratios = {name: ratio for name in others if (ratio := figure.ratio(name))}
+    return asdict(figure) | {
+        "spreads": {name: asdict(Spread.of(samples)) for name, samples in figure.samples.items() if samples},
+        "ratios": {name: asdict(ratio) for name, ratio in ratios.items()},
+        "targets": [
+            asdict(target) | {"text": target.describe(figure.unit), "verdict": figure.verdict(target)}
+            for target in figure.targets
+        ],
+    }
+
+
+def print_table(title: str, figures: Sequence[Figure], console: Console) -> None:
+    """One line a contestant of each figure."""
+    table = Table(title=title)
+    for heading in ("figure", "contestant", "median", "min - max", "ours is", "target", "verdict"):
+        table.add_column(heading)
+    for figure in figures:
+        targets = {target.against or OURS: target for target in figure.targets}
+        floor = {FLOOR: [figure.floor]} if figure.floor is not None else {}
+        for name, samples in {**figure.samples, **floor}.items():
+            spread, ratio = Spread.of(samples), None if name == OURS else figure.ratio(name)
+            target = targets.get(name)
+            table.add_row(
+                f"{figure.name} ({figure.unit})",
+                name,
+                f"{spread.median:.4g}",
+                f"{spread.minimum:.4g} - {spread.maximum:.4g}",
+                f"{ratio.median:.2f} x" if ratio else "",
+                target.describe(figure.unit) if target else "",
+                figure.verdict(target) if target else "",
+            )
+    console.print(table)
+    for note in dict.fromkeys(note for figure in figures for note in figure.notes):
+        console.print(f"note: {note}")
+
+
+def save(bench: str, content: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Put one benchmark's content into the day's file, beside the others'."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{dt.datetime.now(tz=dt.UTC):%Y-%m-%d}.json"
+    benches = json.loads(path.read_text(encoding="utf-8"))["benches"] if path.exists() else {}
+    whole = {"benches": benches | {bench: content}}
+    path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def publish(bench: str, figures: Sequence[Figure], options: Options) -> None:
+    """Print the table (or JSON to stdout), and save the figures unless this is a smoke run."""
+    content = {"machine": machine_facts(), "figures": [as_json(figure) for figure in figures]}
+    if options.is_json:
+        print(json.dumps(content))
+    else:
+        print_table(bench, figures, Console(width=None if sys.stdout.isatty() else 160))
+    if not options.is_smoke:
+        print(f"saved to {save(bench, content).relative_to(ROOT)}", file=sys.stderr)

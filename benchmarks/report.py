@@ -1,0 +1,90 @@
+"""Write docs/performance.md from the newest result of each benchmark in benchmarks/results/."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import FLOOR, OURS, RESULTS, ROOT
+
+PAGE = ROOT / "docs" / "performance.md"
+
+OPENING = """# Performance
+
+Written by `make bench`, which runs every `benchmarks/bench_*.py`. Each rival runs in a process and
+environment of its own, on the same weights, prompts, number type and number of threads; the contestants take
+turns, and a ratio is the median over the rounds of ours against theirs in the same round. Above 1 means that
+ours is better, whichever way the unit counts. `best` is a rival's best public configuration, `default` what
+it does unasked. Seconds and rates belong to the machine named; the ratios are the claim.
+"""
+
+HEADINGS = ("figure", "target", "ours", "others", "ours against them", "verdict")
+
+
+def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
+    """Benchmark -> the content of its latest run; later files win."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(folder.glob("*.json")):
+        found |= json.loads(path.read_text(encoding="utf-8"))["benches"]
+    return dict(sorted(found.items()))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _spread(spread: Mapping[str, float]) -> str:
+    median, low, high = (_number(spread[key]) for key in ("median", "minimum", "maximum"))
+    return median if low == high else f"{median} ({low} - {high})"
+
+
+def figure_line(figure: Mapping[str, Any]) -> str:
+    """One figure as a line of the table."""
+    spreads, ratios, targets = figure["spreads"], figure["ratios"], figure["targets"]
+    others = [f"{name}: {_number(spread['median'])}" for name, spread in spreads.items() if name != OURS]
+    if figure["floor"] is not None:
+        others.append(f"{FLOOR}: {_number(figure['floor'])}")
+    cells = (
+        f"{figure['name']}, {figure['unit']}",
+        "<br>".join(target["text"] for target in targets),
+        _spread(spreads[OURS]) if OURS in spreads else "",
+        "<br>".join(others),
+        "<br>".join(f"{name}: {ratio['median']:.2f} x" for name, ratio in ratios.items()),
+        "<br>".join(target["verdict"] for target in targets),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB, load average "
+        f"{facts['load_average']:.1f} at the end; {versions}; commit {(facts['commit'] or 'unknown')[:10]}"
+    )
+
+
+def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of one benchmark: table, notes, machine."""
+    yield f"\n## `{bench}`\n"
+    yield "| " + " | ".join(HEADINGS) + " |"
+    yield "|---" * len(HEADINGS) + "|"
+    yield from map(figure_line, content["figures"])
+    notes = dict.fromkeys(note for figure in content["figures"] for note in figure["notes"])
+    yield from (f"\nNote: {note}." for note in notes)
+    yield f"\nMeasured on {_machine(content['machine'])}."
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page."""
+    lines = [line for bench, content in results.items() for line in section(bench, content)]
+    return OPENING + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(newest_results()), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

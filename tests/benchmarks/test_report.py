@@ -1,0 +1,52 @@
+import json
+from pathlib import Path
+
+from harness import OURS, Figure, Target, as_json
+from report import newest_results, page
+
+MACHINE = {
+    "cpu": "Imagined CPU",
+    "cores": 2,
+    "memory_bytes": 8 << 30,
+    "load_average": 0.25,
+    "commit": "0123456789abcdef",
+    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+}
+
+
+def content(ours: float) -> dict[str, object]:
+    measured = Figure(
+        name="decode, batch 1",
+        unit="tokens/s",
+        better="higher",
+        samples={OURS: [ours, ours + 1], "rival best": [10.0, 10.0]},
+        targets=[Target(against="rival best", at_least=2.0), Target(against="other", at_least=1.0)],
+        floor=4000.0,
+        notes=["other is not installed"],
+    )
+    return {"machine": MACHINE, "figures": [as_json(measured)]}
+
+
+def write(folder: Path, name: str, benches: dict[str, object]) -> None:
+    (folder / name).write_text(json.dumps({"benches": benches}), encoding="utf-8")
+
+
+def test_the_newest_file_wins_bench_by_bench(tmp_path: Path) -> None:
+    write(tmp_path, "2026-01-02.json", {"bench_a": content(2.0)})
+    write(tmp_path, "2026-01-01.json", {"bench_b": content(3.0), "bench_a": content(1.0)})
+    assert newest_results(tmp_path) == {"bench_a": content(2.0), "bench_b": content(3.0)}
+
+
+def test_the_page_states_figure_target_ours_rivals_ratio_verdict_and_machine() -> None:
+    lines = page({"bench_decode": content(20.0)}).splitlines()
+    assert "## `bench_decode`" in lines
+    row = next(line for line in lines if line.startswith("| decode"))
+    assert row == (
+        "| decode, batch 1, tokens/s | ≥ 2 x rival best<br>≥ 1 x other | 20.5 (20 - 21) "
+        "| rival best: 10<br>floor: 4,000 | rival best: 2.05 x<br>floor: 0.01 x | met<br>not measured |"
+    )
+    assert "Note: other is not installed." in lines
+    assert lines[-1] == (
+        "Measured on Imagined CPU, 2 cores, 8 GiB, load average 0.2 at the end; python 3.11.7, torch 2.13.0; "
+        "commit 0123456789."
+    )
