@@ -32,6 +32,14 @@ check: $(VENV)/.check  ## linter, format, types, import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: rivals bench
+rivals: $(VENV)/.base  ## build the environments that the benchmarks compare with; one that fails stops no other
+	$(BIN)/python benchmarks/rivals/install.py
+
+bench: $(VENV)/.base  ## every benchmark beside the rivals that are there; results, then docs/performance.md
+	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || failed="$$failed $$script"; done; \
+	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
 format: $(VENV)/.check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
