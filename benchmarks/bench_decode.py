@@ -1,0 +1,83 @@
+"""This measures generated tokens a second at 1, 8 and 32 requests at once, with 20 logprobs a token.
+
+Steady state is (tokens after the first) / (time of all tokens - time of the first alone), so that the
+prompts' cost drops out; the whole call is shown beside it. The floor is one reading of the weights a step.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    FLOOR,
+    OURS,
+    Arena,
+    Contestant,
+    Figure,
+    Target,
+    alternate,
+    parse_options,
+    publish,
+)
+from machine import read_bandwidth, weight_bytes
+from prompts import prompts
+
+TOP = 20
+PROMPT_LEN = 32
+TARGETS = {
+    1: [Target(against="vllm best", at_least=2.0), Target(against=FLOOR, at_least=0.7)],
+    8: [Target(against="vllm best", at_least=2.0), Target(against="transformers best", at_least=2.0)],
+    32: [Target(against="vllm best", at_least=2.0), Target(against="transformers best", at_least=2.0)],
+}
+WANTED = (OURS, "vllm", "transformers", "llama_cpp")
+
+
+class DecodeRace:
+    """Times one batch size for every contestant; keeps the whole calls' rates beside the steady ones."""
+
+    def __init__(self, arena: Arena, batch: int, new_tokens: int) -> None:
+        self._arena, self._batch, self._new_tokens = arena, batch, new_tokens
+        self.whole: dict[str, list[float]] = {}
+
+    def inputs(self, seed: int) -> list[dict[str, Any]]:
+        """Two calls on prompts of their own: one new token, then all."""
+        texts = prompts(self._arena.model_folder, 2 * self._batch, PROMPT_LEN, seed)
+        calls = (texts[: self._batch], 1), (texts[self._batch :], self._new_tokens)
+        return [{"prompts": half, "new_tokens": count, "logprobs": TOP} for half, count in calls]
+
+    def measure(self, label: str, contestant: Contestant, number: int) -> float:
+        """One sample: tokens a second in the steady state."""
+        first_s, all_s = self._arena.ask_warm(contestant, "decode", self.inputs, number)["timings_s"]
+        self.whole.setdefault(label, []).append(self._batch * self._new_tokens / all_s)
+        rate: float = self._batch * (self._new_tokens - 1) / (all_s - first_s)
+        return rate
+
+
+def decode_figures(arena: Arena, batch: int, floor: float) -> list[Figure]:
+    """Steady state and whole call at one batch size; ``floor`` in tokens a second of one request."""
+    race = DecodeRace(arena, batch, new_tokens=4 if arena.options.is_smoke else 48)
+    wanted = WANTED if batch == 1 else WANTED[:-1]
+    contestants = {label: partial(race.measure, label, one) for label, one in arena.labels(*wanted).items()}
+    samples, notes = alternate(contestants, arena.options.rounds)
+    common: dict[str, Any] = {"unit": "tokens/s", "better": "higher"}
+    common["notes"] = [*notes, *arena.missing(*wanted)]
+    name = f"decode, batch {batch}, logprobs {TOP}"
+    whole = {label: race.whole[label] for label in samples}
+    return [
+        Figure(name=name, samples=samples, targets=TARGETS.get(batch, ()), floor=floor * batch, **common),
+        Figure(name=f"{name}, whole call with {PROMPT_LEN}-token prompts", samples=whole, **common),
+    ]
+
+
+def main() -> None:
+    """Run all batch sizes."""
+    options = parse_options(__doc__ or "")
+    with Arena(options) as arena:
+        floor = read_bandwidth() / weight_bytes(arena.model_folder)
+        batches = (1, 2) if options.is_smoke else (1, 8, 32)
+        figures = [figure for batch in batches for figure in decode_figures(arena, batch, floor)]
+    publish(Path(__file__).stem, figures, options)
+
+
+if __name__ == "__main__":
+    main()

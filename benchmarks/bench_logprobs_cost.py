@@ -1,0 +1,86 @@
+"""This measures what asking for logprobs costs generation at 32 requests at once: k = none, 0, 20, 1000, all.
+
+Each figure is the whole call's tokens a second; ours is held against ours without logprobs, and vLLM's own
+fall in its best form stands beside it.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import OURS, Arena, Contestant, Figure, Target, alternate, parse_options, publish
+from prompts import prompts
+
+PROMPT_LEN = 32
+# k -> the least share of the rate without logprobs; -1 is the whole vocabulary.
+AT_LEAST = {0: 0.98, 20: 0.97, 1000: 0.90, -1: 0.75}
+KS = (None, *AT_LEAST)
+WANTED = (OURS, "vllm")
+
+
+def name_of(k: int | None) -> str:
+    """Give k's name in the table."""
+    return {None: "none", -1: "whole vocabulary"}.get(k, str(k))
+
+
+def sizes(arena: Arena) -> tuple[int, int]:
+    """Requests at once, and new tokens of each."""
+    return (2, 4) if arena.options.is_smoke else (32, 24)
+
+
+def measure_all(arena: Arena) -> tuple[dict[str, list[float]], list[str]]:
+    """Tokens a second of each contestant at each k, all taken in turn."""
+    batch, new_tokens = sizes(arena)
+
+    def inputs(k: int | None, seed: int) -> list[dict[str, Any]]:
+        # Each k has prompts of its own, which no cache has seen.
+        texts = prompts(arena.model_folder, batch, PROMPT_LEN, 10 * seed + KS.index(k))
+        return [{"prompts": texts, "new_tokens": new_tokens, "logprobs": k}]
+
+    inputs_of = {k: partial(inputs, k) for k in KS}
+
+    def measure(contestant: Contestant, k: int | None, number: int) -> float:
+        seconds: float = arena.ask_warm(contestant, "decode", inputs_of[k], number)["timings_s"][0]
+        return batch * new_tokens / seconds
+
+    labels = {name: one for name, one in arena.labels(*WANTED).items() if name in {OURS, "vllm best"}}
+    contestants = {
+        f"{name}, k = {name_of(k)}": partial(measure, one, k) for name, one in labels.items() for k in KS
+    }
+    return alternate(contestants, arena.options.rounds)
+
+
+def figures(arena: Arena) -> list[Figure]:
+    """One figure a k."""
+    samples, notes = measure_all(arena)
+    none = f"{OURS}, k = none"
+
+    def of_k(k: int) -> Figure:
+        ending = f", k = {name_of(k)}"
+        rivals = {
+            name: values
+            for name, values in samples.items()
+            if not name.startswith(OURS) and name.endswith((ending, "k = none"))
+        }
+        return Figure(
+            name=f"generation, batch {sizes(arena)[0]}, logprobs = {name_of(k)}",
+            unit="tokens/s",
+            better="higher",
+            samples={OURS: samples[OURS + ending], none: samples[none], **rivals},
+            targets=[Target(against=none, at_least=AT_LEAST[k])],
+            notes=[*notes, *arena.missing(*WANTED)],
+        )
+
+    return [of_k(k) for k in AT_LEAST]
+
+
+def main() -> None:
+    """Run all figures."""
+    options = parse_options(__doc__ or "")
+    with Arena(options) as arena:
+        measured = figures(arena)
+    publish(Path(__file__).stem, measured, options)
+
+
+if __name__ == "__main__":
+    main()
