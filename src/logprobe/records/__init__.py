@@ -1,6 +1,6 @@
 """What travels: per-step arrays, per-request containers, their byte layout and their Arrow form."""
 
-from logprobe.records.flat import FlatLogprobs, TokenTable
+from logprobe.records.flat import FlatLogprobs
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.outputs import ModelRunnerOutput, SamplerOutput
 from logprobe.records.requests import (
@@ -12,7 +12,7 @@ from logprobe.records.requests import (
 )
 from logprobe.records.step_lists import LogprobsLists
 from logprobe.records.steps import GivenLogprobs, LogprobsTensors
-from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TopLogprobs
+from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
 
 __all__ = [
     "FlatLogprobs",

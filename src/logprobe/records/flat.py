@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
@@ -23,20 +23,10 @@ from logprobe.records.values import Logprob, LogprobsOnePosition
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from logprobe.records.compact import Precision
     from logprobe.records.info import LogprobsInfo
     from logprobe.records.rows import Store
-
-
-class TokenTable(Protocol):
-    """Token id → text and exact bytes."""
-
-    def token_text(self, token_id: int) -> str:
-        """Text of one token."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes."""
-        ...
+    from logprobe.records.values import TokenTable
 
 
 class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
@@ -62,6 +52,22 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         self.table = table
         self.info = info
         self.extend(positions)
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        *,
+        entropy: Array | None = None,
+        given: FlatLogprobs | None = None,
+        info: LogprobsInfo | None = None,
+    ) -> FlatLogprobs:
+        """Wrap a store and the columns beside it, without a copy."""
+        record = cls(info=info)
+        record.rows = Rows(store)
+        record._entropy = None if entropy is None else Column.of(entropy)
+        record.given = given
+        return record
 
     # -- growing -----------------------------------------------------------------------------------------
 
@@ -259,6 +265,32 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             stop = places.stop if places.stop >= 0 else None
             part.given = self.given[places.start : stop : places.step]
         return part
+
+    # -- carrying ----------------------------------------------------------------------------------------
+
+    def to_bytes(self, precision: Precision = "float32") -> bytes:
+        """Header and columns as bytes; exact unless a smaller `precision` is asked for.
+
+        Raises:
+            ParameterError: an unknown precision; one below float32 for NaN or positive values.
+        """
+        from logprobe.records import wire
+
+        return wire.to_bytes(self, precision)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            InputError: not such bytes, a later version, or bytes cut short.
+        """
+        from logprobe.records import wire
+
+        return wire.from_bytes(data)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
+        return FlatLogprobs.from_bytes, (self.to_bytes(),)
 
     # -- whole columns -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ whole columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -244,6 +244,34 @@ class RaggedRows:
 
     def _texts(self, codes: Array) -> list[str | None]:
         return [self._text_of_code[code] for code in codes.tolist()]
+
+    # -- carrying ----------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Scalars and columns from which `from_state` builds the same store."""
+        num_rows = self.num_rows
+        num_entries = self.first_entry(num_rows)
+        lengths = dict.fromkeys(("token_ids", "logprobs", "ranks", "text_codes"), num_entries)
+        lengths |= dict.fromkeys(("ends", "first_ranks", "is_none"), num_rows)
+        held = {name: getattr(self, f"_{name}") for name in lengths}
+        columns = {name: column.read(0, lengths[name]) for name, column in held.items() if column is not None}
+        texts = self._text_of_code if "text_codes" in columns else []
+        return {"num_rows": num_rows, "num_none": self.num_none, "texts": texts}, columns
+
+    @classmethod
+    def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> RaggedRows:
+        """Build a store on columns that `state` gave, without a copy."""
+        store = cls()
+        for name in ("token_ids", "logprobs", "ends", "first_ranks"):
+            setattr(store, f"_{name}", Column.of(columns[name]))
+        for name in ("ranks", "is_none", "text_codes"):
+            setattr(store, f"_{name}", Column.of(columns[name]) if name in columns else None)
+        if scalars["texts"]:
+            store._text_of_code = list(scalars["texts"])
+            store._code_of_text = {text: code for code, text in enumerate(store._text_of_code)}
+        store.num_none, store.num_rows = scalars["num_none"], scalars["num_rows"]
+        store.num_entries = len(columns["token_ids"])
+        return store
 
     # -- cutting -----------------------------------------------------------------------------------------
 

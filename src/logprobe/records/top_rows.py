@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -87,11 +88,6 @@ class TopRows:
         self._num_bits = num_sign_bits(k)
         self.num_outside = 0
         self.num_rows = num_none  # published last: a reader that sees a row finds all of it
-
-    @property
-    def num_entries(self) -> int:
-        """Entries that the public columns show."""
-        return self.first_entry(self.num_rows)
 
     @property
     def nbytes(self) -> int:
@@ -304,6 +300,36 @@ class TopRows:
             return self._keys.read(first, last).astype(np.int64)
         parts = [read_signs(part) for part in self._magnitudes.parts(first, last)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    # -- carrying ----------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, int], dict[str, Array]]:
+        """Scalars and columns from which `from_state` builds the same store."""
+        num_rows = self.num_rows - self.num_none
+        num_outside = self._num_outside_before(num_rows)
+        columns = {
+            "token_ids": self._token_ids.read(0, num_rows),
+            "magnitudes": self._magnitudes.read(0, num_rows),
+            "outside_ids": self._outside_ids.read(0, num_outside),
+            "outside_logprobs": self._outside_logprobs.read(0, num_outside),
+        }
+        if self._keys is not None:
+            columns["keys"] = self._keys.read(0, num_rows)
+        scalars = {"num_rows": self.num_rows, "num_none": self.num_none, "k": self.k}
+        return scalars | {"repeats_chosen": self.repeats_chosen}, columns
+
+    @classmethod
+    def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> TopRows:
+        """Build a store on columns that `state` gave, without a copy."""
+        store = cls(scalars["k"], num_none=scalars["num_none"], repeats_chosen=scalars["repeats_chosen"])
+        store._token_ids = Column.of(columns["token_ids"])
+        store._magnitudes = Column.of(columns["magnitudes"])
+        store._outside_ids = Column.of(columns["outside_ids"])
+        store._outside_logprobs = Column.of(columns["outside_logprobs"])
+        store._keys = Column.of(columns["keys"]) if "keys" in columns else None
+        store._before = [0 for _ in store._key_column().starts]
+        store.num_outside, store.num_rows = len(columns["outside_ids"]), scalars["num_rows"]
+        return store
 
     # -- cutting -----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Before it: the arrays of a request (`FlatLogprobs`) or of a step. After it: user
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+
+
+class TokenTable(Protocol):
+    """Token id → text and exact bytes."""
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes."""
+        ...
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
