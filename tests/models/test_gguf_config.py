@@ -112,8 +112,8 @@ def test_a_file_cut_off_is_an_input_error(tmp_path: Path, write_gguf: Callable[.
 
 @pytest.mark.real_model
 @pytest.mark.parametrize("real_gguf", ["gemma3-270m"], indirect=True)
-def test_gemma3_270m_has_the_published_shape(real_gguf: Path) -> None:
-    config = build_config(GgufFile(real_gguf))
+def test_gemma3_270m_has_the_published_shape(real_gguf: GgufFile) -> None:
+    config = build_config(real_gguf)
     assert config.model_type == "gemma3_text"
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (18, 640, 2048)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 256)

@@ -60,9 +60,8 @@ def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, write_gguf:
 
 @pytest.mark.real_model
 @pytest.mark.parametrize(("real_files", "real_gguf"), [("smollm2",) * 2, ("gemma3-270m",) * 2], indirect=True)
-def test_real_weights_are_the_files_dequantised_ones(real_files: ModelFiles, real_gguf: Path) -> None:
-    gguf = GgufFile(real_gguf)
-    config = build_config(gguf)
+def test_real_weights_are_the_files_dequantised_ones(real_files: ModelFiles, real_gguf: GgufFile) -> None:
+    config = build_config(real_gguf)
     stored = load_file(real_files.folder / "model.safetensors")
     pairs = {
         "token_embd.weight": "model.embed_tokens.weight",
@@ -70,7 +69,9 @@ def test_real_weights_are_the_files_dequantised_ones(real_files: ModelFiles, rea
         "blk.7.ffn_down.weight": "model.layers.7.mlp.down_proj.weight",
     }
     for source, name in pairs.items():
-        np.testing.assert_array_equal(stored[name].numpy(), gguf.tensor(source))
+        np.testing.assert_array_equal(stored[name].numpy(), real_gguf.tensor(source))
     query = stored["model.layers.3.self_attn.q_proj.weight"].numpy()
-    np.testing.assert_array_equal(query, read_weight(gguf, config, "blk.3.attn_q.weight"))
-    np.testing.assert_array_equal(np.sort(query, axis=0), np.sort(gguf.tensor("blk.3.attn_q.weight"), axis=0))
+    np.testing.assert_array_equal(query, read_weight(real_gguf, config, "blk.3.attn_q.weight"))
+    np.testing.assert_array_equal(
+        np.sort(query, axis=0), np.sort(real_gguf.tensor("blk.3.attn_q.weight"), axis=0)
+    )

