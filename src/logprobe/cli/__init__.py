@@ -1,0 +1,5 @@
+"""The command line `logprobe`: one file a noun; results on standard output, talk on standard error."""
+
+from logprobe.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,97 @@
+"""The root command, and what every command's errors and interrupts become.
+
+Exit codes: 0 all is well, 1 the work failed, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from logprobe import __version__
+from logprobe.cli.generate import generate
+from logprobe.cli.info import info
+from logprobe.cli.models import app as models
+from logprobe.cli.score import score
+from logprobe.errors import BatchError, LogprobeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    name="logprobe",
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"max_content_width": 100},
+)
+app.command()(score)
+app.command()(generate)
+app.command()(info)
+app.add_typer(models)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"logprobe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Exact token log-probabilities from open-weights language models."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line on `arguments` (those of the process by default) and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the terminal's encoding lacks shows as an escape instead of ending the program.
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line on `arguments`; the exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code: int | None = command.main(args=arguments, prog_name="logprobe", standalone_mode=False)
+    except LogprobeError as error:
+        _say_error(_only_error(error))
+        return 1
+    except typer.TyperException as error:
+        _say_wrong_use(error)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code or 0
+
+
+def _only_error(error: LogprobeError) -> LogprobeError:
+    """The cause itself where a batch is one request."""
+    if isinstance(error, BatchError) and len(error.outputs) == 1:
+        return next(iter(error.errors.values()))
+    return error
+
+
+def _say_error(error: object) -> None:
+    typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+
+
+def _say_wrong_use(error: typer.TyperException) -> None:
+    message = error.format_message()
+    if "\n" in message:  # a group without a command: the message is its help
+        typer.echo(message, err=True)
+        return
+    context = getattr(error, "ctx", None)
+    remedy = f"; see `{context.command_path} --help`" if context is not None else ""
+    _say_error(f"{message.rstrip('.')}{remedy}")

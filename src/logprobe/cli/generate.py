@@ -1,0 +1,96 @@
+"""`logprobe generate`: a completion, and what the model gave each of its tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from logprobe.cli.inputs import STDIN, read_text
+from logprobe.cli.rows import engine_info, token_rows, totals
+from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
+from logprobe.cli.tables import token_table
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from logprobe.engine.request import CompletionOutput
+    from logprobe.llm import LLM
+
+_DEFAULTS = SamplingParams()
+
+
+def generate(  # noqa: PLR0913 - one argument a flag
+    prompt: Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")],
+    *,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            help="Report each token with so many alternatives; 0: the token alone, -1: the vocabulary.",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")] = (
+        _DEFAULTS.max_tokens
+    ),
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 picks the most likely token each time.")
+    ] = _DEFAULTS.temperature,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="The same seed, prompt and flags give the same text.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Draw from the fewest tokens with this mass.")
+    ] = _DEFAULTS.top_p,
+    top_k: Annotated[
+        int, typer.Option("--top-k", help="Draw from so many most likely tokens; 0: all.")
+    ] = _DEFAULTS.top_k,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; may be given more than once.")
+    ] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    as_json: JsonOption = False,
+) -> None:
+    """Print what a model writes after a prompt; with --logprobs, every token's logprob and alternatives.
+
+    Logprobs and entropies are in nats, of the model's own distribution, before temperature and truncation.
+    """
+    with flags_for():
+        params = SamplingParams(
+            logprobs=logprobs,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            top_p=top_p,
+            top_k=top_k,
+            stop=tuple(stop or ()),
+            entropy=logprobs is not None,
+        )
+    text = read_text(prompt) if prompt == STDIN else prompt
+    with open_llm(model) as llm:
+        (output,) = llm.generate(text, params, progress=sys.stderr.isatty())
+        _print(llm, text, output.outputs[0], logprobs, as_json=as_json)
+
+
+def _print(
+    llm: LLM, prompt: str, completion: CompletionOutput, logprobs: int | None, *, as_json: bool
+) -> None:
+    vocabulary = llm.text.vocabulary
+    found: dict[str, Any] = {
+        "prompt": prompt,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "token_ids": completion.token_ids,
+    }
+    if completion.logprobs is not None:
+        rows = token_rows(completion.token_ids, completion.logprobs, vocabulary)
+        num_bytes = sum(len(row["bytes"]) for row in rows)
+        found |= {"tokens": rows, "totals": totals(rows, num_bytes, num_bytes)}
+    if as_json:
+        typer.echo(json.dumps(found | {"info": engine_info(llm, logprobs)}))
+        return
+    typer.echo(completion.text)
+    if completion.logprobs is not None and rows:
+        typer.echo(f"\n{token_table(rows, logprobs or 0)}")

@@ -1,0 +1,53 @@
+"""`logprobe info`: what this installation is made of."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import typer
+
+from logprobe import __version__
+from logprobe.cli.session import JsonOption  # noqa: TC001 - typer reads the annotation at run time
+from logprobe.cli.tables import table
+from logprobe.models.cache import home
+
+LIBRARIES = ("torch", "transformers", "tokenizers", "numba", "numpy")
+
+
+def info(*, as_json: JsonOption = False) -> None:
+    """Print versions, devices, kernels, threads and the cache folder."""
+    found = facts()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    lines = [[name, _line(value)] for name, value in found.items()]
+    typer.echo(table(lines, is_left=[True, True]))
+
+
+def facts() -> dict[str, Any]:
+    """What `info` prints, as plain values."""
+    import torch
+
+    from logprobe import kernels
+    from logprobe.kernels.parallel import thread_pool
+
+    return {
+        "logprobe": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{library: version(library) for library in LIBRARIES},
+        "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
+        "kernels": getattr(kernels, "kernel_info", dict)(),
+        "threads": torch.get_num_threads(),
+        "thread_pool": thread_pool(),
+        "cache": str(home()),
+    }
+
+
+def _line(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_line(part)}" for key, part in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
