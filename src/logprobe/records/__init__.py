@@ -1,5 +1,11 @@
 """What travels: per-step arrays, per-request containers, their byte layout and their Arrow form."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from logprobe.records.compact import cut_to_mass
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.outputs import ModelRunnerOutput, SamplerOutput
@@ -14,6 +20,22 @@ from logprobe.records.step_lists import LogprobsLists
 from logprobe.records.steps import GivenLogprobs, LogprobsTensors
 from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
 
+if TYPE_CHECKING:
+    from logprobe.records.arrow import (
+        ParquetWriter,
+        from_arrow,
+        iter_parquet,
+        read_parquet,
+        to_arrow,
+        write_parquet,
+    )
+
+# Names whose modules need pyarrow -> the module; they load when first used.
+_LATER = dict.fromkeys(
+    ("ParquetWriter", "from_arrow", "iter_parquet", "read_parquet", "to_arrow", "write_parquet"),
+    "logprobe.records.arrow",
+)
+
 __all__ = [
     "FlatLogprobs",
     "GivenLogprobs",
@@ -23,6 +45,7 @@ __all__ = [
     "LogprobsOnePosition",
     "LogprobsTensors",
     "ModelRunnerOutput",
+    "ParquetWriter",
     "PromptLogprobs",
     "SampleLogprobs",
     "SamplerOutput",
@@ -32,4 +55,16 @@ __all__ = [
     "append_logprobs_for_next_position",
     "create_prompt_logprobs",
     "create_sample_logprobs",
+    "cut_to_mass",
+    "from_arrow",
+    "iter_parquet",
+    "read_parquet",
+    "to_arrow",
+    "write_parquet",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'logprobe.records' has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

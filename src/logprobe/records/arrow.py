@@ -1,0 +1,327 @@
+"""Records as Arrow batches and Parquet files, which DuckDB and polars open as they are.
+
+One row a position: the chosen token's numbers, the k best as lists, byte offsets. Three columns hold what the
+caller named (`given_*`), four hold entries that are not 'chosen + k best' (`entry_*`); both are null where
+there is nothing to say, and both make the way back exact.
+
+Before it: `FlatLogprobs`. After it: files and data sets.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from logprobe.errors import InputError, ParameterError
+from logprobe.records.columns import narrowed
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.info import LogprobsInfo
+from logprobe.records.ragged_rows import NO_RANK, Entries
+from logprobe.records.rows_in import StepRows
+from logprobe.records.top_rows import TopRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from logprobe.records.columns import Array
+
+INFO_KEY = b"logprobe.info"
+ROWS_A_GROUP = 16_384
+
+_FIELDS = [
+    pa.field("request_id", pa.string(), nullable=False),
+    pa.field("position", pa.int64(), nullable=False),
+    pa.field("token_id", pa.int64()),  # the chosen token; null where the position has none
+    pa.field("logprob", pa.float32()),  # nats
+    pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
+    pa.field("entropy", pa.float32()),  # nats; null where it was not asked for
+    pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the entries
+    pa.field("top_ids", pa.list_(pa.int32())),  # the k best
+    pa.field("top_logprobs", pa.list_(pa.float32())),
+    pa.field("byte_start", pa.int64()),
+    pa.field("byte_end", pa.int64()),
+    pa.field("given_ids", pa.list_(pa.int64())),
+    pa.field("given_logprobs", pa.list_(pa.float64())),
+    pa.field("given_ranks", pa.list_(pa.int64())),
+    pa.field("entry_ids", pa.list_(pa.int64())),
+    pa.field("entry_logprobs", pa.list_(pa.float64())),
+    pa.field("entry_ranks", pa.list_(pa.int64())),
+    pa.field("entry_tokens", pa.list_(pa.string())),
+]
+
+
+def schema(info: LogprobsInfo | None = None) -> pa.Schema:
+    """The columns of a record in Arrow, `info` in the metadata under `logprobe.info`."""
+    return pa.schema(_FIELDS, None if info is None else {INFO_KEY: info.to_json().encode()})
+
+
+def to_arrow(
+    record: FlatLogprobs, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
+) -> pa.RecordBatch:
+    """One record as a batch of T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
+
+    Raises:
+        ParameterError: byte_offsets of another length.
+    """
+    length = len(record)
+    entries, chosen = record.entries(), record.chosen_entries()
+    has_chosen = np.diff(chosen.offsets) > 0
+    store = record.rows.store
+    is_regular = isinstance(store, TopRows) and not store.repeats_chosen and entries.token_ids.itemsize <= 4
+    columns = {
+        "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
+        "position": np.arange(length),
+        "token_id": _spread(chosen.token_ids, has_chosen),
+        "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
+        "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
+        "entropy": _entropy(record.entropy, length),
+        "other_logprob": pa.array(record.other_logprob, mask=_none_of(entries)),
+        **_top_columns(record, entries),
+        **_byte_columns(byte_offsets, length),
+        **_list_columns("given", None if record.given is None else record.given.entries(), length),
+        **_list_columns("entry", None if is_regular else entries, length),
+    }
+    target = schema(record.info)
+    return pa.record_batch([_cast(columns.get(field.name), field, length) for field in target], schema=target)
+
+
+def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
+    """Read the rows of one request back into a record.
+
+    Raises:
+        InputError: a column is missing, or the rows belong to several requests.
+    """
+    missing = [field.name for field in _FIELDS if field.name not in batch.schema.names]
+    if missing:
+        raise InputError(f"no record: the columns {', '.join(missing)} are missing")
+    found = set(batch.column("request_id").unique().to_pylist())
+    if len(found) > 1:
+        raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet tell them apart")
+    metadata = batch.schema.metadata or {}
+    info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
+    columns = {name: _one_array(batch.column(name)) for name in batch.schema.names}
+    return _record_of(columns, info)
+
+
+def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
+    """Write records by request id into one zstd-compressed Parquet file under the first one's info."""
+    info = next((record.info for record in records.values()), None)
+    with ParquetWriter(path, info) as writer:
+        for request_id, record in records.items():
+            writer.write(request_id, record)
+
+
+def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
+    """All records of a file, by request id.
+
+    Raises:
+        InputError: no such columns, or one request's rows in two places.
+    """
+    records: dict[str, FlatLogprobs] = {}
+    for request_id, record in iter_parquet(path):
+        if request_id in records:
+            raise InputError(f"{path}: the rows of request {request_id!r} stand in two places")
+        records[request_id] = record
+    return records
+
+
+def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
+    """Records of a file one by one, in the memory of a row group and one record."""
+    waiting: list[pa.RecordBatch] = []
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
+            for request_id, part in _split(batch):
+                if waiting and waiting[0].column("request_id")[0].as_py() != request_id:
+                    yield _joined(waiting)
+                    waiting = []
+                waiting.append(part)
+    if waiting:
+        yield _joined(waiting)
+
+
+class ParquetWriter:
+    """Writes record after record into one zstd-compressed Parquet file, in the memory of one row group."""
+
+    def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
+        self._schema = schema(info)
+        self._file = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._waiting: list[pa.RecordBatch] = []
+        self._num_waiting = 0
+
+    def write(
+        self, request_id: str, record: FlatLogprobs, *, byte_offsets: npt.ArrayLike | None = None
+    ) -> None:
+        """Add one request's record; a record of no positions leaves no row.
+
+        Raises:
+            ParameterError: byte_offsets of another length than the record's plus one.
+        """
+        batch = to_arrow(record, request_id, byte_offsets=byte_offsets)
+        self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
+        self._num_waiting += len(batch)
+        if self._num_waiting >= ROWS_A_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what waits, and the file's footer."""
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._num_waiting:
+            self._file.write_table(pa.Table.from_batches(self._waiting, self._schema))
+        self._waiting, self._num_waiting = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# -- towards Arrow -------------------------------------------------------------------------------------------
+
+
+def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.Array:
+    """Values of the positions that have one, null elsewhere and where the value is `missing`."""
+    spread = np.zeros(len(has_value), values.dtype)
+    spread[has_value] = values
+    is_null = ~has_value
+    if missing is not None:
+        is_null |= spread == missing
+    return pa.array(spread, mask=is_null)
+
+
+def _entropy(entropy: Array | None, length: int) -> pa.Array:
+    return pa.nulls(length, pa.float32()) if entropy is None else pa.array(entropy, mask=np.isnan(entropy))
+
+
+def _none_of(entries: Entries) -> Array:
+    return np.zeros(len(entries.offsets) - 1, np.bool_) if entries.is_none is None else entries.is_none
+
+
+def _top_columns(record: FlatLogprobs, entries: Entries) -> dict[str, pa.Array]:
+    top = record.top_entries()
+    if top.token_ids.max(initial=0) > np.iinfo(np.int32).max:
+        return {}  # only the wide entry columns hold such ids
+    is_none = _none_of(entries)
+    return {
+        "top_ids": _lists(top.offsets, top.token_ids.astype(np.int32), is_none),
+        "top_logprobs": _lists(top.offsets, top.logprobs.astype(np.float32), is_none),
+    }
+
+
+def _byte_columns(byte_offsets: npt.ArrayLike | None, length: int) -> dict[str, Array]:
+    if byte_offsets is None:
+        return {}
+    bounds = np.asarray(byte_offsets, np.int64)
+    if bounds.shape != (length + 1,):
+        raise ParameterError("byte_offsets", f"{bounds.shape} offsets for {length} positions; give one more")
+    return {"byte_start": bounds[:-1], "byte_end": bounds[1:]}
+
+
+def _list_columns(prefix: str, entries: Entries | None, length: int) -> dict[str, pa.Array]:
+    if entries is None or not length:
+        return {}
+    is_none = _none_of(entries)
+    ranks = pa.array(entries.ranks, mask=entries.ranks == NO_RANK)
+    columns = {
+        f"{prefix}_ids": _lists(entries.offsets, entries.token_ids.astype(np.int64), is_none),
+        f"{prefix}_logprobs": _lists(entries.offsets, entries.logprobs.astype(np.float64), is_none),
+        f"{prefix}_ranks": _lists(entries.offsets, ranks.cast(pa.int64()), is_none),
+    }
+    if entries.texts is not None:
+        columns[f"{prefix}_tokens"] = _lists(entries.offsets, pa.array(entries.texts, pa.string()), is_none)
+    return columns
+
+
+def _lists(offsets: Array, values: Any, is_none: Array) -> pa.Array:
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), pa.array(values), mask=pa.array(is_none)
+    )
+
+
+def _cast(column: Any, field: pa.Field, length: int) -> pa.Array:
+    if column is None:
+        return pa.nulls(length, field.type)
+    array = column if isinstance(column, pa.Array) else pa.array(column)
+    return array if array.type == field.type else array.cast(field.type)
+
+
+# -- from Arrow ----------------------------------------------------------------------------------------------
+
+
+def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatLogprobs:
+    record = FlatLogprobs(info=info)
+    has_entries = np.asarray(columns["entry_ids"].is_valid())
+    is_none = ~has_entries & np.asarray(columns["top_ids"].is_null())
+    if has_entries.any():
+        record.append_entries(_entries_of(columns, "entry", is_none))
+    else:
+        _append_regular(record, columns, is_none)
+    entropy = columns["entropy"]
+    given = None
+    if columns["given_ids"].null_count < len(is_none):
+        given = FlatLogprobs()
+        given.append_entries(_entries_of(columns, "given", np.asarray(columns["given_ids"].is_null())))
+    values = None if entropy.null_count == len(entropy) else np.asarray(entropy.fill_null(np.nan))
+    return FlatLogprobs.of(record.rows.store, entropy=values, given=given, info=info)
+
+
+def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none: Array) -> None:
+    num_none = int(np.count_nonzero(is_none))
+    record.extend([None] * num_none)
+    num_rows = len(is_none) - num_none
+    if not num_rows:
+        return
+
+    def matrix(chosen: str, top: str) -> Array:
+        flat = np.asarray(columns[top].flatten())
+        return np.column_stack([np.asarray(columns[chosen])[num_none:], flat.reshape(num_rows, -1)])
+
+    ids = matrix("token_id", "top_ids").astype(np.int64)
+    logprobs = matrix("logprob", "top_logprobs").astype(np.float32)
+    record.rows.append_step(StepRows(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
+
+
+def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> Entries:
+    ids = columns[f"{prefix}_ids"]
+    widths = np.asarray(ids.value_lengths().fill_null(0))
+    logprobs = np.asarray(columns[f"{prefix}_logprobs"].flatten())
+    tokens = columns.get(f"{prefix}_tokens")
+    has_texts = tokens is not None and tokens.null_count < len(tokens)
+    return Entries(
+        offsets=np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]),
+        token_ids=np.asarray(ids.flatten()),
+        logprobs=narrowed(logprobs),
+        ranks=np.asarray(columns[f"{prefix}_ranks"].flatten().fill_null(NO_RANK)),
+        is_none=is_none if is_none.any() else None,
+        texts=tokens.flatten().to_pylist() if has_texts else None,
+    )
+
+
+def _one_array(column: Any) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
+    """Runs of rows that belong to one request."""
+    start = 0
+    for request_id, run in groupby(batch.column("request_id").to_pylist()):
+        length = sum(1 for _ in run)
+        yield request_id, batch.slice(start, length)
+        start += length
+
+
+def _joined(parts: list[pa.RecordBatch]) -> tuple[str, FlatLogprobs]:
+    return parts[0].column("request_id")[0].as_py(), from_arrow(pa.Table.from_batches(parts))
