@@ -28,9 +28,11 @@ from logprobe.kernels.parallel import (
 )
 from logprobe.kernels.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
 from logprobe.kernels.vectors import (
+    BLOCK,
     F32,
+    LANES,
+    block_maxima,
     count_greater,
-    maximum_and_count,
     sum_exp,
     sum_exp_and_product,
     widen_bfloat16,
@@ -43,9 +45,9 @@ if TYPE_CHECKING:
     from logprobe.kernels.requests import RowRequests
     from logprobe.records.steps import LogprobsTensors
 
-BLOCK = 1024  # values that stay in the first-level cache between the passes over them
-COARSE, FINE = 128, 16  # values under one block maximum, for small and for large k
+MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it
 MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
+PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
 MINUS_INF = F32(-np.inf)
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
@@ -97,7 +99,8 @@ def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None
         context += [array.data_ptr() for array in arrays]
     else:
         context += [0] * 4
-    parallel_for(worker(), context, len(logits))
+    is_small = logits.numel() < PARALLEL_FROM
+    parallel_for(worker(), context, len(logits), num_threads=1 if is_small else None)
 
 
 @functools.cache
@@ -120,12 +123,15 @@ def _run(task: Any) -> None:
     """Rows, one after the other, until no thread has any left."""
     vocab_size = task[VOCAB_SIZE]
     wide = np.empty(vocab_size if task[KIND] else 1, np.float32)
-    maxima = np.empty(vocab_size // FINE + 1, np.float32)
+    num_blocks = (vocab_size + BLOCK - 1) // BLOCK
+    maxima = np.empty(num_blocks * LANES, np.float32)
+    blocks = np.empty(num_blocks, np.float32)
+    padded = np.empty(BLOCK + 2 * LANES, np.float32)
     pairs = np.empty((2, vocab_size), np.uint64)
     counts = np.empty(NUM_COUNTS, np.int64)
     item = next_item(task)
     while item >= 0:
-        _row(task, item, _float_row(task, item, wide), (maxima, pairs, counts))
+        _row(task, item, _float_row(task, item, wide), ((maxima, blocks, padded), (pairs, counts)))
         item = next_item(task)
 
 
@@ -144,12 +150,16 @@ def _float_row(task: Any, item: Any, wide: Any) -> Any:
 
 @njit(error_model="numpy")  # an invalid row divides by zero
 def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
-    maxima, pairs, counts = scratch
+    (maxima, blocks, padded), (pairs, counts) = scratch
     chosen = int32_at(task[CHOSEN], item + 1)[item]
     k = np.int64(int32_at(task[NUM_LOGPROBS], item + 1)[item])
-    size = COARSE if 2 * k * COARSE <= row.size else FINE
-    maxima = maxima[: (row.size + size - 1) // size]
-    greatest, total, products, rank = _one_pass(row, (maxima, size), row[chosen], task[ENTROPY] != 0)
+    num_groups = MIN_GROUPS
+    while 2 * blocks.size * num_groups < 3 * k and num_groups < LANES:
+        num_groups *= 2
+    maxima = maxima[: blocks.size * num_groups]
+    greatest, total, products, rank = _one_pass(
+        row, (maxima, blocks, padded), row[chosen], task[ENTROPY] != 0
+    )
     is_valid = greatest > MINUS_INF and not math.isnan(total)
     lse = float(greatest) + math.log(total) if is_valid else math.nan
     uint8_at(task[IS_VALID], item + 1)[item] = is_valid
@@ -160,13 +170,13 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
         float32_at(task[ENTROPY], item + 1)[item] = entropy if is_valid else math.nan
     first, last = _given_range(task, item)
     ordered = pairs[0, :0]
-    if is_valid and (5 * k > 4 * maxima.size or last - first > MANY_GIVEN):
+    if is_valid and (3 * k > 2 * maxima.size or last - first > MANY_GIVEN):
         ordered = sort_row(row, pairs, counts)
     token_ids = int32_at(task[TOKEN_IDS] + 4 * item * task[WIDTH], k + 1)
     token_ids[0] = chosen
     token_ids[1:] = 0
     if is_valid:
-        top_ids(row, (maxima, size), token_ids[1:], ordered, (pairs, counts))
+        top_ids(row, (maxima, blocks), token_ids[1:], ordered, (pairs, counts))
     logprobs = float32_at(task[LOGPROBS] + 4 * item * task[WIDTH], k + 1)
     for column in range(k + 1):
         logprobs[column] = float(row[token_ids[column]]) - lse
@@ -175,32 +185,44 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
 
 
 @njit
-def _one_pass(row: Any, blocks: Any, chosen: Any, with_products: Any) -> Any:
+def _one_pass(row: Any, groups: Any, chosen: Any, with_products: Any) -> Any:
     """Greatest value m, sums of e**d and d * e**d for d = x - m, how many exceed `chosen`; fills maxima."""
-    maxima, size = blocks
+    maxima, blocks, padded = groups
+    num_groups = maxima.size // blocks.size
     greatest, total, products, count = MINUS_INF, 0.0, 0.0, 0
-    for start in range(0, row.size, BLOCK):
-        stop = min(start + BLOCK, row.size)
-        highest = MINUS_INF
-        for inner in range(start, stop, size):
-            part, num = maximum_and_count(row[inner : min(inner + size, stop)], chosen)
-            maxima[inner // size] = part
-            highest = max(highest, part)
-            count += num
-        if highest > greatest:
-            shift = float(greatest) - float(highest) if total > 0.0 else 0.0
+    for block in range(blocks.size):
+        values = row[block * BLOCK : min((block + 1) * BLOCK, row.size)]
+        inside = maxima[block * num_groups : (block + 1) * num_groups]
+        count += _group_maxima(values, inside, chosen, padded)
+        blocks[block] = padded[BLOCK + 2 * (LANES - 1)]
+        if blocks[block] > greatest:
+            shift = float(greatest) - float(blocks[block]) if total > 0.0 else 0.0
             products = (products + shift * total) * math.exp(shift)
             total *= math.exp(shift)
-            greatest = highest
+            greatest = blocks[block]
         # while all is -inf there is nothing to add, but a NaN must stay
         reference, weight = (greatest, F32(1.0)) if greatest > MINUS_INF else (F32(0.0), F32(0.0))
         if with_products:
-            part_total, part_products = sum_exp_and_product(row[start:stop], reference)
+            part_total, part_products = sum_exp_and_product(values, reference)
             products += part_products * weight
         else:
-            part_total = sum_exp(row[start:stop], reference)
+            part_total = sum_exp(values, reference)
         total += part_total * weight
     return greatest, total, products, count
+
+
+@njit
+def _group_maxima(values: Any, maxima: Any, chosen: Any, scratch: Any) -> Any:
+    """Fills `maxima` with those of as many groups of values; returns how many values exceed `chosen`."""
+    if values.size < BLOCK:
+        scratch[: values.size] = values
+        scratch[values.size : BLOCK] = MINUS_INF
+        values = scratch[:BLOCK]
+    levels = scratch[BLOCK:]
+    count = block_maxima(values.ctypes.data, chosen, levels.ctypes.data)
+    first = 2 * (LANES - maxima.size)
+    maxima[:] = levels[first : first + maxima.size]
+    return count
 
 
 @njit

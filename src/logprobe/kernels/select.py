@@ -1,11 +1,11 @@
-"""The largest k of a row, descending, ties by ascending id: bounded by block maxima, so most is never reread.
+"""The largest k of a row, descending, ties by ascending id: bounded by group maxima, so few are sorted.
 
-The k-th largest of the maxima of any k or more blocks is a lower bound of the k-th largest value: k blocks
-hold a value that is at least as large. Only blocks whose maximum reaches the bound are read again. Values
-equal to the bound are ties: the first k of them are enough, so a row that is masked almost everywhere costs
-no more than another.
+The k-th largest of the maxima of k or more groups of values is a lower bound of the k-th largest value:
+each of k groups holds a value that is at least as large. Only blocks whose maximum reaches the bound are
+read again. Values equal to the bound are ties: the first k of them are enough, so a row that is masked
+almost everywhere costs no more than another.
 
-Before it: the row kernel with its block maxima. After it: the output columns.
+Before it: the row kernel with its maxima. After it: the output columns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.vectors import F32, I32, bits_float, float_bits
+from logprobe.kernels.vectors import BLOCK, F32, I32, LANES, bits_float, float_bits, lowest_bit, reaching
 
 U32 = np.uint32
 U64 = np.uint64
@@ -39,19 +39,20 @@ def key_value(key: Any) -> Any:
 
 
 @njit
-def top_ids(row: Any, blocks: Any, ids: Any, ordered: Any, scratch: Any) -> None:
+def top_ids(row: Any, groups: Any, ids: Any, ordered: Any, scratch: Any) -> None:
     """Fills `ids` (k,) with the ids of the k largest values.
 
-    `blocks` is (greatest value of each block of the row, values in a block); `ordered` the whole row's
-    sorted pairs, or empty, and then there are at least k blocks.
+    `groups` is the greatest value of each group and of each block of the row; `ordered` the whole row's
+    sorted pairs, or empty, and then there are at least k groups.
     """
     if ids.size == 0:
         return
     if ordered.size > 0:
         take_ids(ordered, ids)
         return
+    maxima, blocks = groups
     pairs, counts = scratch
-    bound = kth_largest(blocks[0], ids.size, counts)
+    bound = kth_largest(maxima, ids.size, counts)
     num_greater = collect(row, blocks, bound, pairs[0], ids)
     ordered = sort_pairs(pairs[0, :num_greater], pairs[1, :num_greater], counts)
     for column in range(ids.size - 1, num_greater - 1, -1):
@@ -99,21 +100,34 @@ def collect(row: Any, blocks: Any, bound: Any, greater: Any, ties: Any) -> Any:
 
     Returns how many are greater.
     """
-    maxima, size = blocks
-    k, num_greater, num_ties = ties.size, 0, 0
-    for block in range(maxima.size):
-        if maxima[block] > bound or (maxima[block] == bound and num_ties < k):
-            start = block * size
-            for index in range(start, min(start + size, row.size)):
-                value = row[index]
-                if value >= bound:
-                    if value > bound:
-                        greater[num_greater] = pack(value, index)
-                        num_greater += 1
-                    elif num_ties < k:
-                        ties[num_ties] = index
-                        num_ties += 1
+    num_greater, num_ties = 0, 0
+    for block in range(blocks.size):
+        if blocks[block] < bound or (blocks[block] == bound and num_ties == ties.size):
+            continue
+        stop = min((block + 1) * BLOCK, row.size)
+        for start in range(block * BLOCK, stop, LANES):
+            bits = _bits_at(row, start, stop, bound)
+            while bits != U64(0):
+                index = start + lowest_bit(bits)
+                bits &= bits - U64(1)
+                if row[index] > bound:
+                    greater[num_greater] = pack(row[index], index)
+                    num_greater += 1
+                elif num_ties < ties.size:
+                    ties[num_ties] = index
+                    num_ties += 1
     return num_greater
+
+
+@njit
+def _bits_at(row: Any, start: Any, stop: Any, bound: Any) -> Any:
+    """One bit for each of the values [start, start + 64) before `stop` that reach `bound`."""
+    if start + LANES <= stop:
+        return reaching(row.ctypes.data + 4 * start, bound)
+    bits = U64(0)
+    for index in range(start, stop):
+        bits |= U64(row[index] >= bound) << U64(index - start)
+    return bits
 
 
 @njit

@@ -1,8 +1,9 @@
 """Loops over a block of floats that the compiler turns into vector instructions.
 
 What makes them vectorise: each reduces over a slice argument (an index into a larger array is checked for
-wrap-around), the maximum is LLVM's own (a compare and select is not recognised), `exp` is a polynomial with
-a bit shift, and sums may be reassociated. Fast-math never covers NaN: a NaN in the row must reach the sum.
+wrap-around), `exp` is a polynomial with a bit shift, and sums may be reassociated. Fast-math never covers
+NaN: a NaN in the row must reach the sum. What loops cannot say (maxima by lane, bit masks) is written as
+vector instructions, of 64 lanes whatever the processor has: the compiler splits them.
 
 Before it: one block of a row. After it: the row kernel.
 """
@@ -25,6 +26,9 @@ MAXIMA = {
     "nnan",
     "ninf",
 }  # NaN and infinities show in the sum, so the maximum may ignore them
+BLOCK = 1024  # values that stay in the first-level cache between the passes over them
+LANES = 64
+LANE_FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 LOG2_E = F32(1.4426950408889634)
 LOWEST = F32(-87.0)  # e**-87 is about the smallest normal float32
@@ -45,15 +49,6 @@ C1, C2, C3, C4, C5 = (
 ONE = F32(1.0)
 ZERO = F32(0.0)
 HALF_SCALE = F32(2.0**112)  # the difference of the exponent biases of float32 and float16
-
-
-def _maximum_intrinsic(_typing_context: Any, _a: Any, _b: Any) -> Any:
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FloatType()
-        function = builder.module.declare_intrinsic("llvm.maxnum", [kind], ir.FunctionType(kind, [kind] * 2))
-        return builder.call(function, arguments)
-
-    return types.float32(types.float32, types.float32), generate
 
 
 def _multiply_add_intrinsic(_typing_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
@@ -79,10 +74,81 @@ def _bits_float_intrinsic(_typing_context: Any, _value: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-maximum: Any = intrinsic(_maximum_intrinsic)
+def _load_lanes(builder: Any, address: Any, offset: int) -> Any:
+    """LANES floats at an address, some lanes further on."""
+    pointer = builder.inttoptr(builder.add(address, ir.IntType(64)(4 * offset)), LANE_FLOATS.as_pointer())
+    return builder.load(pointer, align=4)
+
+
+def _in_every_lane(builder: Any, value: Any) -> Any:
+    nothing = ir.Constant(LANE_FLOATS, ir.Undefined)
+    one = builder.insert_element(nothing, value, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        one, nothing, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    )
+
+
+def _greater_lanes(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _lane_range(builder: Any, vector: Any, start: int, stop: int) -> Any:
+    chosen = ir.Constant(ir.VectorType(ir.IntType(32), stop - start), list(range(start, stop)))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), chosen)
+
+
+def _block_maxima_intrinsic(_typing_context: Any, _address: Any, _bound: Any, _out: Any) -> Any:
+    """Maxima of LANES groups of a block, then of half as many, and so on to one; the count above `bound`.
+
+    A group is every LANES-th value of the block, so that the maxima need no step across the lanes.
+    """
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, bound, out = arguments
+        bounds = _in_every_lane(builder, bound)
+        maxima, count = None, ir.IntType(64)(0)
+        for offset in range(0, BLOCK, LANES):
+            values = _load_lanes(builder, address, offset)
+            bits = builder.bitcast(builder.fcmp_ordered(">", values, bounds), ir.IntType(LANES))
+            count = builder.add(count, builder.ctpop(bits))
+            maxima = values if maxima is None else _greater_lanes(builder, values, maxima)
+        size = LANES
+        while True:
+            target = builder.add(out, ir.IntType(64)(4 * 2 * (LANES - size)))
+            builder.store(maxima, builder.inttoptr(target, maxima.type.as_pointer()), align=4)
+            if size == 1:
+                return count
+            size //= 2
+            halves = [_lane_range(builder, maxima, start, start + size) for start in (0, size)]
+            maxima = _greater_lanes(builder, *halves)
+
+    return types.int64(types.int64, types.float32, types.int64), generate
+
+
+def _reaching_intrinsic(_typing_context: Any, _address: Any, _bound: Any) -> Any:
+    """One bit for each of LANES floats at an address: whether it is at least the bound."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        values = _load_lanes(builder, arguments[0], 0)
+        bounds = _in_every_lane(builder, arguments[1])
+        return builder.bitcast(builder.fcmp_ordered(">=", values, bounds), ir.IntType(LANES))
+
+    return types.uint64(types.int64, types.float32), generate
+
+
+def _lowest_bit_intrinsic(_typing_context: Any, _bits: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.int64(types.uint64), generate
+
+
 multiply_add: Any = intrinsic(_multiply_add_intrinsic)
 float_bits: Any = intrinsic(_float_bits_intrinsic)
 bits_float: Any = intrinsic(_bits_float_intrinsic)
+block_maxima: Any = intrinsic(_block_maxima_intrinsic)
+reaching: Any = intrinsic(_reaching_intrinsic)
+lowest_bit: Any = intrinsic(_lowest_bit_intrinsic)
 
 
 @njit
@@ -120,16 +186,6 @@ def sum_exp_and_product(x: Any, reference: Any) -> Any:
         total += e
         products += d * e
     return total, products
-
-
-@njit(fastmath=MAXIMA)
-def maximum_and_count(x: Any, bound: Any) -> Any:
-    """The greatest value, and how many are strictly greater than `bound`."""
-    greatest, count = F32(-np.inf), I32(0)
-    for i in range(x.size):
-        greatest = maximum(greatest, x[i])
-        count += I32(x[i] > bound)
-    return greatest, count
 
 
 @njit
