@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from logprobe.kernels.attention import RowPlan, RowPlanBuilder, attend_rows
+from logprobe.kernels.attention import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
 
 if TYPE_CHECKING:
     from logprobe.engine.scheduler import StepPlan
@@ -124,8 +124,8 @@ def pooled_attention(
     scale = options.get("scaling") or query.shape[3] ** -0.5
     window, softcap = options.get("sliding_window"), options.get("softcap")
     if plan.rows is not None:
-        rows = query[0].transpose(0, 1)
-        attend_rows(rows, keys, values, plan.rows, out, scale=scale, window=window, softcap=softcap)
+        rule = ScoreRule(scale, window, softcap)
+        attend_rows(query[0].transpose(0, 1), keys, values, plan.rows, out, rule)
     for index, chunk in enumerate(plan.chunks):
         queries = query[:, :, chunk.start : chunk.end]
         context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)[None]

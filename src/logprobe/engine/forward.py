@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from logprobe.engine.attention import NAME, AttentionPlan, Chunk, KVPool, plan_attention, pooled_attention
 from logprobe.engine.head import OutputHead
+from logprobe.engine.weights import choose_layout, pack_
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import load_model
 
@@ -36,13 +37,14 @@ class NativeForward:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.device = _choose_device(config.device)
         dtype = _choose_dtype(config.dtype, self.device)
-        self.model = load_model(files, dtype=dtype, device=self.device, attn_implementation="sdpa")
+        self.model = load_model(files, dtype=dtype, device=self.device)
         text_config = self.model.config.get_text_config()
         self.vocab_size: int = text_config.vocab_size
         self.context_len: int = text_config.max_position_embeddings
         self.dtype: torch.dtype = self.model.dtype
-        self.head = OutputHead(self.model)
+        self.weights = choose_layout(self.model, config.weights)
         slot_bytes = self._probe()
+        self.head = OutputHead(self.model)
         self.num_slots = (config.kv_bytes or DEFAULT_KV_BYTES) // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -91,6 +93,8 @@ class NativeForward:
         name = type(self.model).__name__
         token_ids = np.arange(PROBE_TOKENS) % self.vocab_size
         expected = self.model(input_ids=torch.from_numpy(token_ids)[None].to(self.device), use_cache=False)
+        if self.weights == "packed":
+            pack_(self.model)
         self.model.set_attn_implementation(NAME)
         pool = KVPool(PROBE_TOKENS)
         slots = torch.arange(PROBE_TOKENS, device=self.device)
@@ -104,7 +108,7 @@ class NativeForward:
                 f"{name}: only {len(pool.keys)} of its layers use transformers' attention interface"
             )
         own = expected.logits[0].float()
-        difference = float((self.head(hidden) - own).abs().max() / own.abs().max())
+        difference = float((OutputHead(self.model)(hidden) - own).abs().max() / own.abs().max())
         if not difference <= PROBE_TOLERANCE[self.dtype]:
             raise UnsupportedModelError(
                 f"{name} computes its logits in a way this engine does not follow "

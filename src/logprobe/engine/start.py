@@ -46,7 +46,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         model=files.name,
         device=forward.device,
         dtype=str(forward.dtype).removeprefix("torch."),
-        weights=config.weights,
+        weights=forward.weights,
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
         num_slots=forward.num_slots,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from logprobe.kernels.parallel import parallel_for
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -56,32 +58,37 @@ class RowPlanBuilder:
         return RowPlan(queries, begins, lengths, np.concatenate(self._slots))
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """How scores are made: scaled, soft-capped, and over which part of the context."""
+
+    scale: float
+    window: int | None = None  # see only the last so many tokens
+    softcap: float | None = None  # score → softcap · tanh(score / softcap)
+
+
 def attend_rows(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: RowPlan,
-    out: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> None:
-    """Write each planned row's attention into `out`.
+    """Write each planned row's attention into `out`, rows and heads on all of torch's threads.
 
     Args:
         query: (num_tokens, heads, key_dim) float32.
-        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool; `values` likewise.
+        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool.
+        values: (num_slots, kv_heads, value_dim) float32, likewise.
         plan: which rows, and the slots each may see, oldest first; its own token's slot is the last.
-        out: (num_tokens, heads, value_dim) float32; only the planned rows are written.
-        scale: factor on the scores.
-        window: see only the last so many tokens (None: all).
-        softcap: squash scores by softcap · tanh(score / softcap) (None: not).
+        out: (num_tokens, heads, value_dim) float32, contiguous; only the planned rows are written.
+        rule: how scores are made.
     """
-    from logprobe.kernels.attention_numba import attend
+    from logprobe.kernels.attention_numba import worker
 
-    attend(
-        query.contiguous().numpy(), keys.numpy(), values.numpy(), out.numpy(),
-        plan.queries, plan.begins, plan.lengths, plan.slots,
-        np.float32(scale), NO_WINDOW if window is None else window, np.float32(softcap or 0.0),
-    )  # fmt: skip
+    query = query.contiguous()
+    settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
+    context = [
+        *(tensor.data_ptr() for tensor in (query, keys, values, out)),
+        *(array.ctypes.data for array in (plan.queries, plan.begins, plan.lengths, plan.slots, settings)),
+        len(plan.queries), len(plan.slots),
+        query.shape[1], keys.shape[1], keys.shape[2], values.shape[2],
+        NO_WINDOW if rule.window is None else rule.window,
+    ]  # fmt: skip
+    parallel_for(worker(), context, len(plan.queries) * keys.shape[1])
