@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from logprobe.records.chat_json import ChatEncoder
 from logprobe.records.compact import cut_to_mass
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.info import LogprobsInfo
@@ -37,6 +38,7 @@ _LATER = dict.fromkeys(
 )
 
 __all__ = [
+    "ChatEncoder",
     "FlatLogprobs",
     "GivenLogprobs",
     "Logprob",

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.records import ChatEncoder, FlatLogprobs, Logprob
+
+
+class Table:
+    def token_text(self, token_id: int) -> str:
+        return f'"\\ü{token_id}\n'
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+
+def plain_entry(token_id: int, logprob: float) -> dict[str, Any]:
+    text = Table().token_text(token_id)
+    number = float(logprob) if np.isfinite(logprob) else -9999.0
+    return {"token": text, "logprob": number, "bytes": list(text.encode())}
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 20])
+@pytest.mark.parametrize("num_top", [None, 0, 2, 50])
+def test_the_bytes_say_what_the_plain_twin_says(step: Any, k: int, num_top: Any) -> None:
+    ids, logprobs, ranks = step(40, k, 60)
+    logprobs[3, 0] = -np.inf
+    ids[3, 0] = 1000
+    record = FlatLogprobs()
+    record.append_rows(ids, logprobs, ranks)
+    content = json.loads(ChatEncoder(Table()).content(record, num_top))
+    for row, entry in enumerate(content):
+        best = list(zip(ids[row, 1:].tolist(), logprobs[row, 1:].tolist(), strict=True))[:num_top]
+        twin = plain_entry(ids[row, 0], logprobs[row, 0])
+        assert entry == {**twin, "top_logprobs": [plain_entry(*one) for one in best]}
+        assert list(entry) == ["token", "logprob", "bytes", "top_logprobs"]
+    assert len(content) == 40
+
+
+def test_chunks_join_to_the_whole(step: Any) -> None:
+    record, encoder = FlatLogprobs(), ChatEncoder(Table())
+    record.append_rows(*step(23, 5, 60))
+    for size in (1, 2, 7):
+        chunks = [json.loads(encoder.content(record[at : at + size])) for at in range(0, 23, size)]
+        assert [entry for chunk in chunks for entry in chunk] == json.loads(encoder.content(record))
+    assert encoder.content(record[:0]) == b"[]"
+
+
+def test_nan_is_null() -> None:
+    record = FlatLogprobs([{1: Logprob(np.nan, 1)}])
+    assert json.loads(ChatEncoder(Table()).content(record))[0]["logprob"] is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "num_top", "parameter"),
+    [([None], None, "record"), ([{}], None, "record"), ([], -1, "num_top")],
+)
+def test_what_has_no_chat_form_is_refused(positions: Any, num_top: Any, parameter: Any) -> None:
+    with pytest.raises(ParameterError) as error:
+        ChatEncoder(Table()).content(FlatLogprobs(positions), num_top)
+    assert error.value.parameter == parameter
