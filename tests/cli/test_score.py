@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TEXT = "the cat and the dog, 12 é 🌊\n"
+
+
+@pytest.fixture
+def model(tiny_model_folder: Path) -> str:
+    return str(tiny_model_folder)
+
+
+def slow_logprobs(folder: str, text: str) -> tuple[list[int], Any]:
+    """Token ids, and the whole log-softmax after each, by transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder).encode(text)
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(folder).eval()(torch.tensor([ids])).logits[0]
+    return ids, torch.log_softmax(logits.double(), dim=-1)
+
+
+def test_json_holds_the_models_own_numbers_for_every_token(cli: Callable[..., Any], model: str) -> None:
+    done = cli("score", "--text", TEXT, "--top", "3", "--json", "--model", model)
+    found = json.loads(done.out)
+    ids, expected = slow_logprobs(model, TEXT)
+    assert done.code == 0
+    assert [row["id"] for row in found["tokens"]] == ids
+    for position, row in enumerate(found["tokens"][1:]):
+        whole = expected[position]
+        chosen = whole[row["id"]]
+        best = whole.topk(3)
+        assert row["logprob"] == pytest.approx(float(chosen), abs=1e-4)
+        assert row["rank"] == 1 + int((whole > chosen + 1e-5).sum())
+        assert row["entropy"] == pytest.approx(float(-(whole.exp() * whole).sum()), abs=1e-4)
+        assert [one["id"] for one in row["top"]] == best.indices.tolist()
+        assert [one["logprob"] for one in row["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [one["rank"] for one in row["top"]] == [1, 2, 3]
+
+
+def test_a_tokenizers_bos_lets_every_token_of_the_text_be_scored(cli: Callable[..., Any], model: str) -> None:
+    found = json.loads(cli("score", "--text", TEXT, "--json", "--model", model).out)
+    first, *rows = found["tokens"]
+    assert found["first_token"] == "<|bos|>, put first by the tokenizer"  # noqa: S105 - no password
+    assert (first["logprob"], first["rank"], first["entropy"], first["top"]) == (None, None, None, [])
+    assert all(row["logprob"] < 0 for row in rows)
+    assert bytes(byte for row in rows for byte in row["bytes"]) == TEXT.encode()
+    assert found["totals"]["num_scored_bytes"] == found["totals"]["num_bytes"] == len(TEXT.encode())
+
+
+def test_without_a_bos_the_first_token_is_not_scored(
+    cli: Callable[..., Any], tiny_window_folder: Path
+) -> None:
+    found = json.loads(cli("score", "--text", TEXT, "--json", "--model", str(tiny_window_folder)).out)
+    first, *rows = found["tokens"]
+    assert found["first_token"] == "not scored"  # noqa: S105 - no password
+    assert first["logprob"] is None
+    assert found["totals"]["num_scored"] == len(rows)
+    assert found["totals"]["num_scored_bytes"] == len(TEXT.encode()) - len(first["bytes"])
+
+
+def test_totals_are_the_sums_of_the_rows(cli: Callable[..., Any], model: str) -> None:
+    found = json.loads(cli("score", "--text", TEXT, "--json", "--model", model).out)
+    logprobs = [row["logprob"] for row in found["tokens"][1:]]
+    sums = found["totals"]
+    assert sums["num_tokens"] == len(logprobs) + 1
+    assert sums["sum_logprob"] == pytest.approx(sum(logprobs))
+    assert sums["mean_logprob"] == pytest.approx(sum(logprobs) / len(logprobs))
+    assert sums["perplexity"] == pytest.approx(math.exp(-sum(logprobs) / len(logprobs)))
+    assert sums["bits_per_byte"] == pytest.approx(-sum(logprobs) / math.log(2) / len(TEXT.encode()))
+
+
+def test_info_says_which_model_and_which_stage(cli: Callable[..., Any], model: str) -> None:
+    info = json.loads(cli("score", "--text", TEXT, "--top", "2", "--json", "--model", model).out)["info"]
+    assert (info["model"], info["stages"], info["unit"], info["num_logprobs"]) == (model, ["raw"], "nats", 2)
+
+
+def test_the_tables_say_the_same_as_the_json(cli: Callable[..., Any], model: str) -> None:
+    found = json.loads(cli("score", "--text", TEXT, "--top", "2", "--json", "--model", model).out)
+    done = cli("score", "--text", TEXT, "--top", "2", "--model", model)
+    rows, sums = done.out.rstrip("\n").split("\n\n")
+    header, *lines = rows.splitlines()
+    assert header.split() == ["#", "token", "logprob", "rank", "entropy", "2", "most", "likely"]
+    assert len(lines) == len(found["tokens"])
+    for line, row in zip(lines[1:], found["tokens"][1:], strict=True):
+        assert f" {row['logprob']:.4f} " in line
+        assert line.count('"') >= 6
+    assert "first token: <|bos|>, put first by the tokenizer" in sums
+    assert f"{found['totals']['perplexity']:.4f}" in sums
+    assert done.err == f"loading {model} …\n"
+
+
+def test_a_file_and_standard_input_and_a_flag_give_the_same(
+    cli: Callable[..., Any], model: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT.encode())
+    from_file = cli("score", str(path), "--json", "--model", model)
+    from_stdin = cli("score", "-", "--json", "--model", model, stdin=TEXT.encode())
+    from_flag = cli("score", "--text", TEXT, "--json", "--model", model)
+    assert from_file.out == from_stdin.out == from_flag.out
+
+
+def test_windows_line_ends_are_scored_as_they_stand(cli: Callable[..., Any], model: str) -> None:
+    done = cli("score", "-", "--json", "--model", model, stdin=b"a\r\nb")
+    rows = json.loads(done.out)["tokens"]
+    assert bytes(byte for row in rows[1:] for byte in row["bytes"]) == b"a\r\nb"
+
+
+def test_the_whole_vocabulary_sums_to_one(cli: Callable[..., Any], model: str) -> None:
+    found = json.loads(cli("score", "--text", "the cat", "--top", "-1", "--json", "--model", model).out)
+    for row in found["tokens"][1:]:
+        assert math.fsum(math.exp(one["logprob"]) for one in row["top"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder: Path) -> None:
+    arguments = ("score", "--text", "x", "--model", str(tiny_window_folder))
+    sums = json.loads(cli(*arguments, "--json").out)["totals"]
+    assert (sums["num_tokens"], sums["num_scored"], sums["sum_logprob"]) == (1, 0, 0)
+    assert (sums["mean_logprob"], sums["perplexity"], sums["bits_per_byte"]) == (None, None, None)
+    assert "perplexity     -\n" in cli(*arguments).out
+
+
+def test_a_text_longer_than_the_context_is_told_with_the_figures(cli: Callable[..., Any], model: str) -> None:
+    done = cli("score", "--text", "x" * 200, "--model", model)
+    assert done.code == 1
+    assert done.error_line.startswith("prompt: has 201 tokens, but at most 129 fit")
+    assert "shorten it or score it in windows" in done.error_line
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("on_real_llm")
+def test_the_text_of_the_demo_is_scored_to_its_last_byte(cli: Callable[..., Any]) -> None:
+    done = cli("score", "examples/lighthouse.txt", "--top", "3", "--json")
+    found = json.loads(done.out)
+    data = bytes(byte for row in found["tokens"] for byte in row["bytes"])
+    assert data.decode().endswith("🌊\n")
+    assert found["totals"]["num_bytes"] == len(data)
+    assert found["totals"]["num_scored"] == len(found["tokens"]) - 1
+    assert 0.5 < found["totals"]["bits_per_byte"] < 2
