@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
@@ -18,7 +19,7 @@ from logprobe.progress import progress_bar
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from logprobe.engine.request import Request, RequestOutput
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
+ON_ERROR = ("raise", "return")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class LLM:
             ParameterError: a prompt or parameter that can never be served; nothing was started then.
             BatchError: some requests failed; holds all outputs.
         """
+        require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
         many = _as_prompts(prompts)
         asked = _as_params(params, len(many))
         requests = [self._request(prompt, one) for prompt, one in zip(many, asked, strict=True)]
@@ -116,8 +119,10 @@ class LLM:
 
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         requests, starts = [], []
-        for context, continuation in pairs:
-            ids, start = self._encode_pair(context, continuation)
+        for pair in pairs:
+            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+            require(is_pair, "pairs", f"must hold (context, continuation) pairs, got {pair!r:.60}")
+            ids, start = self._encode_pair(*pair)
             name = self._next_id()
             requests.append(Request(request_id=name, prompt_token_ids=ids, params=params, first_scored=start))
             starts.append(start)
@@ -209,15 +214,23 @@ def _checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOut
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    is_list = isinstance(prompts, Sequence | np.ndarray)
+    known = "must be a text, a list of token ids, or a list of either"
+    require(is_list, "prompts", f"{known}, got {prompts!r:.60}")
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return prompts  # type: ignore[return-value]
 
 
 def _as_ids(prompt: Iterable[int] | str) -> IntArray:
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of different lengths within
+        ids = np.array(None)
     is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
     require(is_ids, "prompt", f"must be a text or a list of token ids, got {prompt!r:.60}")
+    outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
+    require(not len(outside), "prompt", f"token id {outside} lies outside every vocabulary")
     return ids.astype(np.int32)
 
 
@@ -226,5 +239,7 @@ def _as_params(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    is_list = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
+    require(is_list, "params", f"must be SamplingParams, or one a prompt, got {params!r:.60}")
     require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
     return params

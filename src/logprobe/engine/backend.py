@@ -69,6 +69,7 @@ class ForwardBackend(Protocol):
     vocab_size: int
     context_len: int
     num_slots: int
+    dtype: torch.dtype  # that the logits are computed in
 
     def run(self, plan: StepPlan) -> None:
         """Compute the planned tokens; all keys of a layer are stored before any is read."""

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from logprobe.errors import EngineClosedError
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
@@ -17,19 +19,39 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._is_closed = False  # guarded by `_lock`
         self._thread = threading.Thread(target=self._loop.run_forever, name="logprobe-loop", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end; an interrupt of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` to its end; an interrupt of the caller cancels it.
+
+        Raises:
+            EngineClosedError: the bridge was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                work.close()
+                raise EngineClosedError("the engine is closed; make a new one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()
 
     def close(self) -> None:
-        """Stop the loop and its thread."""
+        """Let the work in progress end, then stop the loop and its thread; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_others_end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _others_end() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 from logprobe.engine.admission import check_request
+from logprobe.engine.describe import Describer
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.recorder import Recorder
+from logprobe.engine.request import keep_best
 from logprobe.engine.scheduler import Scheduler
 from logprobe.engine.sequence import Sequence
 from logprobe.errors import ForwardError, LogprobeError
 from logprobe.kernels.head import default_chunk_rows
+from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.text import TextEdge
+    from logprobe.engine.recorder import WholeRows
     from logprobe.sampling.sampler import SampledRows
 
 
@@ -55,7 +59,10 @@ class Engine:
         )
         self.scorer = PromptScorer(forward)
         self.sampler = Sampler()
-        self.recorder = Recorder(text, eos_token_ids)
+        source = LogprobsInfo(
+            engine="native", model=config.model, logits_dtype=str(forward.dtype).removeprefix("torch.")
+        )
+        self.recorder = Recorder(text, eos_token_ids, Describer(source, forward.vocab_size))
         self.outputs: dict[str, RequestOutput] = {}
         self._counter = itertools.count()
 
@@ -102,12 +109,12 @@ class Engine:
             return self._fail(plan, error)
         for span, rows in zip(plan.prompt_rows, scored, strict=True):
             self.recorder.add_prompt_rows(span, rows)
-        for sequences, drawn in sampled:
-            self.recorder.add_tokens(sequences, drawn)
+        for sequences, drawn, whole in sampled:
+            self.recorder.add_tokens(sequences, drawn, whole)
         return self._retire(plan)
 
     @torch.inference_mode()
-    def _sample(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], SampledRows]]:
+    def _sample(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], SampledRows, WholeRows]]:
         size = default_chunk_rows(self.forward.vocab_size)
         for start in range(0, len(sequences), size):
             chunk = sequences[start : start + size]
@@ -115,7 +122,7 @@ class Engine:
             logits = self.forward.head(self.forward.hidden_rows(last_slots))
             params = [sequence.request.params for sequence in chunk]
             uniforms = np.array([sequence.next_uniform() for sequence in chunk])
-            yield chunk, self.sampler.sample(logits, params, uniforms)
+            yield chunk, self.sampler.sample(logits, params, uniforms), _whole_rows(chunk, logits)
 
     def _retire(self, plan: StepPlan) -> list[RequestOutput]:
         changed = {span.sequence for span in plan.prompt_rows}.union(plan.samples)
@@ -141,10 +148,22 @@ class Engine:
         outputs = [self.outputs[request_id] for request_id in changed]
         for output in outputs:
             if output.is_finished:
+                keep_best(output, changed[output.request_id].params)
                 del self.outputs[output.request_id]
         return outputs
 
     def _generator(self, request: Request, number: int, index: int) -> np.random.Generator:
+        """Streams of different (seed, sample) never coincide, nor do those with and without a seed."""
         seed = request.params.seed
-        base = [self.config.seed, number] if seed is None else [seed]
-        return np.random.default_rng([abs(part) for part in base] + [index])
+        base = self.config.seed if seed is None else seed
+        kind = 2 * (seed is None) + (base < 0)
+        return np.random.default_rng([index, kind, number if seed is None else 0, abs(base)])
+
+
+def _whole_rows(sequences: list[Sequence], logits: torch.Tensor) -> WholeRows:
+    """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
+    return {
+        place: torch.log_softmax(logits[place], dim=-1).numpy(force=True)
+        for place, sequence in enumerate(sequences)
+        if sequence.request.wants_row
+    }

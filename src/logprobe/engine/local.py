@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from logprobe.config import require
 from logprobe.engine.request import RequestOutput, end_with_error
 from logprobe.errors import EngineClosedError, EngineError
 
@@ -53,7 +54,7 @@ class LocalEngine:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Accept a request; `stream` must follow it.
+        """Accept a request; `result` or `stream` must follow it, once.
 
         Raises:
             ParameterError: it can never be served.
@@ -63,6 +64,8 @@ class LocalEngine:
         with self._wake:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; make a new one")
+            is_new = request.request_id not in self._outputs
+            require(is_new, "request_id", f"{request.request_id!r} is in use; give each request its own")
             output = RequestOutput.for_request(request)
             self._outputs[request.request_id] = output
             self._commands.append(partial(self._engine.add, request, output))
@@ -94,6 +97,8 @@ class LocalEngine:
     def _follow(self, request_id: str, *, every_step: bool) -> Iterator[tuple[RequestOutput, Reader]]:
         reader = Reader(every_step=every_step)
         with self._wake:
+            is_known = request_id in self._outputs
+            require(is_known, "request_id", f"{request_id!r} is unknown, or its output was taken already")
             output = self._outputs[request_id]
             self._readers[request_id] = reader
         if output.is_finished:
@@ -102,7 +107,8 @@ class LocalEngine:
             yield output, reader
         finally:
             with self._wake:
-                del self._readers[request_id], self._outputs[request_id]
+                if self._readers.get(request_id) is reader:
+                    del self._readers[request_id], self._outputs[request_id]
             if not output.is_finished:
                 self.abort(request_id)
 
@@ -163,8 +169,20 @@ class LocalEngine:
                 if reader is not None and (reader.every_step or output.is_finished):
                     by_loop[reader.loop].append(reader)
         for loop, readers in by_loop.items():
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(_wake_all, readers)
+            except RuntimeError:  # the loop was closed under its readers
+                if not loop.is_closed():
+                    raise
+                self._forget(readers)
+
+    def _forget(self, readers: list[Reader]) -> None:
+        """Give up the requests of readers who can never come back."""
+        with self._wake:
+            gone = [request_id for request_id, reader in self._readers.items() if reader in readers]
+            for request_id in gone:
+                del self._readers[request_id], self._outputs[request_id]
+                self._commands.append(partial(self._engine.abort, request_id))
 
 
 def _wake_all(readers: list[Reader]) -> None:

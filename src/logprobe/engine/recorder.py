@@ -5,8 +5,9 @@ Before it: arrays of one step. After it: `RequestOutput`, which the front ends h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from logprobe.engine.describe import STAGES
 from logprobe.engine.prompt_rows import cut_given
 from logprobe.errors import NonFiniteLogitsError
 from logprobe.records import FlatLogprobs
@@ -14,33 +15,47 @@ from logprobe.records import FlatLogprobs
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from logprobe.engine.describe import Describer
     from logprobe.engine.prompt_rows import ScoredRows
     from logprobe.engine.request import RequestOutput
     from logprobe.engine.scheduler import Span
     from logprobe.engine.sequence import Sequence
     from logprobe.engine.text import TextEdge
-    from logprobe.records import LogprobsTensors
+    from logprobe.records import LogprobsInfo, LogprobsTensors
+    from logprobe.sampling import SamplingParams
     from logprobe.sampling.sampler import SampledRows
+
+
+WholeRows: TypeAlias = "dict[int, NDArray[np.float32]]"
+"""Row of a chunk → its log-softmax, (vocabulary,) nats."""
 
 
 class Recorder:
     """Fills containers; looks up a token's bytes only where a stop string is to be found."""
 
-    def __init__(self, text: TextEdge, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, text: TextEdge, eos_token_ids: frozenset[int], describer: Describer) -> None:
         self._text = text
         self._eos_token_ids = eos_token_ids
+        self._describer = describer
 
     def open(self, sequence: Sequence, output: RequestOutput) -> None:
         """Give a new sequence the containers that its request asks for."""
         params = sequence.request.params
+        output.info = self._describer.request(params)
         if params.prompt_logprobs is not None and sequence.output.index == 0:
             first = [None] if sequence.request.first_scored == 1 else []
-            sequence.prompt_logprobs = output.prompt_logprobs = self._container(first)
+            info = self._describer.prompt(params)
+            sequence.prompt_logprobs = output.prompt_logprobs = self._container(info, first)
         if params.logprobs is not None:
-            sequence.output.logprobs = self._container()
+            first_stage, *more = STAGES[params.logprobs_mode]
+            sequence.output.logprobs = self._container(self._describer.completion(params, (first_stage,)))
             sequence.output.cumulative_logprob = 0.0
-            if params.logprobs_mode == "both":
-                sequence.output.processed_logprobs = self._container()
+            for stage in more:
+                info = self._describer.completion(params, (stage,))
+                sequence.output.processed_logprobs = self._container(info)
         if params.max_tokens == 0 and sequence.num_prompt_rows == 0:
             sequence.finish("length")
 
@@ -52,32 +67,54 @@ class Recorder:
             position = span.start + 1 + int(rows.is_valid.argmin())
             self._fail(sequence, f"prompt position {position}")
             return
+        params = sequence.request.params
         sequence.prompt_logprobs.append_rows(
-            rows.token_ids, rows.logprobs, rows.ranks, entropy=rows.entropy, given=rows.given
+            rows.token_ids,
+            rows.logprobs,
+            rows.ranks,
+            entropy=rows.entropy if params.entropy else None,
+            given=rows.given if params.logprob_token_ids else None,
         )
         if not sequence.wants_sample and span.end == sequence.num_prompt_rows:
             sequence.finish("length")
 
-    def add_tokens(self, sequences: Items[Sequence], rows: SampledRows) -> None:
-        """Record one drawn token a sequence."""
+    def add_tokens(self, sequences: Items[Sequence], rows: SampledRows, whole: WholeRows) -> None:
+        """Record one drawn token a sequence, or its whole distribution in place of one."""
         for row, sequence in enumerate(sequences):
             if sequence.is_finished:
                 continue
             if not rows.is_valid[row]:
                 self._fail(sequence, f"position {sequence.num_tokens}")
                 continue
-            output, mode = sequence.output, sequence.request.params.logprobs_mode
-            sequence.append_token(int(rows.token_ids[row]))
-            first = output.logprobs if mode != "processed_logprobs" else None
-            if rows.raw is not None and row in rows.raw_rows and first is not None:
-                logprob = _append(first, rows.raw, rows.raw_rows[row])
+            if row in whole:
+                whole[row].flags.writeable = False
+                sequence.output.row = whole[row]
+                sequence.finish("length")
+                continue
+            self._record(sequence, rows, row)
+            token_id = int(rows.token_ids[row])
+            # After its numbers, so that a reader on another thread who sees the token finds them too.
+            sequence.append_token(token_id)
+            self._check_end(sequence, token_id)
+
+    @staticmethod
+    def _record(sequence: Sequence, rows: SampledRows, row: int) -> None:
+        output, params = sequence.output, sequence.request.params
+        is_processed_only = params.logprobs_mode == "processed_logprobs"
+        if rows.raw is not None and row in rows.raw_rows:
+            place = rows.raw_rows[row]
+            output.raw_logprob = (output.raw_logprob or 0.0) + float(rows.raw.logprobs[place, 0])
+            if output.logprobs is not None and not is_processed_only:
+                _append(output.logprobs, rows.raw, place, params)
+                output.cumulative_logprob = output.raw_logprob
+        if rows.processed is not None and row in rows.processed_rows:
+            place = rows.processed_rows[row]
+            container = output.logprobs if is_processed_only else output.processed_logprobs
+            assert container is not None
+            _append(container, rows.processed, place, params)
+            if is_processed_only:
+                logprob = float(rows.processed.logprobs[place, 0])
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
-            processed = output.logprobs if mode == "processed_logprobs" else output.processed_logprobs
-            if rows.processed is not None and row in rows.processed_rows and processed is not None:
-                logprob = _append(processed, rows.processed, rows.processed_rows[row])
-                if mode == "processed_logprobs":
-                    output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
-            self._check_end(sequence, int(rows.token_ids[row]))
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
         params = sequence.request.params
@@ -91,8 +128,8 @@ class Recorder:
         elif sequence.num_tokens == sequence.max_len:
             sequence.finish("length")
 
-    def _container(self, positions: Items[None] = ()) -> FlatLogprobs:
-        return FlatLogprobs(positions, table=self._text.vocabulary)
+    def _container(self, info: LogprobsInfo, positions: Items[None] = ()) -> FlatLogprobs:
+        return FlatLogprobs(positions, table=self._text.vocabulary, info=info)
 
     @staticmethod
     def _fail(sequence: Sequence, where: str) -> None:
@@ -103,14 +140,16 @@ class Recorder:
         sequence.finish("error")
 
 
-def _append(container: FlatLogprobs, tensors: LogprobsTensors, row: int) -> float:
-    """Append one row of a step; its chosen token's logprob in nats."""
+def _append(container: FlatLogprobs, tensors: LogprobsTensors, row: int, params: SamplingParams) -> None:
+    """Append what a request asked of one row of a step."""
     width = int(tensors.num_logprobs[row]) + 1
     container.append_rows(
         tensors.token_ids[row : row + 1, :width].numpy(),
         tensors.logprobs[row : row + 1, :width].numpy(),
         tensors.ranks[row : row + 1].numpy(),
-        entropy=None if tensors.entropy is None else tensors.entropy[row : row + 1].numpy(),
-        given=cut_given(tensors, row, row + 1),
+        # Other rows of the step may have asked for more than this one.
+        entropy=tensors.entropy[row : row + 1].numpy()
+        if params.entropy and tensors.entropy is not None
+        else None,
+        given=cut_given(tensors, row, row + 1) if params.logprob_token_ids else None,
     )
-    return float(tensors.logprobs[row, 0])

@@ -5,10 +5,14 @@ Before it: the front doors. After it: the scheduler, which turns a request into 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from logprobe.engine.slots import IntArray
     from logprobe.errors import LogprobeError
     from logprobe.records import FlatLogprobs, LogprobsInfo
@@ -25,6 +29,7 @@ class Request:
     prompt_token_ids: IntArray  # (num_prompt_tokens,) int32
     params: SamplingParams
     first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
+    wants_row: bool = False  # end with the whole next-token distribution in place of a token
     adapter: str | None = None
 
 
@@ -46,6 +51,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or token id that ended it
     num_text_bytes: int | None = None  # where a stop string cut the text; None: not cut
+    raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
+    row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
     error: LogprobeError | None = None
 
 
@@ -78,6 +85,21 @@ class RequestOutput:
     def is_finished(self) -> bool:
         """Whether every completion has ended."""
         return all(completion.finish_reason is not None for completion in self.outputs)
+
+
+def keep_best(output: RequestOutput, params: SamplingParams) -> None:
+    """Leave the `n` completions with the highest mean raw logprob, best first; a failed output stays whole."""
+    if params.picks_best and output.error is None:
+        best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
+        for index, completion in enumerate(best):
+            completion.index = index
+        output.outputs = best
+
+
+def _mean_raw_logprob(completion: CompletionOutput) -> float:
+    if completion.raw_logprob is None:
+        return -math.inf
+    return completion.raw_logprob / len(completion.token_ids)
 
 
 def end_with_error(output: RequestOutput, error: LogprobeError) -> None:

@@ -5,14 +5,17 @@ Names and meanings are vLLM's and OpenAI's where the two agree.
 
 from __future__ import annotations
 
-import math
+import operator
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Final, Literal, cast
 
 from logprobe.config import require, strict_keywords
+from logprobe.errors import ParameterError
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
-MODES = ("raw_logprobs", "processed_logprobs", "both")
+MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
+LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
 
 
 @strict_keywords
@@ -29,17 +32,17 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens with at least this mass (nucleus sampling,
             Holtzman et al. 2020).
         min_p: keep tokens at least this likely relative to the most likely one.
-        seed: the same (seed, prompt, parameters) give the same tokens whatever runs beside them.
+        seed: any integer; the same (seed, prompt, parameters) give the same tokens whatever runs beside.
         stop: strings that end the text, which is cut before them.
         stop_token_ids: token ids that end the text.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: alternatives per generated token (`None` off, 0 the chosen token only, -1 the whole
             vocabulary); the chosen token always comes too.
-        prompt_logprobs: the same per prompt token.
-        logprob_token_ids: report these ids at every position, with their true ranks.
+        prompt_logprobs: the same per prompt token, always of the model's own distribution.
+        logprob_token_ids: report these ids at every position reported, with their true ranks.
         logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
             token was drawn from, `both` gives both.
-        entropy: report the entropy of each position's raw distribution, in nats.
+        entropy: report the entropy of each distribution reported, in nats.
     """
 
     n: int = 1
@@ -66,42 +69,49 @@ class SamplingParams:
         self._check_reports()
 
     def _normalise(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        normal: dict[str, object] = {"stop": _texts("stop", stop or ())}
+        normal["stop_token_ids"] = _ints("stop_token_ids", self.stop_token_ids or ())
         if self.logprob_token_ids is not None:
-            object.__setattr__(self, "logprob_token_ids", tuple(self.logprob_token_ids))
-        require(all(stop), "stop", "an empty string would stop at once; leave it out")
+            normal["logprob_token_ids"] = _ints("logprob_token_ids", self.logprob_token_ids)
+        for name in ("n", "best_of", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None or name in {"n", "max_tokens", "top_k"}:
+                normal[name] = _int(name, value)
+        for name in ("temperature", "top_p", "min_p"):
+            normal[name] = _float(name, getattr(self, name))
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
 
     def _check_counts(self) -> None:
-        for name in ("n", "max_tokens", "top_k"):
-            _require_int(name, getattr(self, name))
         require(self.n >= 1, "n", f"must be at least 1, got {self.n}")
         require(self.max_tokens >= 0, "max_tokens", f"must be 0 or more, got {self.max_tokens}")
         if self.best_of is not None:
-            _require_int("best_of", self.best_of)
             require(self.best_of >= self.n, "best_of", f"must be at least n ({self.n}), got {self.best_of}")
-        if self.seed is not None:
-            _require_int("seed", self.seed)
+            is_drawn = self.max_tokens > 0 or self.best_of == self.n
+            require(is_drawn, "best_of", "compares generated tokens; max_tokens must be positive")
 
     def _check_shape_of_distribution(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(is_number and math.isfinite(value), name, f"must be a finite number, got {value!r}")
         require(self.temperature >= 0, "temperature", f"must be 0 or more, got {self.temperature}")
         require(self.top_k >= -1, "top_k", f"must be -1 or 0 (all) or positive, got {self.top_k}")
         require(0 < self.top_p <= 1, "top_p", f"must lie in (0, 1], got {self.top_p}")
         require(0 <= self.min_p <= 1, "min_p", f"must lie in [0, 1], got {self.min_p}")
 
     def _check_reports(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _require_int(name, value)
-                require(value >= -1, name, f"must be None, -1 (whole vocabulary), 0 or positive, got {value}")
+        counts = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        for name, value in counts.items():
+            is_count = value is None or value >= -1
+            require(is_count, name, f"must be None, -1 (whole vocabulary), 0 or positive, got {value}")
         known = f"must be one of {', '.join(MODES)}, got {self.logprobs_mode!r}"
         require(self.logprobs_mode in MODES, "logprobs_mode", known)
+        for name in ("ignore_eos", "entropy"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
+        is_reported = any(value is not None for value in counts.values())
+        for name in ("entropy", "logprob_token_ids"):
+            is_asked = bool(getattr(self, name))
+            remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
+            require(is_reported or not is_asked, name, remedy)
 
     @property
     def num_samples(self) -> int:
@@ -109,11 +119,47 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def picks_best(self) -> bool:
+        """Whether more completions are drawn than returned."""
+        return self.num_samples > self.n
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is picked without a draw."""
         return self.temperature == 0
 
 
-def _require_int(name: str, value: object) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    require(is_int, name, f"must be an integer, got {value!r}")
+def _int(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    require(number is not None and not isinstance(value, bool), name, f"must be an integer, got {value!r}")
+    return cast("int", number)
+
+
+def _float(name: str, value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    require(is_number and abs(value) <= LARGEST_FLOAT, name, f"must be a finite number, got {value!r}")
+    return float(value)
+
+
+def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise ParameterError(name, f"must be a list of {what}, got {values!r}") from error
+
+
+def _ints(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(_int(name, value) for value in _items(name, values, "token ids"))
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    texts = _items(name, values, "strings")
+    for text in texts:
+        require(isinstance(text, str), name, f"must hold strings, got {text!r}")
+        require(text, name, "an empty string would stop at once; leave it out")
+        is_unicode = not any("\ud800" <= character <= "\udfff" for character in text)
+        require(is_unicode, name, f"{text!r} is not valid Unicode text")
+    return texts

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from logprobe.sampling.params import SamplingParams
 
 
+LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary is larger
+
+
 @dataclass(frozen=True, slots=True)
 class SampledRows:
     """What one chunk of rows gave; `raw` and `processed` hold only the rows named beside them."""
@@ -55,8 +58,8 @@ class Sampler:
     ) -> SampledRows:
         """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1)."""
         drawn = draw(logits, _draw_params(params, uniforms))
-        raw_rows = [row for row, asked in enumerate(params) if _wants(asked, "processed_logprobs")]
-        processed_rows = [row for row, asked in enumerate(params) if _wants(asked, "raw_logprobs")]
+        raw_rows = [row for row, asked in enumerate(params) if _wants_raw(asked)]
+        processed_rows = [row for row, asked in enumerate(params) if _wants_processed(asked)]
         raw = processed = None
         if raw_rows:
             # Most steps report every row or none: no copy then.
@@ -76,13 +79,18 @@ class Sampler:
         )
 
 
-def _wants(params: SamplingParams, all_but: str) -> bool:
-    return params.logprobs is not None and params.logprobs_mode != all_but
+def _wants_raw(params: SamplingParams) -> bool:
+    is_asked = params.logprobs is not None and params.logprobs_mode != "processed_logprobs"
+    return is_asked or params.picks_best
+
+
+def _wants_processed(params: SamplingParams) -> bool:
+    return params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
 
 
 def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]) -> DrawParams:
     columns = np.array(
-        [(asked.temperature, max(asked.top_k, 0), asked.top_p, asked.min_p) for asked in params],
+        [(one.temperature, min(max(one.top_k, 0), LARGEST_K), one.top_p, one.min_p) for one in params],
         dtype=np.float32,
     )
     temperatures, top_ks, top_ps, min_ps = np.ascontiguousarray(columns.T)
@@ -97,7 +105,7 @@ def _report(
     return extract(
         logits,
         drawn.token_ids[rows],
-        np.array([one.logprobs for one in asked]),
+        np.array([one.logprobs or 0 for one in asked]),
         given_ids=given if any(given) else None,
         entropy=any(one.entropy for one in asked),
     )
