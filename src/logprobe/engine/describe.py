@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.records import LogprobsInfo
-
 if TYPE_CHECKING:
+    from logprobe.records import LogprobsInfo
     from logprobe.records.info import Stage
     from logprobe.sampling import SamplingParams
 

@@ -20,6 +20,7 @@ from logprobe.engine.request import keep_best
 from logprobe.engine.scheduler import Scheduler
 from logprobe.engine.sequence import Sequence
 from logprobe.errors import ForwardError, LogprobeError
+from logprobe.kernels.extract import extract
 from logprobe.kernels.head import default_chunk_rows
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backend import ForwardBackend
+    from logprobe.engine.recorder import WholeRows
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.text import TextEdge
-    from logprobe.engine.recorder import WholeRows
     from logprobe.sampling.sampler import SampledRows
 
 
@@ -162,8 +163,12 @@ class Engine:
 
 def _whole_rows(sequences: list[Sequence], logits: torch.Tensor) -> WholeRows:
     """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
+    places = [place for place, sequence in enumerate(sequences) if sequence.request.wants_row]
+    if not places:
+        return {}
+    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    lse = extract(logits[places], [0] * len(places), 0).lse
     return {
-        place: torch.log_softmax(logits[place], dim=-1).numpy(force=True)
-        for place, sequence in enumerate(sequences)
-        if sequence.request.wants_row
+        place: (logits[place] - normaliser).numpy(force=True)
+        for place, normaliser in zip(places, lse, strict=True)
     }

@@ -33,5 +33,6 @@ class OutputHead:
         self._model._modules = {**model._modules, model.base_model_prefix: _GivenRows()}  # noqa: SLF001
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Give (rows, vocabulary) float32 logits for (rows, hidden size)."""
         logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()

@@ -88,7 +88,7 @@ class RequestOutput:
 
 
 def keep_best(output: RequestOutput, params: SamplingParams) -> None:
-    """Leave the `n` completions with the highest mean raw logprob, best first; a failed output stays whole."""
+    """Leave the `n` completions of the highest mean raw logprob, best first; a failed output stays whole."""
     if params.picks_best and output.error is None:
         best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
         for index, completion in enumerate(best):

@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedGatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))` on packed weights, activation and product fused into the matrix products."""
+    """`down(act(gate(x)) * up(x))` on packed weights; activation and product are fused into them."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -85,9 +85,8 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN is here for such a weight."""
-    return (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    )
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn
 
 
 def pack_(model: nn.Module) -> None:
