@@ -5,12 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logprobe.kernels.extract import extract
+    from logprobe.kernels.batches import batch_logprobs_to_host, extract_top_k_logprobs
+    from logprobe.kernels.extraction import extract
     from logprobe.kernels.head import head_extract
+    from logprobe.kernels.info import kernel_info, warm_up
 
-__all__ = ["extract", "head_extract"]
+__all__ = [
+    "batch_logprobs_to_host",
+    "extract",
+    "extract_top_k_logprobs",
+    "head_extract",
+    "kernel_info",
+    "warm_up",
+]
 
-_MODULES = {"extract": "extract", "head_extract": "head"}
+_MODULES = {
+    "batch_logprobs_to_host": "batches",
+    "extract": "extraction",
+    "extract_top_k_logprobs": "batches",
+    "head_extract": "head",
+    "kernel_info": "info",
+    "warm_up": "info",
+}
 
 
 def __getattr__(name: str) -> Any:

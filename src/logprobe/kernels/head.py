@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extract import fill
-from logprobe.kernels.requests import allocate, check_logits, check_requests, output_rows
+from logprobe.kernels.extraction import fill
+from logprobe.kernels.requests import allocate, check_requests, check_rows, output_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is w
         if transform is not None:
             logits = transform(logits, rows)
         if output is None:
-            shape = (num_rows, check_logits(logits)[1])
+            shape = (num_rows, check_rows(logits)[1])
             requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, entropy=entropy)
             output = allocate(requests, logits.device)
             size = chunk_rows or default_chunk_rows(shape[1])

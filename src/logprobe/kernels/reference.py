@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.kernels.requests import allocate, check_logits, check_requests, output_rows
+from logprobe.kernels.requests import allocate, check_requests, check_rows, output_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def extract(
     dtype: torch.dtype = torch.float32,
 ) -> LogprobsTensors:
     """The same numbers as `logprobe.kernels.extract`, computed and returned in `dtype`."""
-    requests = check_requests(check_logits(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
+    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
     output = allocate(requests, logits.device, dtype=dtype)
     fill(logits, requests, output)
     return output

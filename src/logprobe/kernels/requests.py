@@ -66,19 +66,33 @@ class RowRequests:
         )
 
 
-def check_logits(logits: Tensor) -> tuple[int, int]:
-    """Number of rows and vocabulary size of `logits`.
+def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
+    """Number of rows and vocabulary size of a (B, V) tensor.
 
     Raises:
         ParameterError: not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
     """
-    if not isinstance(logits, Tensor):
-        raise ParameterError("logits", f"must be a torch tensor, not {type(logits).__name__}")
-    if logits.dtype not in LOGITS_DTYPES:
-        raise ParameterError("logits", f"must be float32, float16 or bfloat16, not {logits.dtype}")
-    if logits.ndim != 2 or logits.shape[1] < 1:
-        raise ParameterError("logits", f"must have shape (B, V) with V >= 1, not {tuple(logits.shape)}")
-    return logits.shape[0], logits.shape[1]
+    if not isinstance(rows, Tensor):
+        raise ParameterError(parameter, f"must be a torch tensor, not {type(rows).__name__}")
+    if rows.dtype not in LOGITS_DTYPES:
+        raise ParameterError(parameter, f"must be float32, float16 or bfloat16, not {rows.dtype}")
+    if rows.ndim != 2 or rows.shape[1] < 1:
+        raise ParameterError(parameter, f"must have shape (B, V) with V >= 1, not {tuple(rows.shape)}")
+    return rows.shape[0], rows.shape[1]
+
+
+def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]:
+    """Token ids of any shape as int32 on the host.
+
+    Raises:
+        ParameterError: not integers, or an id outside the vocabulary.
+    """
+    array = _int_array(ids, parameter)
+    # seen as unsigned, a negative id is beyond every vocabulary
+    if array.size and array.astype(np.int64).view(np.uint64).max() >= vocab_size:
+        wrong = array[(array < 0) | (array >= vocab_size)].flat[0]
+        raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
+    return array.astype(np.int32)
 
 
 def check_requests(
@@ -156,34 +170,33 @@ def output_rows(output: LogprobsTensors, start: int, stop: int) -> LogprobsTenso
 
 
 def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
-    ids = _int_array(chosen_ids, "chosen_ids")
+    ids = check_ids(chosen_ids, vocab_size, "chosen_ids")
     if ids.shape != (num_rows,):
         raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one a row, not {ids.shape}")
-    return _check_ids(ids, vocab_size, "chosen_ids")
+    return ids
 
 
 def _check_k(k: int | IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
-    counts = np.full(num_rows, k) if isinstance(k, int) else _int_array(k, "k")
-    if counts.ndim == 0:
-        counts = np.full(num_rows, counts)
-    if counts.shape != (num_rows,):
+    counts = _int_array(k, "k")
+    if counts.shape not in {(), (num_rows,)}:
         raise ParameterError("k", f"must be one number or have shape ({num_rows},), not {counts.shape}")
-    if num_rows and counts.min() < -1:
-        raise ParameterError("k", f"must be -1 (whole vocabulary) or more, not {counts.min()}")
-    return np.where((counts < 0) | (counts > vocab_size), vocab_size, counts).astype(np.int32)
+    if counts.size and (least := counts.min()) < -1:
+        raise ParameterError("k", f"must be -1 (whole vocabulary) or more, not {least}")
+    clipped = np.minimum(np.where(counts < 0, vocab_size, counts), vocab_size)
+    return np.full(num_rows, clipped, dtype=np.int32)
 
 
 def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
     if given_ids is None:
         return None, None
     if _is_shared(given_ids):
-        shared = _check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
+        shared = check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
         offsets = np.arange(num_rows + 1, dtype=np.int64) * len(shared)
         return torch.from_numpy(offsets), torch.from_numpy(np.tile(shared, num_rows))
     rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
     if len(rows) != num_rows:
         raise ParameterError("given_ids", f"must name ids for each of {num_rows} rows, not {len(rows)}")
-    flat = _check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
+    flat = check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
     offsets = np.zeros(num_rows + 1, dtype=np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return torch.from_numpy(offsets), torch.from_numpy(flat)
@@ -201,13 +214,6 @@ def _flat_ids(ids: object) -> NDArray[np.integer]:
     if flat.ndim != 1:
         raise ParameterError("given_ids", f"must be one-dimensional for a row, not of shape {flat.shape}")
     return flat
-
-
-def _check_ids(ids: NDArray[np.integer], vocab_size: int, parameter: str) -> NDArray[np.int32]:
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
-    return ids.astype(np.int32)
 
 
 def _int_array(values: object, parameter: str) -> NDArray[np.integer]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from logprobe.kernels.extract import extract
+from logprobe.kernels import extract
 from logprobe.kernels.sample import DrawParams, draw, truncated_
 
 if TYPE_CHECKING:

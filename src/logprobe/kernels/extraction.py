@@ -5,15 +5,23 @@ Before it: the output head. After it: the per-request records. The device of the
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.requests import allocate, check_logits, check_requests
+from logprobe.kernels.info import kernel_of
+from logprobe.kernels.requests import allocate, check_requests, check_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.requests import GivenLike, IdsLike, RowRequests
     from logprobe.records.steps import LogprobsTensors
+
+_MODULES = {
+    "numba": "logprobe.kernels.cpu",
+    "triton": "logprobe.kernels.cuda",
+    "torch": "logprobe.kernels.reference",
+}
 
 
 def extract(
@@ -42,7 +50,7 @@ def extract(
     Raises:
         ParameterError: a shape or dtype that does not fit, an id outside the vocabulary, k < -1.
     """
-    requests = check_requests(check_logits(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
+    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output
@@ -50,11 +58,4 @@ def extract(
 
 def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
     """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
-    if logits.device.type == "cpu":
-        from logprobe.kernels import cpu
-
-        cpu.fill(logits, requests, output)
-    else:
-        from logprobe.kernels import reference
-
-        reference.fill(logits, requests, output)
+    import_module(_MODULES[kernel_of(logits.device.type)]).fill(logits, requests, output)

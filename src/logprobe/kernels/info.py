@@ -1,0 +1,38 @@
+"""Which kernel serves which device; the warm-up that compiles the CPU kernels before any request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+CPU_KERNELS = ("cpu", "sample_numba", "attention_numba")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """What `warm_up` did."""
+
+    seconds: float
+    is_from_cache: bool  # False where any kernel had to be compiled
+
+
+def kernel_of(device_type: str) -> str:
+    """'numba', 'triton' or 'torch': what extracts on a device of that type."""
+    if device_type == "cpu":
+        return "numba"
+    return "triton" if device_type == "cuda" and find_spec("triton") is not None else "torch"
+
+
+def kernel_info() -> dict[str, str]:
+    """Device type to the kernel that serves it."""
+    return {device_type: kernel_of(device_type) for device_type in ("cpu", "cuda")}
+
+
+def warm_up() -> WarmUp:
+    """Compile the CPU kernels, or load them from the disk cache, so that no request waits for a compiler."""
+    started = time.perf_counter()
+    workers = [import_module(f"logprobe.kernels.{name}").worker() for name in CPU_KERNELS]
+    is_from_cache = all(worker.is_from_cache for worker in workers)
+    return WarmUp(seconds=time.perf_counter() - started, is_from_cache=is_from_cache)
