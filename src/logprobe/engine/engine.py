@@ -20,7 +20,7 @@ from logprobe.engine.request import keep_best
 from logprobe.engine.scheduler import Scheduler
 from logprobe.engine.sequence import Sequence
 from logprobe.errors import ForwardError, LogprobeError
-from logprobe.kernels.extract import extract
+from logprobe.kernels import extract
 from logprobe.kernels.head import default_chunk_rows
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler

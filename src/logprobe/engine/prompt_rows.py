@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.kernels.head import head_extract
+from logprobe.kernels import head_extract
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
