@@ -1,0 +1,129 @@
+"""Tiny random models made on the spot, so that no test but those marked `real_model` needs a download."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+# Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from logprobe import LLM
+
+CONTEXT_LEN = 128
+MERGES = (
+    "t h,th e,Ġ t,Ġ th,Ġ the,a n,an d,Ġ and,i n,in g,Ġ a,o n,e r,r e,Ġ o,Ġo f,Ġ w,Ġ s,s t,e n,"
+    "Ġ Ġ,ĠĠ Ġ,a b,c a,ca t,Ġ cat,d o,do g,Ã ©,ð Ł"
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 2 layers, grouped heads and a head of its own; its tokenizer puts BOS first."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    size = save_tokenizer(folder, with_bos=True)
+    config = LlamaConfig(vocab_size=size, num_hidden_layers=2, tie_word_embeddings=False, **shape())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over some ten nats
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_window_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 2 of 3 layers: sliding windows, squashed scores and logits, a tied head; no BOS."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-gemma2")
+    config = Gemma2Config(
+        vocab_size=save_tokenizer(folder, with_bos=False),
+        num_hidden_layers=3,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=12,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=8.0,
+        **shape(),
+    )
+    torch.manual_seed(1)
+    model = Gemma2ForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(weight, std=0.4 if "embed" in name else 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
+    """The tiny Llama behind the offline front door."""
+    from logprobe import LLM
+
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def real_llm() -> Iterator[LLM]:
+    """SmolLM2-135M-Instruct in float32; a test that cannot have it is skipped with the reason."""
+    from logprobe import LLM
+    from logprobe.errors import ModelError
+
+    try:
+        llm = LLM("smollm2", kv_bytes=1 << 29)
+    except ModelError as error:
+        pytest.skip(f"smollm2 cannot be had: {error}")
+    with llm:
+        yield llm
+
+
+def shape() -> dict[str, Any]:
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT_LEN,
+        "initializer_range": 0.2,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+
+
+def save_tokenizer(folder: Path, *, with_bos: bool) -> int:
+    """Write a byte-level BPE tokenizer; the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [tuple(merge.strip().split(" ")) for merge in MERGES.split(",")]
+    pieces = ["<|bos|>", "<|eos|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    ids = {piece: token_id for token_id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if with_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+        )
+    specials: dict[str, Any] = {"eos_token": "<|eos|>"} | ({"bos_token": "<|bos|>"} if with_bos else {})
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **specials)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return len(pieces)

@@ -1,0 +1,178 @@
+"""An engine driven step by step without its thread, over one tiny model that all tests of a session share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.config import EngineConfig
+from logprobe.engine.engine import Engine
+from logprobe.engine.request import Request, RequestOutput
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from logprobe.engine.scheduler import StepPlan
+
+TOLERANCE = 1e-4  # nats, on the tiny models
+
+
+class WatchedForward:
+    """A forward backend that shows a smaller pool, counts tokens and lets a test spoil a step."""
+
+    def __init__(self, forward: Any, num_slots: int) -> None:
+        self._forward = forward
+        self.num_slots = num_slots
+        self.num_tokens_run = 0
+        self.before_run: Callable[[StepPlan], None] = lambda _: None
+        self.spoil: Callable[[Any, Any], None] = lambda _slots, _rows: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+    def run(self, plan: StepPlan) -> None:
+        self.before_run(plan)
+        self.num_tokens_run += sum(map(len, plan.tokens))
+        self._forward.run(plan)
+
+    def hidden_rows(self, slots: Any) -> Any:
+        rows = self._forward.hidden_rows(slots).clone()
+        self.spoil(slots, rows)
+        return rows
+
+
+class SteppedEngine:
+    """Requests in, steps by hand; each step is followed by the check of every slot's ownership."""
+
+    def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
+        parts = llm.engine._engine
+        self.text = llm.text
+        self.forward = WatchedForward(parts.forward, num_slots)
+        config = EngineConfig(**settings)
+        self.engine = Engine(config, self.forward, llm.text, parts.recorder._eos_token_ids)
+        self.outputs: dict[str, RequestOutput] = {}
+        self.num_ends: dict[str, int] = {}
+        self.num_steps = 0
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.scheduler
+
+    def submit(self, name: str, ids: Iterable[int], **params: Any) -> RequestOutput:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=np.array(list(ids), dtype=np.int32),
+            params=SamplingParams(**params),
+        )
+        self.engine.check(request)
+        output = self.outputs[name] = RequestOutput.for_request(request)
+        self.num_ends[name] = 0
+        if self.engine.add(request, output) is not None:
+            self.num_ends[name] += 1
+        self.scheduler.check_integrity()
+        return output
+
+    def abort(self, name: str) -> None:
+        self.num_ends[name] += self.engine.abort(name) is not None
+        self.scheduler.check_integrity()
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.num_ends[output.request_id] += output.is_finished
+        self.num_steps += 1
+        self.scheduler.check_integrity()
+
+    def run(self, max_steps: int = 5000) -> None:
+        while self.engine.has_work:
+            assert self.num_steps < max_steps, "the engine makes no progress"
+            self.step()
+
+    def assert_idle(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not self.engine.outputs
+        assert scheduler.num_available == scheduler.pool.num_slots
+        assert set(self.num_ends.values()) <= {1}
+
+
+def start(folder: Path) -> Any:
+    """A model whose own thread has ended; its parts serve engines driven by hand."""
+    from logprobe import LLM
+
+    with LLM(str(folder), kv_bytes=1 << 20) as llm:
+        return llm
+
+
+@pytest.fixture(scope="session")
+def parts(tiny_model_folder: Path) -> Any:
+    return start(tiny_model_folder)
+
+
+@pytest.fixture(scope="session")
+def window_parts(tiny_window_folder: Path) -> Any:
+    return start(tiny_window_folder)
+
+
+@pytest.fixture(scope="session")
+def new_engine(parts: Any) -> Callable[..., SteppedEngine]:
+    """Make a cold engine on the tiny Llama: number of slots, then settings of `EngineConfig`."""
+    return lambda num_slots=400, **settings: SteppedEngine(parts, num_slots, **settings)
+
+
+@pytest.fixture(scope="session")
+def new_window_engine(window_parts: Any) -> Callable[..., SteppedEngine]:
+    """The same on the tiny Gemma 2."""
+    return lambda num_slots=400, **settings: SteppedEngine(window_parts, num_slots, **settings)
+
+
+@pytest.fixture(scope="session")
+def assert_same() -> Callable[[RequestOutput, RequestOutput], None]:
+    """Compare what two requests gave: tokens equal, numbers within the tolerance."""
+    return _assert_same
+
+
+def _assert_same(got: RequestOutput, want: RequestOutput) -> None:
+    _assert_same_rows(got.prompt_logprobs, want.prompt_logprobs)
+    for mine, theirs in zip(got.outputs, want.outputs, strict=True):
+        assert repr(mine.error) == repr(theirs.error)
+        for name in ("token_ids", "finish_reason", "stop_reason", "num_text_bytes"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        _assert_same_rows(mine.logprobs, theirs.logprobs)
+        _assert_same_rows(mine.processed_logprobs, theirs.processed_logprobs)
+        if theirs.cumulative_logprob is None:
+            assert mine.cumulative_logprob is None
+        else:
+            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=10 * TOLERANCE)
+
+
+def _assert_same_rows(got: Any, want: Any) -> None:
+    if want is None:
+        assert got is None
+        return
+    assert len(got) == len(want)
+    for mine, theirs in zip(got, want, strict=True):
+        if theirs is None:
+            assert mine is None
+            continue
+        assert len(mine) == len(theirs)
+        assert next(iter(mine)) == next(iter(theirs)), "the chosen token comes first"
+        np.testing.assert_allclose(_sorted_logprobs(mine), _sorted_logprobs(theirs), atol=TOLERANCE)
+        for token_id in mine.keys() & theirs.keys():
+            assert mine[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=TOLERANCE)
+            # Two logits closer than the tolerance may change places.
+            assert abs(mine[token_id].rank - theirs[token_id].rank) <= 1
+    assert (got.entropy is None) == (want.entropy is None), "entropy is there if and only if it was asked"
+    if want.entropy is not None:
+        np.testing.assert_allclose(got.entropy, want.entropy, atol=10 * TOLERANCE)
+    assert (got.given is None) == (want.given is None), "named ids are there if and only if they were asked"
+    if want.given is not None:
+        _assert_same_rows(got.given, want.given)
+
+
+def _sorted_logprobs(row: dict[int, Any]) -> list[float]:
+    return sorted(entry.logprob for entry in row.values())
