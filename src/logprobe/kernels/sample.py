@@ -109,5 +109,6 @@ def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: Floa
         values = logits[position]
         values.masked_fill_((values < cut) | ((values == cut) & (ids > cut_id)), -torch.inf)
         if temperatures[row] > 0:
-            values.div_(float(temperatures[row]))
+            # From the maximum, so that no temperature makes an infinity of it.
+            values.sub_(values.max()).div_(float(temperatures[row]))
     return logits

@@ -173,8 +173,10 @@ def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, un
             if _is_kept(row[i], i, cut_logit, cut_id):
                 sums[b] += math.exp((row[i] - best) / temperature)
     left = sums.sum() * uniform
-    b = 0
-    while b < num_blocks - 1 and left >= sums[b]:
+    b, last = 0, num_blocks - 1
+    while last > 0 and sums[last] == 0:  # rounding must not carry the search past all weight
+        last -= 1
+    while b < last and left >= sums[b]:
         left -= sums[b]
         b += 1
     chosen = -1
