@@ -70,8 +70,9 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        normal: dict[str, object] = {"stop": _texts("stop", stop or ())}
-        normal["stop_token_ids"] = _ints("stop_token_ids", self.stop_token_ids or ())
+        normal: dict[str, object] = {"stop": _texts("stop", () if stop is None else stop)}
+        ids = self.stop_token_ids
+        normal["stop_token_ids"] = _ints("stop_token_ids", () if ids is None else ids)
         if self.logprob_token_ids is not None:
             normal["logprob_token_ids"] = _ints("logprob_token_ids", self.logprob_token_ids)
         for name in ("n", "best_of", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):

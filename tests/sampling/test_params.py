@@ -1,0 +1,118 @@
+"""What a request may ask for, and how a wrong wish is answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from logprobe import SamplingParams
+from logprobe.errors import ParameterError, UnknownParameterError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 0), ("n", 1.5), ("n", "2"), ("n", None), ("n", True),
+        ("best_of", 0), ("best_of", 1.0), ("best_of", -1),
+        ("max_tokens", -1), ("max_tokens", None), ("max_tokens", 3.0),
+        ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")),
+        ("temperature", 1e39), ("temperature", 10**400), ("temperature", "hot"), ("temperature", None),
+        ("temperature", True),
+        ("top_k", -2), ("top_k", 1.5), ("top_k", None),
+        ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_p", "all"), ("top_p", float("nan")),
+        ("min_p", -0.01), ("min_p", 1.01), ("min_p", None),
+        ("seed", 1.5), ("seed", "lucky"), ("seed", True),
+        ("stop", ""), ("stop", ["a", ""]), ("stop", [5]), ("stop", 5), ("stop", "\ud800"), ("stop", [b"a"]),
+        ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("stop_token_ids", [1.5]),
+        ("stop_token_ids", [True]),
+        ("ignore_eos", "no"), ("ignore_eos", 1), ("ignore_eos", None),
+        ("logprobs", -2), ("logprobs", 1.5), ("logprobs", "all"), ("logprobs", True),
+        ("prompt_logprobs", -2), ("prompt_logprobs", [5]),
+        ("logprob_token_ids", 5), ("logprob_token_ids", [1.5]), ("logprob_token_ids", "ab"),
+        ("logprobs_mode", "raw"), ("logprobs_mode", None), ("logprobs_mode", ["both"]),
+        ("entropy", 1), ("entropy", "yes"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_the_name_of_its_parameter(name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{"logprobs": 0, name: value})
+    assert caught.value.parameter == name
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter", "says"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", "at least n"),
+        ({"best_of": 2, "max_tokens": 0}, "best_of", "max_tokens"),
+        ({"entropy": True}, "entropy", "logprobs=|set one"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids", "set one"),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused(
+    options: dict[str, Any], parameter: str, says: str
+) -> None:
+    with pytest.raises(ParameterError, match=says) as caught:
+        SamplingParams(**options)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("max_token", "max_tokens"), ("temprature", "temperature"), ("logprob", "logprobs"), ("topk", "top_k")],
+)
+def test_a_misspelt_keyword_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownParameterError, match=f"did you mean '{nearest}'") as caught:
+        SamplingParams(**{name: 1})
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_keyword_like_no_other_is_answered_with_all() -> None:
+    with pytest.raises(UnknownParameterError, match=r"known: .*temperature"):
+        SamplingParams(zzzzzz=1)
+
+
+def test_lists_and_numpy_numbers_become_plain_values() -> None:
+    params = SamplingParams(
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        seed=np.uint64(7),
+        stop="end",
+        stop_token_ids=np.array([3, 4]),
+        logprobs=np.int32(5),
+        logprob_token_ids=[np.int64(9)],
+    )
+    values = (params.n, params.temperature, params.seed, params.logprobs)
+    assert values == (2, 0.5, 7, 5)
+    assert [type(value) for value in values] == [int, float, int, int]
+    assert (params.stop, params.stop_token_ids, params.logprob_token_ids) == (("end",), (3, 4), (9,))
+    assert params == SamplingParams(
+        n=2, temperature=0.5, seed=7, stop=["end"], stop_token_ids=[3, 4], logprobs=5, logprob_token_ids=(9,)
+    )
+    assert hash(params) == hash(params)
+
+
+def test_none_means_no_stops() -> None:
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
+@pytest.mark.parametrize("seed", [0, -5, 2**63, 2**200])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert SamplingParams(seed=seed).seed == seed
+
+
+def test_parameters_never_change() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+def test_what_is_drawn_follows_from_n_and_best_of() -> None:
+    facts = [
+        (one.num_samples, one.picks_best)
+        for one in (SamplingParams(n=3), SamplingParams(n=2, best_of=5), SamplingParams(n=2, best_of=2))
+    ]
+    assert facts == [(3, False), (5, True), (2, False)]
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=0.1).is_greedy
