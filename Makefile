@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ rivals: $(VENV)/.base  ## build the environments that the benchmarks compare wit
 bench: $(VENV)/.base  ## every benchmark beside the rivals that are there; results, then docs/performance.md
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+docs: $(VENV)/.base  ## docs/cli.md from the commands' own help
+	$(BIN)/python docs/cli_help.py > docs/cli.md
 
 format: $(VENV)/.check
 	$(BIN)/ruff format .

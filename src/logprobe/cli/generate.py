@@ -9,46 +9,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from logprobe.cli.inputs import STDIN, read_text
-from logprobe.cli.rows import engine_info, token_rows, totals
+from logprobe.cli.rows import info_dict, token_rows, totals
 from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
 from logprobe.cli.tables import token_table
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from logprobe.engine.request import CompletionOutput
+    from logprobe.engine.request import RequestOutput
     from logprobe.llm import LLM
 
 _DEFAULTS = SamplingParams()
 
 
+_Prompt = Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")]
+_Logprobs = Annotated[
+    int | None,
+    typer.Option(help="Report each token with so many alternatives; 0: the token alone, -1: the vocabulary."),
+]
+_MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+_Temperature = Annotated[float, typer.Option(help="0 picks the most likely token each time.")]
+_Seed = Annotated[int | None, typer.Option(help="The same seed, prompt and flags give the same text.")]
+_TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens with this mass.")]
+_TopK = Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")]
+_Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")]
+
+
 def generate(  # noqa: PLR0913 - one argument a flag
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")],
+    prompt: _Prompt,
     *,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            help="Report each token with so many alternatives; 0: the token alone, -1: the vocabulary.",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")] = (
-        _DEFAULTS.max_tokens
-    ),
-    temperature: Annotated[
-        float, typer.Option("--temperature", help="0 picks the most likely token each time.")
-    ] = _DEFAULTS.temperature,
-    seed: Annotated[
-        int | None, typer.Option("--seed", help="The same seed, prompt and flags give the same text.")
-    ] = None,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Draw from the fewest tokens with this mass.")
-    ] = _DEFAULTS.top_p,
-    top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw from so many most likely tokens; 0: all.")
-    ] = _DEFAULTS.top_k,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; may be given more than once.")
-    ] = None,
+    logprobs: _Logprobs = None,
+    max_tokens: _MaxTokens = _DEFAULTS.max_tokens,
+    temperature: _Temperature = _DEFAULTS.temperature,
+    seed: _Seed = None,
+    top_p: _TopP = _DEFAULTS.top_p,
+    top_k: _TopK = _DEFAULTS.top_k,
+    stop: _Stop = None,
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,26 +65,24 @@ def generate(  # noqa: PLR0913 - one argument a flag
     text = read_text(prompt) if prompt == STDIN else prompt
     with open_llm(model) as llm:
         (output,) = llm.generate(text, params, progress=sys.stderr.isatty())
-        _print(llm, text, output.outputs[0], logprobs, as_json=as_json)
+        _print(llm, output, logprobs, as_json=as_json)
 
 
-def _print(
-    llm: LLM, prompt: str, completion: CompletionOutput, logprobs: int | None, *, as_json: bool
-) -> None:
-    vocabulary = llm.text.vocabulary
+def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool) -> None:
+    completion = output.outputs[0]
     found: dict[str, Any] = {
-        "prompt": prompt,
+        "prompt": output.prompt,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids,
     }
     if completion.logprobs is not None:
-        rows = token_rows(completion.token_ids, completion.logprobs, vocabulary)
+        rows = token_rows(completion.token_ids, completion.logprobs, llm.text.vocabulary)
         num_bytes = sum(len(row["bytes"]) for row in rows)
         found |= {"tokens": rows, "totals": totals(rows, num_bytes, num_bytes)}
     if as_json:
-        typer.echo(json.dumps(found | {"info": engine_info(llm, logprobs)}))
+        typer.echo(json.dumps(found | {"info": info_dict(llm, output.info)}))
         return
     typer.echo(completion.text)
     if completion.logprobs is not None and rows:

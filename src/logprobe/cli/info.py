@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
     """What `info` prints, as plain values."""
     import torch
 
-    from logprobe import kernels
+    from logprobe.kernels import kernel_info
     from logprobe.kernels.parallel import thread_pool
 
     return {
@@ -40,7 +40,7 @@ def facts() -> dict[str, Any]:
         "platform": platform.platform(),
         **{library: version(library) for library in LIBRARIES},
         "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
-        "kernels": getattr(kernels, "kernel_info", dict)(),
+        "kernels": kernel_info(),
         "threads": torch.get_num_threads(),
         "thread_pool": thread_pool(),
         "cache": str(home()),

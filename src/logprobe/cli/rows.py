@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from logprobe import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.llm import LLM
     from logprobe.models import Vocabulary
-    from logprobe.records import FlatLogprobs
+    from logprobe.records import FlatLogprobs, LogprobsInfo
 
 FLOOR = -9999.0  # stands for -inf, which JSON cannot write
 
@@ -87,20 +89,13 @@ def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> T
     )
 
 
-def engine_info(llm: LLM, num_logprobs: int | None) -> dict[str, Any]:
-    """What the numbers are and where they come from."""
+def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
+    """What the numbers are and where they come from; without numbers (None), where the text comes from."""
     able = llm.engine.capabilities()
-    return {
-        "stages": ["raw"],
-        "num_logprobs": num_logprobs,
-        "unit": "nats",
-        "floor": FLOOR,
-        "engine": able.engine,
-        "model": able.model,
-        "device": able.device,
-        "logits_dtype": "float32",
-        "dtype": able.dtype,
-    }
+    about = {"engine": able.engine, "model": able.model}
+    if info is not None:
+        about = info.to_dict() | {"floor": FLOOR}
+    return about | {"device": able.device, "version": __version__}
 
 
 def visible(text: Sequence[int]) -> str:

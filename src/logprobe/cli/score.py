@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from logprobe.cli.inputs import checked_text, read_text
-from logprobe.cli.rows import engine_info, token_rows, totals
+from logprobe.cli.rows import info_dict, token_rows, totals
 from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
 from logprobe.cli.tables import token_table, totals_table
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from logprobe.cli.rows import TokenRow, Totals
     from logprobe.llm import LLM
 
 
@@ -38,25 +37,28 @@ def score(
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True)
     content = _content(file, text)
     with open_llm(model) as llm:
-        rows, sums, first = score_text(llm, content, params)
-        info = engine_info(llm, top)
+        found = score_text(llm, content, params)
     if as_json:
-        found: dict[str, Any] = {"first_token": first, "tokens": rows, "totals": sums, "info": info}
         typer.echo(json.dumps(found))
     else:
-        typer.echo(f"{token_table(rows, top)}\n\n{totals_table(sums, f'first token: {first}')}")
+        sums = totals_table(found["totals"], f"first token: {found['first_token']}")
+        typer.echo(f"{token_table(found['tokens'], top)}\n\n{sums}")
 
 
-def score_text(llm: LLM, text: str, params: SamplingParams) -> tuple[list[TokenRow], Totals, str]:
-    """The rows of a text, their totals, and what became of the first token."""
+def score_text(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any]:
+    """The rows of a text, their totals, what became of the first token, and what the numbers are."""
     (output,) = llm.generate(text, params, progress=sys.stderr.isatty())
     assert output.prompt_logprobs is not None
     rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
     num_bytes = len(text.encode())
     has_bos = _starts_with_added_token(llm, text, output.prompt_token_ids)
     num_unscored = 0 if has_bos else len(rows[0]["bytes"])
-    first = f"{rows[0]['text']}, put first by the tokenizer" if has_bos else "not scored"
-    return rows, totals(rows, num_bytes, num_bytes - num_unscored), first
+    return {
+        "first_token": f"{rows[0]['text']}, put first by the tokenizer" if has_bos else "not scored",
+        "tokens": rows,
+        "totals": totals(rows, num_bytes, num_bytes - num_unscored),
+        "info": info_dict(llm, output.info),
+    }
 
 
 def _content(file: str | None, text: str | None) -> str:

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import logprobe
+
+PUBLIC = {
+    "__version__",
+    "LLM",
+    "SamplingParams",
+    "FlatLogprobs",
+    "Logprob",
+    "LogprobsOnePosition",
+    "LogprobsTensors",
+    "PromptLogprobs",
+    "SampleLogprobs",
+    "TokenLogprob",
+    "TopLogprobs",
+    "append_logprobs_for_next_position",
+    "create_prompt_logprobs",
+    "create_sample_logprobs",
+}
+KERNELS = {
+    "batch_logprobs_to_host",
+    "extract",
+    "extract_top_k_logprobs",
+    "head_extract",
+    "kernel_info",
+    "warm_up",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(logprobe.__all__) == PUBLIC
+    assert len(logprobe.__all__) == len(PUBLIC)
+    assert set(dir(logprobe)) == PUBLIC
+
+
+def test_the_kernels_names_are_these() -> None:
+    assert set(importlib.import_module("logprobe.kernels").__all__) == KERNELS
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_a_public_name_can_be_imported(name: str) -> None:
+    assert getattr(logprobe, name) is not None
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_a_kernels_name_can_be_imported(name: str) -> None:
+    assert callable(getattr(importlib.import_module("logprobe.kernels"), name))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        _ = logprobe.LMM  # type: ignore[attr-defined]
+
+
+def test_every_error_is_of_one_tree_and_drawn_in_it() -> None:
+    errors = importlib.import_module("logprobe.errors")
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    raised = [one for one in classes if issubclass(one, Exception)]
+    assert all(issubclass(one, errors.LogprobeError) for one in raised)
+    assert errors.__doc__ is not None
+    assert all(one.__name__ in errors.__doc__ for one in raised)

@@ -1,0 +1,78 @@
+"""The public names in use; `mypy --strict` reads this file (make check), nothing runs it."""
+
+from typing import assert_type
+
+from logprobe import (
+    LLM,
+    FlatLogprobs,
+    Logprob,
+    LogprobsOnePosition,
+    LogprobsTensors,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprob,
+    TopLogprobs,
+    __version__,
+    append_logprobs_for_next_position,
+    create_prompt_logprobs,
+    create_sample_logprobs,
+)
+from logprobe.errors import BatchError, LogprobeError, ParameterError
+
+assert_type(__version__, str)
+
+
+def generate_one_and_many(llm: LLM) -> list[str]:
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3, stop=["\n"])
+    outputs = llm.generate("a text", params)
+    outputs += llm.generate(["one", "two"], [params, params], progress=True, on_error="return")
+    outputs += llm.generate([1, 2, 3])
+    outputs += llm.chat([{"role": "user", "content": "hello"}], params)
+    return [completion.text for output in outputs for completion in output.outputs]
+
+
+def read_logprobs(llm: LLM) -> float:
+    (output,) = llm.generate("a text", SamplingParams(max_tokens=1, logprobs=3, prompt_logprobs=0))
+    flat = output.outputs[0].logprobs
+    assert_type(flat, FlatLogprobs | None)
+    assert flat is not None
+    assert_type(flat[0:1], FlatLogprobs)
+    position = flat[0]
+    assert_type(position, LogprobsOnePosition | None)
+    chosen = flat.chosen(0)
+    assert_type(chosen, tuple[int, Logprob] | None)
+    assert position is not None
+    return sum(entry.logprob for entry in position.values())
+
+
+def score_pairs(llm: LLM) -> list[bool]:
+    scores = llm.score([("The sky is", " blue"), ("The sky is", " green")])
+    total: float = sum(score.logprob / score.num_bytes for score in scores)
+    assert_type(scores[0].token_logprobs, list[float])
+    return [score.is_greedy and total < 0 for score in scores]
+
+
+def grow_a_record() -> PromptLogprobs:
+    record = create_prompt_logprobs(flat_logprobs=True)
+    append_logprobs_for_next_position(record, [7, 8], [-0.1, -2.5], [" a", " b"], 1, 1)
+    sample = create_sample_logprobs(flat_logprobs=False)
+    append_logprobs_for_next_position(sample, [7, 8], [-0.1, -2.5], [" a", " b"], 1, 1)
+    return record
+
+
+def small_values(step: LogprobsTensors) -> tuple[list[TokenLogprob], int]:
+    top = TopLogprobs.from_array(0, [-0.1, -2.5], [7, 8], [" a", " b"], 0, k=2)
+    return sorted(top.top_k), step.ranks.shape[0]
+
+
+def with_errors() -> str:
+    try:
+        with LLM("smollm2", max_model_len=512, seed=1) as llm:
+            llm.generate("a text", SamplingParams(temperature=-1.0))
+    except ParameterError as error:
+        return error.parameter
+    except BatchError as error:
+        return str(sorted(error.errors))
+    except LogprobeError as error:
+        return str(error)
+    return ""
