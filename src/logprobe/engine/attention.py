@@ -16,12 +16,18 @@ import torch
 from torch.nn import functional
 
 from logprobe.kernels.attention import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
+from logprobe.kernels.store import store_rows
 
 if TYPE_CHECKING:
     from logprobe.engine.scheduler import StepPlan
 
 NAME = "logprobe"
 SHORT_SPAN = 16  # spans of at most so many tokens go through the row kernel (measured: docs/decisions.md)
+
+
+def is_plain_float(tensor: torch.Tensor) -> bool:
+    """Whether the compiled CPU kernels can read a tensor."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 class KVPool:
@@ -37,8 +43,16 @@ class KVPool:
         if layer not in self.keys:
             self.keys[layer] = key.new_empty(self.num_slots, *key.shape[1:])
             self.values[layer] = value.new_empty(self.num_slots, *value.shape[1:])
-        self.keys[layer].index_copy_(0, slots, key)
-        self.values[layer].index_copy_(0, slots, value)
+        if is_plain_float(key):
+            store_rows(key, self.keys[layer], value, self.values[layer], slots)
+        else:
+            self.keys[layer].index_copy_(0, slots, key)
+            self.values[layer].index_copy_(0, slots, value)
+
+    @property
+    def is_readable_in_place(self) -> bool:
+        """Whether the row kernel can read the pool."""
+        return all(map(is_plain_float, self.keys.values()))
 
     @property
     def bytes_per_slot(self) -> int:
@@ -98,7 +112,7 @@ def plan_attention(
     start = 0
     for span in plan.tokens:
         context = span.sequence.slots[: span.end]
-        if len(span) <= short_span and device == "cpu":
+        if len(span) <= short_span and pool.is_readable_in_place:
             rows.add(start, span.start, context)
         else:
             chunks.append(Chunk(start, start + len(span), _to_device(context, device)))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from logprobe.kernels.norm import rms_norm
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -74,6 +76,19 @@ class PackedGatedMLP(nn.Module):
         return out
 
 
+class PackedNorm(nn.Module):
+    """A root-mean-square norm in one kernel; Gemma's stored weight is one less than its factor."""
+
+    def __init__(self, norm: Any, *, offset: float) -> None:
+        super().__init__()
+        self.register_buffer("_factor", norm.weight.detach() + offset, persistent=False)
+        self._epsilon = _epsilon(norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., width) → (..., width)."""
+        return rms_norm(x, self._factor, self._epsilon)
+
+
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:
     """What `auto` means for a model here: `packed` where it is measured to be faster, else `plain`."""
     if weights != "auto":
@@ -97,12 +112,30 @@ def pack_(model: nn.Module) -> None:
     for parent, name, module in list(_children(model)):
         if _is_gated_mlp(module):
             setattr(parent, name, PackedGatedMLP(module))
+        elif (norm := _as_packed_norm(module)) is not None:
+            setattr(parent, name, norm)
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
+
+
+def _epsilon(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+
+
+@torch.inference_mode()
+def _as_packed_norm(module: nn.Module) -> PackedNorm | None:
+    """The packed form of a norm, where one of its two usual forms gives the module's own result."""
+    if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "weight"):
+        return None
+    x = torch.linspace(-3, 3, module.weight.numel(), dtype=module.weight.dtype)[None]
+    for packed in (PackedNorm(module, offset=0.0), PackedNorm(module, offset=1.0)):
+        if torch.allclose(packed(x), module(x), rtol=1e-5, atol=1e-5):
+            return packed
+    return None
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
-CPU_KERNELS = ("cpu", "sample_numba", "attention_numba")
+CPU_KERNELS = ("cpu", "sample_numba", "attention_numba", "store", "norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,81 @@
+"""Writing a step's keys and values to their slots (CPU): plain copies, one kernel for both.
+
+Before it: a layer's packed keys and values. After it: attention over the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from numba import cfunc, njit
+
+from logprobe.kernels.parallel import (
+    Worker,
+    compile_worker,
+    float32_at,
+    int64_at,
+    next_item,
+    parallel_for,
+    task_at,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+(KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS) = range(2, 10)
+BLOCK_ROWS = 64
+
+
+def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor, slots: Tensor) -> None:
+    """Copy row i of `key` and `value` to row `slots[i]` of their pools.
+
+    Args:
+        key: (num_tokens, kv_heads, key_dim) float32; `value` likewise.
+        key_pool: (num_slots, kv_heads, key_dim) float32, contiguous.
+        value: (num_tokens, kv_heads, value_dim) float32.
+        value_pool: (num_slots, kv_heads, value_dim) float32, contiguous.
+        slots: (num_tokens,) int64, each once.
+    """
+    key, value = key.contiguous(), value.contiguous()
+    context = [
+        key.data_ptr(), key_pool.data_ptr(), key[0].numel(),
+        value.data_ptr(), value_pool.data_ptr(), value[0].numel(),
+        slots.data_ptr(), len(slots),
+    ]  # fmt: skip
+    parallel_for(worker(), context, (len(slots) + BLOCK_ROWS - 1) // BLOCK_ROWS)
+
+
+@njit
+def _copy(source: Any, target: Any) -> None:
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@njit
+def _store(task: Any) -> None:
+    num_rows, key_width, value_width = task[NUM_ROWS], task[KEY_WIDTH], task[VALUE_WIDTH]
+    slots = int64_at(task[SLOTS], num_rows)
+    item = next_item(task)
+    while item >= 0:
+        for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
+            key = float32_at(task[KEYS] + 4 * key_width * row, key_width)
+            _copy(key, float32_at(task[KEY_POOL] + 4 * key_width * slots[row], key_width))
+            value = float32_at(task[VALUES] + 4 * value_width * row, value_width)
+            _copy(value, float32_at(task[VALUE_POOL] + 4 * value_width * slots[row], value_width))
+        item = next_item(task)
+
+
+def _make_worker(digest: int, *, cache: bool) -> Any:
+    @cfunc("void(voidptr)", cache=cache)
+    def store_worker(address: Any) -> None:
+        if digest >= 0:
+            _store(task_at(address))
+
+    return store_worker
+
+
+@functools.cache
+def worker() -> Worker:
+    """The compiled worker."""
+    return compile_worker(_make_worker, __file__)
