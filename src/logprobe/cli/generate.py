@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from logprobe.cli.inputs import STDIN, read_text
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
+from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, at_work, flags_for, open_llm
 from logprobe.cli.tables import token_table
 from logprobe.sampling import SamplingParams
 
@@ -64,7 +63,8 @@ def generate(  # noqa: PLR0913 - one argument a flag
         )
     text = read_text(prompt) if prompt == STDIN else prompt
     with open_llm(model) as llm:
-        (output,) = llm.generate(text, params, progress=sys.stderr.isatty())
+        with at_work(f"generating at most {max_tokens} tokens"):
+            (output,) = llm.generate(text, params)
         _print(llm, output, logprobs, as_json=as_json)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from logprobe.cli.inputs import checked_text, read_text
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
+from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, at_work, flags_for, open_llm
 from logprobe.cli.tables import token_table, totals_table
 from logprobe.sampling import SamplingParams
 
@@ -47,7 +46,8 @@ def score(
 
 def score_text(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any]:
     """The rows of a text, their totals, what became of the first token, and what the numbers are."""
-    (output,) = llm.generate(text, params, progress=sys.stderr.isatty())
+    with at_work(f"scoring {len(text)} characters"):
+        (output,) = llm.generate(text, params)
     assert output.prompt_logprobs is not None
     rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
     num_bytes = len(text.encode())
