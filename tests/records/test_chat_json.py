@@ -37,7 +37,7 @@ def test_the_bytes_say_what_the_plain_twin_says(step: Any, k: int, num_top: Any)
         best = list(zip(ids[row, 1:].tolist(), logprobs[row, 1:].tolist(), strict=True))[:num_top]
         twin = plain_entry(ids[row, 0], logprobs[row, 0])
         assert entry == {**twin, "top_logprobs": [plain_entry(*one) for one in best]}
-        assert list(entry) == ["token", "logprob", "bytes", "top_logprobs"]
+        assert list(entry) == ["token", "bytes", "logprob", "top_logprobs"]
     assert len(content) == 40
 
 

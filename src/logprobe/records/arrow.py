@@ -299,14 +299,14 @@ def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> En
     widths = np.asarray(ids.value_lengths().fill_null(0))
     logprobs = np.asarray(columns[f"{prefix}_logprobs"].flatten())
     tokens = columns.get(f"{prefix}_tokens")
-    has_texts = tokens is not None and tokens.null_count < len(tokens)
+    texts = None if tokens is None or tokens.null_count == len(tokens) else tokens.flatten().to_pylist()
     return Entries(
         offsets=np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]),
         token_ids=np.asarray(ids.flatten()),
         logprobs=narrowed(logprobs),
         ranks=np.asarray(columns[f"{prefix}_ranks"].flatten().fill_null(NO_RANK)),
         is_none=is_none if is_none.any() else None,
-        texts=tokens.flatten().to_pylist() if has_texts else None,
+        texts=texts,
     )
 
 

@@ -31,18 +31,18 @@ class RowKey(NamedTuple):
 
 def encode_key(place: int | None, rank: int) -> int | None:
     """Key of one row; `place` None means outside. None where rank and place contradict each other."""
-    if rank < 1 or (place is not None and rank > place + 1):
+    if rank < 0 or (place is not None and not 1 <= rank <= place + 1):
         return None
     return rank << 1 | 1 if place is None else (place * (place + 1) // 2 + rank - 1) << 1
 
 
 def encode_keys(places: Array, is_inside: Array, ranks: Array) -> Array | None:
-    """Keys (n,) int64, or None where a rank and a place contradict each other."""
-    if ranks.min(initial=1) < 1 or (is_inside & (ranks > places + 1)).any():
-        return None
+    """Keys (n,) int64, negative for a rank too small, or None where a rank is too large for its place."""
     wide = ranks.astype(np.int64)
-    values = np.where(is_inside, places * (places + 1) // 2 + wide - 1, wide)
-    return (values << 1) | ~is_inside
+    if np.count_nonzero(is_inside & (wide > places + 1)):
+        return None
+    inside = places * (places + 1) // 2 + (wide - 1)
+    return np.where(is_inside, inside << 1, wide << 1 | 1)
 
 
 def decode_key(key: int, k: int) -> RowKey:
@@ -71,14 +71,16 @@ def num_sign_bits(k: int) -> int:
 def write_signs(magnitudes: Array, keys: Array) -> None:
     """Set the sign bits of magnitudes (n, k) float32 to the keys (n,)."""
     num_bits = num_sign_bits(magnitudes.shape[1])
-    bits = keys[:, None] >> np.arange(num_bits) & 1
-    magnitudes.view(np.uint32)[:, :num_bits] |= bits.astype(np.uint32) << 31
+    rows = keys.astype("<i8", copy=False)[:, None].view(np.uint8)
+    bits = np.unpackbits(rows, axis=1, count=num_bits, bitorder="little")
+    magnitudes.view(np.uint32)[:, :num_bits] |= np.left_shift(bits, 31, dtype=np.uint32)
 
 
 def read_signs(magnitudes: Array) -> Array:
     """Keys (n,) int64 from the sign bits of magnitudes (n, k) float32."""
     num_bits = num_sign_bits(magnitudes.shape[1])
-    return np.signbit(magnitudes[:, :num_bits]) @ (1 << np.arange(num_bits, dtype=np.int64))
+    keys: Array = np.signbit(magnitudes[:, :num_bits]) @ (1 << np.arange(num_bits, dtype=np.int64))
+    return keys
 
 
 def read_sign(magnitudes: Array) -> int:

@@ -41,6 +41,8 @@ class Rows:
         store = self.store
         if len(rows.token_ids) == 1 and isinstance(store, TopRows) and store.append_one(*rows):
             return
+        if rows.logprobs.dtype == np.float32 and self._append_packed(rows, repeats_chosen=False):
+            return
         rows = checked(rows)
         if not self._append_packed(rows, repeats_chosen=False):
             self._make_ragged().append_entries(rows.entries())
@@ -82,8 +84,9 @@ class Rows:
         if rows.logprobs.dtype != np.float32:
             return False
         if store.num_rows > store.num_none:
-            is_alike = isinstance(store, TopRows) and (store.k, store.repeats_chosen) == (k, repeats_chosen)
-            return is_alike and store.append(*rows)
+            if not isinstance(store, TopRows) or (store.k, store.repeats_chosen) != (k, repeats_chosen):
+                return False
+            return store.append(*rows)
         packed = TopRows(k, num_none=store.num_rows, repeats_chosen=repeats_chosen)
         if not packed.append(*rows):
             return False

@@ -92,8 +92,8 @@ class TopRows:
     @property
     def nbytes(self) -> int:
         """Bytes of the values held."""
-        per_row = self._token_ids.row_nbytes() + self._magnitudes.row_nbytes()
-        per_row += 0 if self._keys is None else self._keys.row_nbytes()
+        keys = 0 if self._keys is None else self._keys.row_nbytes()
+        per_row = self._token_ids.row_nbytes() + self._magnitudes.row_nbytes() + keys
         per_outside = self._outside_ids.row_nbytes() + self._outside_logprobs.row_nbytes()
         return (self.num_rows - self.num_none) * per_row + self.num_outside * per_outside
 
@@ -102,20 +102,22 @@ class TopRows:
     def append(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
         """Add rows (n, k + 1), column 0 chosen, if this form holds them exactly; say whether it did.
 
-        It does not hold: positive or NaN values, a chosen token whose value differs from its value among the
-        k best, a rank that contradicts the place there, or a rank too large for the key.
+        It does not hold: negative ids, positive or NaN values, a chosen token whose value differs from its
+        value among the k best, a rank that contradicts the place there, or a rank too large for the key.
         """
-        if not (logprobs <= 0).all():
+        # As unsigned numbers negative ids are the largest, so one pass finds both bounds.
+        largest_id = int(token_ids.view(f"u{token_ids.itemsize}").max(initial=0))
+        if np.count_nonzero(logprobs <= 0) < logprobs.size or largest_id > np.iinfo(token_ids.dtype).max:
             return False
         hits = token_ids[:, 1:] == token_ids[:, :1]
         is_inside = hits.any(axis=1)
         keys = encode_keys(hits.argmax(axis=1) if self.k else ranks, is_inside, ranks)
-        if keys is None or int(keys.max(initial=0)) >> (self._num_bits or MAX_KEY_BITS):
+        if keys is None or int(keys.view(np.uint64).max(initial=0)) >> (self._num_bits or MAX_KEY_BITS):
             return False
         if not _agree(logprobs, hits, is_inside):
             return False
         at = self.num_rows - self.num_none
-        self._fit_ids(token_ids)
+        self._fit_ids(largest_id)
         self._token_ids.write(at, token_ids[:, 1:])
         self._write_keyed(at, logprobs[:, 1:], keys)
         self._write_outside(at, ~is_inside, token_ids[:, 0], logprobs[:, 0])
@@ -151,11 +153,10 @@ class TopRows:
         self.num_rows += 1
         return True
 
-    def _fit_ids(self, token_ids: Array) -> None:
-        needed = np.promote_types(self._token_ids.dtype, narrowest_id_dtype(int(token_ids.max(initial=0))))
-        if needed != self._token_ids.dtype:
-            self._token_ids.widen(needed)
-            self._outside_ids.widen(needed)
+    def _fit_ids(self, largest_id: int) -> None:
+        if largest_id > _LARGEST_ID[self._token_ids.dtype.itemsize]:
+            self._token_ids.widen(narrowest_id_dtype(largest_id))
+            self._outside_ids.widen(narrowest_id_dtype(largest_id))
 
     def _write_keyed(self, at: int, top_logprobs: Array, keys: Array) -> None:
         magnitudes = np.abs(top_logprobs, dtype=np.float32)
@@ -173,10 +174,11 @@ class TopRows:
         while len(self._before) < len(starts):
             start = starts[len(self._before)]
             self._before.append(before + int(np.count_nonzero(is_outside[: start - at])))
-        if is_outside.any():
-            self._outside_ids.write(before, ids[is_outside])
-            self._outside_logprobs.write(before, logprobs[is_outside])
-            self.num_outside += int(np.count_nonzero(is_outside))
+        places = np.flatnonzero(is_outside)
+        if len(places):
+            self._outside_ids.write(before, ids[places])
+            self._outside_logprobs.write(before, logprobs[places])
+            self.num_outside += len(places)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -315,8 +317,9 @@ class TopRows:
         }
         if self._keys is not None:
             columns["keys"] = self._keys.read(0, num_rows)
-        scalars = {"num_rows": self.num_rows, "num_none": self.num_none, "k": self.k}
-        return scalars | {"repeats_chosen": self.repeats_chosen}, columns
+        return {
+            name: getattr(self, name) for name in ("num_rows", "num_none", "k", "repeats_chosen")
+        }, columns
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> TopRows:
@@ -382,8 +385,9 @@ def _key_of_lists(ids: list[int], values: list[float], rank: int) -> int | None:
 
 def _agree(logprobs: Array, hits: Array, is_inside: Array) -> bool:
     """Whether each chosen token found among the k best stands there once, with the same value."""
-    differs = hits & (logprobs[:, 1:] != logprobs[:, :1])
-    return not differs.any() and np.count_nonzero(hits) == np.count_nonzero(is_inside)
+    agreeing = hits & (logprobs[:, 1:] == logprobs[:, :1])
+    counts = {int(np.count_nonzero(found)) for found in (is_inside, hits, agreeing)}
+    return len(counts) == 1
 
 
 def _flatten(rows: TopColumns, *, repeats_chosen: bool) -> tuple[Array, Array, Array]:
