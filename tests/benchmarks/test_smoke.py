@@ -17,7 +17,7 @@ def test_the_benchmark_runs_in_its_smoke_form_and_prints_json(script: Path) -> N
         [sys.executable, str(script), "--smoke", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,  # a hang, not slowness
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
