@@ -1,8 +1,12 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from logprobe.errors import ParameterError
 from logprobe.kernels import extract, head_extract
+from logprobe.kernels.head import default_chunk_rows
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 1, 7, 100])
@@ -52,3 +56,37 @@ def test_no_rows_give_no_rows() -> None:
 def test_wrong_arguments_are_named(parameter: str, hidden: torch.Tensor, options: dict[str, int]) -> None:
     with pytest.raises(ParameterError, match=parameter):
         head_extract(hidden, torch.nn.Linear(4, 9), [0], 3, **options)
+
+
+MEASURE_PEAK = """
+import torch, resource, sys
+from logprobe.kernels import head_extract, warm_up
+torch.set_num_threads(1)
+warm_up()
+vocab_size, rows = int(sys.argv[1]), int(sys.argv[2])
+head = torch.nn.Linear(8, vocab_size)
+def soft_cap(logits, _rows):
+    return logits.div_(30).tanh_().mul_(30)
+def run(rows):
+    hidden = torch.randn(rows, 8)
+    return head_extract(hidden, head, torch.zeros(rows, dtype=torch.long), 20, transform=soft_cap)
+run(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(rows)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
+@pytest.mark.parametrize(("vocab_size", "rows"), [(49152, 2000), (262144, 400)])
+def test_peak_memory_stays_below_64_mib_where_all_logits_would_take_400(vocab_size: int, rows: int) -> None:
+    command = [sys.executable, "-c", MEASURE_PEAK, str(vocab_size), str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) / 1024 < 64
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(None, 16), (49152, 85), (151936, 27), (262144, 16), (1_000_000, 8), (10**8, 1)]
+)
+def test_a_chunk_of_logits_has_16_mib_or_16_rows(vocab_size: int | None, rows: int) -> None:
+    assert default_chunk_rows(vocab_size) == rows

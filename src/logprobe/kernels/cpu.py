@@ -33,6 +33,7 @@ from logprobe.kernels.vectors import (
     LANES,
     block_maxima,
     count_greater,
+    prefetch_block,
     sum_exp,
     sum_exp_and_product,
     widen_bfloat16,
@@ -202,6 +203,7 @@ def _one_pass(row: Any, groups: Any, chosen: Any, with_products: Any) -> Any:
             greatest = blocks[block]
         # while all is -inf there is nothing to add, but a NaN must stay
         reference, weight = (greatest, F32(1.0)) if greatest > MINUS_INF else (F32(0.0), F32(0.0))
+        prefetch_block(values.ctypes.data + 4 * BLOCK)
         if with_products:
             part_total, part_products = sum_exp_and_product(values, reference)
             products += part_products * weight
@@ -221,7 +223,8 @@ def _group_maxima(values: Any, maxima: Any, chosen: Any, scratch: Any) -> Any:
     levels = scratch[BLOCK:]
     count = block_maxima(values.ctypes.data, chosen, levels.ctypes.data)
     first = 2 * (LANES - maxima.size)
-    maxima[:] = levels[first : first + maxima.size]
+    for group in range(maxima.size):
+        maxima[group] = levels[first + group]
     return count
 
 

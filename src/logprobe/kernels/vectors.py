@@ -130,6 +130,21 @@ def _block_maxima_intrinsic(_typing_context: Any, _address: Any, _bound: Any, _o
     return types.int64(types.int64, types.float32, types.int64), generate
 
 
+def _prefetch_intrinsic(_typing_context: Any, _address: Any) -> Any:
+    """Starts to fetch the block at an address into the cache; where nothing lies there, it is harmless."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        for offset in range(0, 4 * BLOCK, 64):
+            place = builder.inttoptr(builder.add(arguments[0], ir.IntType(64)(offset)), byte)
+            builder.call(function, [place, int32(0), int32(3), int32(1)])
+        return ir.IntType(64)(0)
+
+    return types.int64(types.int64), generate
+
+
 def _reaching_intrinsic(_typing_context: Any, _address: Any, _bound: Any) -> Any:
     """One bit for each of LANES floats at an address: whether it is at least the bound."""
 
@@ -153,6 +168,7 @@ multiply_add: Any = intrinsic(_multiply_add_intrinsic)
 float_bits: Any = intrinsic(_float_bits_intrinsic)
 bits_float: Any = intrinsic(_bits_float_intrinsic)
 block_maxima: Any = intrinsic(_block_maxima_intrinsic)
+prefetch_block: Any = intrinsic(_prefetch_intrinsic)
 reaching: Any = intrinsic(_reaching_intrinsic)
 lowest_bit: Any = intrinsic(_lowest_bit_intrinsic)
 
