@@ -46,7 +46,10 @@ class WatchedForward:
 
 
 class SteppedEngine:
-    """Requests in, steps by hand; each step is followed by the check of every slot's ownership."""
+    """Requests in, steps by hand; each step is followed by the check of every slot's ownership.
+
+    All share one pool of keys and values: run the next engine only when the last one is done with.
+    """
 
     def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
         parts = llm.engine._engine

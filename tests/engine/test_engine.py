@@ -73,7 +73,7 @@ def run_mix(engine: Any, mix: dict[str, Any]) -> None:
         assert engine.num_steps < 5000, "the engine makes no progress"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(mix=mixes())
 def test_a_request_among_others_gives_what_it_gives_alone(
     new_engine: Callable[..., Any], assert_same: Callable[..., None], mix: dict[str, Any]

@@ -1,0 +1,294 @@
+"""The engine on its thread: many loops and threads, cancelled waiters, aborts, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe import LLM, SamplingParams
+from logprobe.engine.request import Request
+from logprobe.errors import EngineClosedError, EngineError, ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LIMIT_S = 30
+
+
+@pytest.fixture
+def llm(tiny_model_folder: Path) -> Iterator[LLM]:
+    """One of its own, since these tests break or close it."""
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 19, max_batch_tokens=32, max_batch_rows=6) as own:
+        yield own
+
+
+@pytest.fixture
+def held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The forward pass waits until this event is set."""
+    forward = llm.engine._engine.forward
+    plain = forward.run
+    event = threading.Event()
+
+    def run(plan: Any) -> None:
+        assert event.wait(LIMIT_S)
+        plain(plan)
+
+    monkeypatch.setattr(forward, "run", run)
+    yield event
+    event.set()
+
+
+def request(name: str, ids: Any = (5, 6, 7), **params: Any) -> Request:
+    asked = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True} | params
+    return Request(
+        request_id=name,
+        prompt_token_ids=np.array(list(ids), dtype=np.int32),
+        params=SamplingParams(**asked),
+    )
+
+
+async def ask(llm: LLM, name: str, ids: Any = (5, 6, 7), **params: Any) -> Any:
+    llm.engine.submit(request(name, ids, **params))
+    return await asyncio.wait_for(llm.engine.result(name), LIMIT_S)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
+
+
+def is_idle(llm: LLM) -> bool:
+    scheduler = llm.engine._engine.scheduler
+    is_done = not (llm.engine._outputs or llm.engine._readers or llm.engine._engine.outputs)
+    return is_done and scheduler.num_available == scheduler.pool.num_slots
+
+
+def test_asks_from_several_threads_and_loops_get_their_own_answers(llm: LLM) -> None:
+    answers: dict[str, list[int]] = {}
+
+    async def many(thread: int) -> None:
+        names = [f"{thread}-{index}" for index in range(6)]
+        outputs = await asyncio.gather(
+            *(ask(llm, name, [10 + thread, 20 + index]) for index, name in enumerate(names))
+        )
+        answers.update({output.request_id: output.outputs[0].token_ids for output in outputs})
+
+    threads = [threading.Thread(target=asyncio.run, args=(many(number),)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    prompts = [[10 + thread, 20 + index] for thread in range(4) for index in range(6)]
+    want = llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    assert len(answers) == 24
+    for ids, output in zip(prompts, want, strict=True):
+        assert answers[f"{ids[0] - 10}-{ids[1] - 20}"] == output.outputs[0].token_ids
+    wait_until(lambda: is_idle(llm))
+
+
+def test_a_stream_grows_to_what_the_whole_result_is(llm: LLM) -> None:
+    async def follow() -> list[tuple[list[int], int, int]]:
+        params = {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
+        llm.engine.submit(request("streamed", range(2, 60), **params))
+        states = []
+        async for output in llm.engine.stream("streamed"):
+            one = output.outputs[0]
+            states.append((list(one.token_ids), len(one.logprobs), len(output.prompt_logprobs)))
+        assert output.is_finished
+        return states
+
+    states = asyncio.run(follow())
+    whole = asyncio.run(ask(llm, "whole", range(2, 60), max_tokens=12)).outputs[0].token_ids
+    assert len(states) > 2
+    for (before, *_), (after, *_) in pairwise(states):
+        assert after[: len(before)] == before
+    for tokens, num_rows, _ in states:
+        assert num_rows >= len(tokens), "a token is seen before its numbers"
+    assert states[-1] == (whole, 12, 58)
+
+
+def test_a_cancelled_waiter_aborts_its_request_and_leaves_the_others(llm: LLM, held: threading.Event) -> None:
+    async def run() -> list[Any]:
+        tasks = [asyncio.create_task(ask(llm, f"r{index}", [9, index + 2])) for index in range(8)]
+        await asyncio.sleep(0.05)
+        tasks[3].cancel()
+        with suppress(asyncio.CancelledError):
+            await tasks[3]
+        assert tasks[3].cancelled()
+        held.set()
+        return await asyncio.gather(*tasks[:3], *tasks[4:])
+
+    outputs = asyncio.run(run())
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4] * 7
+    wait_until(lambda: is_idle(llm))
+
+
+def test_leaving_a_stream_early_frees_its_slots_within_a_step(llm: LLM) -> None:
+    async def run() -> None:
+        llm.engine.submit(request("left", max_tokens=100))
+        stream = llm.engine.stream("left")
+        async for output in stream:
+            if len(output.outputs[0].token_ids) >= 3:
+                break
+        await stream.aclose()
+
+    asyncio.run(run())
+    wait_until(lambda: is_idle(llm))
+
+
+def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM) -> None:
+    async def run() -> Any:
+        llm.engine.submit(request("r", max_tokens=100, logprobs=0))
+        async for output in llm.engine.stream("r"):
+            if len(output.outputs[0].token_ids) >= 3:
+                llm.engine.abort("r")
+        return output
+
+    output = asyncio.run(run())
+    one = output.outputs[0]
+    assert one.finish_reason == "abort"
+    assert 3 <= len(one.token_ids) == len(one.logprobs) < 100
+    assert output.error is None
+    wait_until(lambda: is_idle(llm))
+
+
+def test_a_reader_whose_event_loop_was_closed_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = llm.engine._engine.scheduler
+    plain = scheduler.schedule
+
+    def schedule() -> Any:
+        time.sleep(0.02)
+        return plain()
+
+    monkeypatch.setattr(scheduler, "schedule", schedule)
+    loop = asyncio.new_event_loop()
+    llm.engine.submit(request("orphan", max_tokens=100))
+    stream = llm.engine.stream("orphan")
+    output = loop.run_until_complete(anext(stream))
+    loop.close()
+    wait_until(lambda: is_idle(llm))
+    assert output.outputs[0].finish_reason == "abort"
+    assert len(asyncio.run(ask(llm, "next")).outputs[0].token_ids) == 4
+
+
+def test_an_asyncio_run_that_died_leaves_the_engine_at_work(llm: LLM, held: threading.Event) -> None:
+    async def die() -> None:
+        waiting = asyncio.create_task(ask(llm, "gone", max_tokens=50))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        raise KeyError("died")
+
+    with pytest.raises(KeyError):
+        asyncio.run(die())
+    held.set()
+    assert len(asyncio.run(ask(llm, "next")).outputs[0].token_ids) == 4
+    wait_until(lambda: is_idle(llm))
+
+
+def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event) -> None:
+    async def run() -> float:
+        task = asyncio.create_task(ask(llm, "r"))
+        await asyncio.sleep(0.05)
+        start = time.monotonic()
+        llm.engine.submit(request("other"))
+        await asyncio.sleep(0)
+        took = time.monotonic() - start
+        held.set()
+        await task
+        await llm.engine.result("other")
+        return took
+
+    assert asyncio.run(run()) < 0.5
+
+
+def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: threading.Event) -> None:
+    async def run() -> Any:
+        llm.engine.submit(request("same"))
+        with pytest.raises(ParameterError, match="'same'"):
+            llm.engine.submit(request("same", [8, 9]))
+        held.set()
+        return await llm.engine.result("same")
+
+    output = asyncio.run(run())
+    assert output.prompt_token_ids == [5, 6, 7]
+    assert asyncio.run(ask(llm, "same")).outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_an_unknown_id_is_refused(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="'nobody'"):
+        asyncio.run(llm.engine.result("nobody"))
+
+
+def test_a_bad_request_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(ParameterError):
+        llm.engine.submit(request("bad", [5, 10**6]))
+    assert is_idle(llm)
+    assert len(asyncio.run(ask(llm, "bad")).outputs[0].token_ids) == 4
+
+
+def test_close_ends_every_waiting_request_with_an_error(llm: LLM, held: threading.Event) -> None:
+    async def run() -> list[Any]:
+        tasks = [asyncio.create_task(ask(llm, f"r{index}")) for index in range(10)]
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(asyncio.to_thread(llm.engine.close))
+        await asyncio.sleep(0.05)
+        held.set()
+        await closing
+        return await asyncio.gather(*tasks)
+
+    outputs = asyncio.run(run())
+    assert all(isinstance(output.error, EngineClosedError) for output in outputs)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"error"}
+
+
+def test_a_closed_engine_takes_nothing_more(llm: LLM) -> None:
+    llm.engine.close()
+    llm.engine.close()
+    with pytest.raises(EngineClosedError, match="make a new one"):
+        llm.engine.submit(request("late"))
+
+
+def test_a_bug_in_the_engine_ends_every_request_and_is_named(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, held: threading.Event
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def run() -> list[Any]:
+        tasks = [asyncio.create_task(ask(llm, f"r{index}", max_tokens=20)) for index in range(8)]
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(llm.engine._engine.scheduler, "schedule", fail)
+        held.set()
+        return await asyncio.gather(*tasks)
+
+    outputs = asyncio.run(run())
+    for output in outputs:
+        assert isinstance(output.error, EngineError)
+        assert "a bug" in str(output.error)
+        assert isinstance(output.error.__cause__, ZeroDivisionError)
+    with pytest.raises(EngineClosedError):
+        llm.engine.submit(request("late"))
+
+
+def test_an_idle_engine_checks_its_slots(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = threading.Event()
+    monkeypatch.setattr(llm.engine._engine.scheduler, "check_integrity", checked.set)
+    asyncio.run(ask(llm, "r"))
+    assert checked.wait(LIMIT_S)
+
+
+def test_capabilities_state_the_limits(llm: LLM) -> None:
+    facts = llm.engine.capabilities()
+    assert (facts.max_batch_tokens, facts.max_batch_rows, facts.max_model_len) == (32, 6, 128)
+    assert facts.num_slots == llm.engine._engine.forward.num_slots
+    assert (facts.engine, facts.device, facts.dtype) == ("native", "cpu", "float32")
