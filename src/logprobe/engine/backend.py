@@ -38,6 +38,19 @@ class Capabilities:
     stages: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine is doing now, and has done since its start."""
+
+    waiting: int
+    running: int
+    paused: int
+    free_slots: int
+    cached_tokens: int  # prompt tokens that were known and not computed again
+    preempted: int
+    seconds: dict[str, float]  # by part of a step
+
+
 class EngineBackend(Protocol):
     """Accepts requests and ends each in exactly one result or one error."""
 
@@ -56,8 +69,17 @@ class EngineBackend(Protocol):
     def abort(self, request_id: str) -> None:
         """Give a request up; its stream ends with finish reason `abort`."""
 
+    def pause(self, request_id: str) -> None:
+        """Let a request take no step until `resume`; what it has computed stays."""
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on."""
+
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done."""
 
     def close(self) -> None:
         """End all requests and let the model go; a second call does nothing."""

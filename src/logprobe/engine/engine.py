@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from logprobe.engine.admission import check_request
+from logprobe.engine.clock import StepClock
 from logprobe.engine.describe import Describer
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.recorder import Recorder
@@ -58,6 +59,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_batch_rows=config.max_batch_rows,
         )
+        self.clock = StepClock()
         self.scorer = PromptScorer(forward)
         self.sampler = Sampler()
         source = LogprobsInfo(
@@ -98,14 +100,24 @@ class Engine:
                 self.scheduler.remove(sequence)
         return self.outputs.pop(request_id, None)
 
+    def pause(self, request_id: str, *, is_paused: bool) -> None:
+        """Let a request take no step, or go on; one that has ended is left alone."""
+        for sequence in self.scheduler.sequences():
+            if sequence.request.request_id == request_id:
+                sequence.is_paused = is_paused
+
     def step(self) -> list[RequestOutput]:
         """Advance every running request; the outputs that changed."""
-        plan = self.scheduler.schedule()
+        with self.clock.part("schedule"):
+            plan = self.scheduler.schedule()
         try:
             self.scorer.forget(plan.slots)
-            self.forward.run(plan)
-            scored = self.scorer.score(plan.prompt_rows)
-            sampled = list(self._sample(plan.samples))
+            with self.clock.part("forward"):
+                self.forward.run(plan)
+            with self.clock.part("prompt_rows"):
+                scored = self.scorer.score(plan.prompt_rows)
+            with self.clock.part("sample"):
+                sampled = list(self._sample(plan.samples))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             return self._fail(plan, error)
         for span, rows in zip(plan.prompt_rows, scored, strict=True):

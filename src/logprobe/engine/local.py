@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from logprobe.config import require
+from logprobe.engine.backend import EngineStats
 from logprobe.engine.request import RequestOutput, end_with_error
 from logprobe.errors import EngineClosedError, EngineError
 
@@ -114,13 +115,38 @@ class LocalEngine:
 
     def abort(self, request_id: str) -> None:
         """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
+        self._command(partial(self._engine.abort, request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Let a request take no step until `resume`; it keeps what is computed."""
+        self._command(partial(self._engine.pause, request_id, is_paused=True))
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on."""
+        self._command(partial(self._engine.pause, request_id, is_paused=False))
+
+    def _command(self, command: Callable[[], object]) -> None:
         with self._wake:
-            self._commands.append(partial(self._engine.abort, request_id))
+            self._commands.append(command)
             self._wake.notify()
 
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
         return self._capabilities
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
+        scheduler = self._engine.scheduler
+        running = list(scheduler.running)
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(running),
+            paused=sum(sequence.is_paused for sequence in running),
+            free_slots=scheduler.pool.num_free + scheduler.tree.num_evictable,
+            cached_tokens=scheduler.num_cached_tokens,
+            preempted=scheduler.num_preempted,
+            seconds=dict(self._engine.clock.seconds),
+        )
 
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the thread go; a second call does nothing."""

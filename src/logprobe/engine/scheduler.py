@@ -20,7 +20,7 @@ from logprobe.engine.radix import EMPTY, RadixTree
 from logprobe.engine.slots import SlotPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from logprobe.engine.radix import Node
     from logprobe.engine.sequence import Sequence
@@ -70,8 +70,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence has not ended."""
-        return bool(self.waiting or self.running)
+        """Whether any sequence can go on: one that is paused waits for its reader."""
+        return any(not sequence.is_paused for sequence in self.sequences())
 
     @property
     def num_available(self) -> int:
@@ -87,14 +87,16 @@ class Scheduler:
         self.tree.begin_step()
         plan = StepPlan()
         self._admit()
-        prompt_budget = self.max_batch_tokens - sum(sequence.is_decoding for sequence in self.running)
-        for sequence in list(self.running):
+        # Those that were paused and go on again may be more than a step takes; the oldest come first.
+        active = [sequence for sequence in self.running if not sequence.is_paused][: self.max_running]
+        prompt_budget = self.max_batch_tokens - sum(sequence.is_decoding for sequence in active)
+        for sequence in active:
             if sequence.node is None:  # an older one preempted it
                 continue
             is_decoding = sequence.is_decoding
             used = self._plan_tokens(sequence, plan, 1 if is_decoding else prompt_budget)
             prompt_budget -= 0 if is_decoding else used
-        self._plan_rows(plan)
+        self._plan_rows(active, plan)
         return plan
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -137,20 +139,28 @@ class Scheduler:
         assert all(node.num_locks == locks.get(id(node), 0) for node in nodes), "a lock is unaccounted for"
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
+        num_active = sum(not sequence.is_paused for sequence in self.running)
+        while num_active < self.max_running:
+            sequence = next((one for one in self.waiting if not one.is_paused), None)
+            if sequence is None:
+                return
             root = self.tree.root(sequence.request.adapter)
             todo = sequence.token_ids[: sequence.num_remaining]
             node, known = self.tree.descend(root, todo)
             self.tree.lock(node)
             # Only a sequence whose whole present need fits is let in; the first in line is never passed by.
-            if self.running and self.num_available < len(todo) - len(known) + 1:
+            need = len(todo) - len(known) + 1
+            while self.num_available < need and (paused := self._youngest_paused()):
+                self._preempt(paused)
+            if self.running and self.num_available < need:
                 self.tree.unlock(node)
                 return
             sequence.node = node
             sequence.take_slots(known, in_tree=True)
             self.num_cached_tokens += len(known)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+            num_active += 1
 
     def _plan_tokens(self, sequence: Sequence, plan: StepPlan, budget: int) -> int:
         if not sequence.has_tail:
@@ -193,7 +203,7 @@ class Scheduler:
     def _make_room(self, count: int, sequence: Sequence, plan: StepPlan) -> int:
         """Free up to `count` slots for a sequence; the number that it may take."""
         while self.num_available < count:
-            youngest = self.running[-1]
+            youngest = self._youngest_paused() or self.running[-1]
             if youngest is sequence or youngest in plan.touched:
                 break
             self._preempt(youngest)
@@ -221,9 +231,14 @@ class Scheduler:
         self.tree.unlock(sequence.node)
         sequence.drop_slots()
 
-    def _plan_rows(self, plan: StepPlan) -> None:
+    def _youngest_paused(self) -> Sequence | None:
+        return next((sequence for sequence in reversed(self.running) if sequence.is_paused), None)
+
+    def _plan_rows(self, active: Iterable[Sequence], plan: StepPlan) -> None:
         budget = self.max_batch_tokens
-        for sequence in self.running:
+        for sequence in active:
+            if sequence.node is None:  # preempted
+                continue
             ready = min(sequence.num_computed, sequence.num_prompt_rows)
             end = min(ready, sequence.num_scored + budget)
             if end > sequence.num_scored:

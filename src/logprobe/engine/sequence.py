@@ -41,6 +41,7 @@ class Sequence:
         # Prompt rows delivered; row r holds the numbers of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
+        self.is_paused = False  # its reader lags: it keeps its place and takes no step
         self.prompt_logprobs: FlatLogprobs | None = None
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
 
