@@ -1,0 +1,117 @@
+"""The rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+MARKS = re.compile(r"\b(?:" + "TO" + "DO|FIX" + r"ME)\b")
+MAX_IMPORT_S = 0.3
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    length = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return length
+    docstring = function.body[0]
+    assert docstring.end_lineno is not None
+    return length - (docstring.end_lineno - docstring.lineno + 1)
+
+
+def is_swallowed(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler does nothing, or names no exception."""
+    does_nothing = all(
+        isinstance(step, ast.Pass) or (isinstance(step, ast.Expr) and isinstance(step.value, ast.Constant))
+        for step in handler.body
+    )
+    return does_nothing or handler.type is None
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(SOURCES) > 30
+    assert len(TESTS) > 20
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES + TESTS}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+def test_no_function_is_longer_than_40_lines() -> None:
+    long = {
+        f"{name(path)}:{node.name}": num_code_lines(node)
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and num_code_lines(node) > 40
+    }
+    assert long == {}
+
+
+def test_nothing_is_marked_for_later() -> None:
+    files = [*SOURCES, *TESTS, *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").glob("*")]
+    marked = [name(path) for path in files if path.is_file() and MARKS.search(path.read_text("utf-8"))]
+    assert marked == []
+
+
+def test_no_exception_is_swallowed() -> None:
+    swallowed = [
+        f"{name(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.ExceptHandler) and is_swallowed(node)
+    ]
+    assert swallowed == []
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"), [("pass", True), ("...", True), ("'why not'", True), ("raise", False)]
+)
+def test_a_swallowed_exception_is_seen(body: str, expected: bool) -> None:
+    (tried,) = ast.parse(f"try:\n  f()\nexcept ValueError:\n  {body}").body
+    assert isinstance(tried, ast.Try)
+    assert is_swallowed(tried.handlers[0]) is expected
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("logprobe", ["torch", "transformers", "tokenizers", "numba", "pyarrow", "numpy", "rich"]),
+        ("logprobe.records", ["torch", "transformers", "numba", "pyarrow"]),
+        ("logprobe.cli", ["torch", "transformers", "numba", "pyarrow"]),
+    ],
+)
+def test_a_light_module_loads_nothing_heavy(module: str, heavy: list[str]) -> None:
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    assert in_new_process(code) == "[]"
+
+
+def test_import_logprobe_is_quick() -> None:
+    code = "import time; start = time.perf_counter(); import logprobe; print(time.perf_counter() - start)"
+    # The best of some: what else the machine does is not the import's.
+    assert min(float(in_new_process(code)) for _ in range(5)) < MAX_IMPORT_S
+
+
+def in_new_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()

@@ -1,0 +1,150 @@
+"""What the offline front door refuses, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe import LLM, SamplingParams
+from logprobe.errors import BatchError, EngineClosedError, ParameterError, UnknownParameterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# -- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "parameter", "says"),
+    [
+        ([[]], "prompt", "is empty"),
+        ([[5, -1]], "prompt", "outside"),
+        ([[5, 99999]], "prompt", "outside the vocabulary"),
+        ([[5, 2**32 + 5]], "prompt", "outside"),
+        ([[5, 2**80]], "prompt", "list of token ids"),
+        ([[5, [6]]], "prompt", "list of token ids"),
+        ([[5, 6.5]], "prompt", "list of token ids"),
+        ([[5, True], [True]], "prompt", "list of token ids"),
+        ([None], "prompt", "list of token ids"),
+        (5, "prompts", "must be a text"),
+        (None, "prompts", "must be a text"),
+        ("a\ud800b", "prompt", "not valid Unicode"),
+    ],
+)
+def test_a_bad_prompt_is_refused_by_name(tiny_llm: LLM, prompts: Any, parameter: str, says: str) -> None:
+    with pytest.raises(ParameterError, match=says) as caught:
+        tiny_llm.generate(prompts)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"params": {"max_tokens": 3}}, "params"),
+        ({"params": [SamplingParams()] * 2}, "params"),
+        ({"params": "greedy"}, "params"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"params": SamplingParams(logprobs=0, logprob_token_ids=[5, 286000])}, "logprob_token_ids"),
+        ({"params": SamplingParams(stop_token_ids=[-1])}, "stop_token_ids"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(tiny_llm: LLM, options: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        tiny_llm.generate("the cat", **options)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize(
+    ("pair", "parameter"),
+    [
+        (("the", ""), "continuation"),
+        (([5], []), "continuation"),
+        (("the", [5]), "pairs"),
+        (("the",), "pairs"),
+        ("the", "pairs"),
+        (([5], [999999]), "prompt"),
+        (([5], [6] * 200), "prompt"),
+    ],
+)
+def test_a_bad_pair_is_refused_by_name(tiny_llm: LLM, pair: Any, parameter: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        tiny_llm.score([("the", " cat"), pair])
+    assert caught.value.parameter == parameter
+
+
+def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
+    with pytest.raises(ParameterError):
+        tiny_llm.generate([[5], [6], [999999]])
+    assert not tiny_llm.engine._outputs
+    assert not tiny_llm.engine._engine.has_work
+
+
+def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path) -> None:
+    with pytest.raises(UnknownParameterError, match="max_batch_tokens"):
+        LLM(str(tiny_model_folder), max_batch_token=5)
+
+
+# -- failures and the end ----------------------------------------------------------------------------------
+
+
+def test_a_failed_request_is_raised_with_all_outputs_or_returned(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = tiny_llm.engine._engine.forward
+    plain = forward.run
+
+    def run(plan: Any) -> None:
+        if any(66 in span.sequence.token_ids for span in plan.tokens):
+            raise RuntimeError("boom")
+        plain(plan)
+
+    monkeypatch.setattr(forward, "run", run)
+    asked = SamplingParams(max_tokens=2, seed=1)
+    assert tiny_llm.generate([[6, 6, 6]], asked)[0].error is None
+    with pytest.raises(BatchError, match="boom") as caught:
+        tiny_llm.generate([[66, 6, 6]], asked)
+    assert list(caught.value.errors) == [0]
+    returned = tiny_llm.generate([[66, 6, 6]], asked, on_error="return")[0]
+    assert "boom" in str(returned.error)
+    assert tiny_llm.generate([[6, 6, 7]], asked)[0].error is None
+
+
+def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosedError, match="closed"):
+        llm.generate("the cat")
+    with pytest.raises(EngineClosedError, match="closed"):
+        llm.score([("the", " cat")])
+
+
+def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Path) -> None:
+    llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=1)
+    caught: list[BaseException] = []
+    started = threading.Event()
+    forward = llm.engine._engine.forward
+    plain = forward.run
+
+    def run(plan: Any) -> None:
+        started.set()
+        plain(plan)
+
+    forward.run = run
+
+    def work() -> None:
+        try:
+            llm.generate([[5]] * 50, SamplingParams(max_tokens=100, ignore_eos=True))
+        except (BatchError, EngineClosedError) as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(20)
+    llm.close()
+    thread.join(20)
+    assert not thread.is_alive(), "the call hangs"
+    assert "closed" in str(caught[0])
