@@ -1,0 +1,141 @@
+"""The row kernel against attention written out in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from logprobe.kernels.attention import RowPlanBuilder, ScoreRule, attend_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_SLOTS = 300
+
+
+@pytest.fixture(params=[1, 2, 4])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def pools(kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(NUM_SLOTS, kv_heads, key_dim, generator=generator),
+        torch.randn(NUM_SLOTS, kv_heads, value_dim, generator=generator),
+    )
+
+
+def plain_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """One query row (heads, dim) over its own context (length, kv_heads, dim), in float64."""
+    groups = query.shape[0] // keys.shape[1]
+    if rule.window is not None:
+        keys, values = keys[-rule.window :], values[-rule.window :]
+    keys = keys.double().repeat_interleave(groups, dim=1)
+    values = values.double().repeat_interleave(groups, dim=1)
+    scores = torch.einsum("hd,lhd->hl", query.double(), keys) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    shape=st.sampled_from([(4, 2, 16, 16), (4, 4, 8, 8), (9, 3, 64, 64), (8, 1, 20, 12), (2, 1, 5, 3)]),
+    spans=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 9)), min_size=1, max_size=6),
+    rule=st.builds(
+        ScoreRule,
+        scale=st.sampled_from([0.05, 0.25, 1.0]),
+        window=st.sampled_from([None, 1, 7, 64, 10_000]),
+        softcap=st.sampled_from([None, 2.0, 50.0]),
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_each_row_attends_to_its_own_context(
+    shape: tuple[int, int, int, int], spans: list[tuple[int, int]], rule: ScoreRule, seed: int
+) -> None:
+    heads, kv_heads, key_dim, value_dim = shape
+    keys, values = pools(kv_heads, key_dim, value_dim)
+    rng = np.random.default_rng(seed)
+    num_tokens = sum(length for _, length in spans) + 2
+    query = torch.randn(num_tokens, heads, key_dim, generator=torch.Generator().manual_seed(seed)) * 3
+    out = torch.full((num_tokens, heads, value_dim), 7.0)
+    builder, row, wanted = RowPlanBuilder(), 1, {}
+    for start, length in spans:
+        slots = rng.permutation(NUM_SLOTS)[: start + length].astype(np.int32)
+        builder.add(row, start, slots)
+        for place in range(length):
+            wanted[row + place] = torch.from_numpy(slots[: start + place + 1].astype(np.int64))
+        row += length
+    plan = builder.build()
+    assert plan is not None
+    attend_rows(query, keys, values, plan, out, rule)
+    for place in range(num_tokens):
+        if place not in wanted:
+            assert (out[place] == 7).all(), "a row that was not planned was written"
+            continue
+        want = plain_attention(query[place], keys[wanted[place]], values[wanted[place]], rule)
+        torch.testing.assert_close(out[place].double(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_any_number_of_threads_gives_the_same_as_torchs_attention(num_threads: int) -> None:
+    assert torch.get_num_threads() == num_threads
+    heads, kv_heads, dim, context = 9, 3, 64, 250
+    keys, values = pools(kv_heads, dim, dim)
+    query = torch.randn(context, heads, dim, generator=torch.Generator().manual_seed(1))
+    slots = np.random.default_rng(2).permutation(NUM_SLOTS)[:context].astype(np.int32)
+    builder = RowPlanBuilder()
+    builder.add(0, 0, slots)
+    plan = builder.build()
+    assert plan is not None
+    out = torch.empty(context, heads, dim)
+    attend_rows(query, keys, values, plan, out, ScoreRule(dim**-0.5))
+    places = torch.from_numpy(slots.astype(np.int64))
+    want = functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys[places].transpose(0, 1)[None],
+        values[places].transpose(0, 1)[None],
+        is_causal=True,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(out, want[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_queries_may_be_a_transposed_view() -> None:
+    keys, values = pools(2, 16, 16)
+    packed = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))  # (heads, tokens, dim)
+    builder = RowPlanBuilder()
+    builder.add(0, 10, np.arange(16, dtype=np.int32))
+    plan = builder.build()
+    assert plan is not None
+    outs = [torch.empty(6, 4, 16) for _ in range(2)]
+    attend_rows(packed.transpose(0, 1), keys, values, plan, outs[0], ScoreRule(0.25))
+    attend_rows(packed.transpose(0, 1).contiguous(), keys, values, plan, outs[1], ScoreRule(0.25))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_large_scores_do_not_overflow() -> None:
+    keys, values = pools(1, 8, 8)
+    builder = RowPlanBuilder()
+    builder.add(0, 0, np.arange(50, dtype=np.int32))
+    plan = builder.build()
+    assert plan is not None
+    query, out = torch.full((50, 1, 8), 1000.0), torch.empty(50, 1, 8)
+    attend_rows(query, keys, values, plan, out, ScoreRule(1.0))
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[0], values[0])
+
+
+def test_no_spans_make_no_plan() -> None:
+    assert RowPlanBuilder().build() is None
