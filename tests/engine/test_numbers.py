@@ -1,0 +1,175 @@
+"""The engine's numbers against transformers in float32, in every batch, chunking and cache state.
+
+The real model's tests have twins on the tiny model, which run without any download.
+"""
+
+# ruff: noqa: RUF001 - texts of many scripts are the point
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from logprobe import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+FROM_TRANSFORMERS = 2e-4  # nats
+BETWEEN_BATCHES = 5e-5
+CODE = "def gcd(a: int, b: int) -> int:\n    while b:\n        a, b = b, a % b\n    return a\n\n\n"
+TEXTS = [
+    "The capital of France is Paris, and the capital of Italy is Rome.",
+    CODE,
+    "从前有座山，山里有座庙，庙里有个老和尚在讲故事。",
+    "So happy 😀🎉👩‍👩‍👧‍👦 today!! ❤️🔥",
+    "3.14159265358979 2718281828 1,000,000 0x7fff 1e-9",
+    "\n\n \t  \n   indented\n\t\tmore   \n ",
+    "Привет, мир! Γειά σου Κόσμε! שלום עולם",
+    "the the the the the the the the the the the the the the the the",
+    '{"name": "Ada", "born": 1815, "tags": ["math", "engine"], "x": null}',
+    "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4",
+]
+SCORED = SamplingParams(max_tokens=0, prompt_logprobs=0)
+GREEDY_TOKENS = 24
+
+
+def chosen(output: Any) -> np.ndarray:
+    """The chosen tokens' log-probabilities from position 1 on."""
+    rows = output.prompt_logprobs
+    return np.array(list(rows.logprobs), dtype=np.float64)
+
+
+def teacher_forced(model: Any) -> Callable[[list[int]], np.ndarray]:
+    @torch.no_grad()
+    def logprobs(ids: list[int]) -> np.ndarray:
+        logits = model(torch.tensor([ids[:-1]])).logits[0]
+        lse = torch.logsumexp(logits.double(), dim=-1)
+        own = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].double()
+        return (own - lse).numpy()
+
+    return logprobs
+
+
+def forget(llm: LLM) -> None:
+    """Make the prefix cache cold."""
+    llm.engine._engine.scheduler.tree.clear()
+
+
+def with_batch_tokens(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine._engine.scheduler, "max_batch_tokens", count)
+
+
+def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Equal numbers alone and together, in small and large chunks, cold and warm; those got alone."""
+    forget(llm)
+    alone = [chosen(llm.generate([one], SCORED)[0]) for one in ids]
+    forget(llm)
+    together = [chosen(output) for output in llm.generate(ids, SCORED)]
+    warm = [chosen(output) for output in llm.generate(ids, SCORED)]
+    with_batch_tokens(llm, 64, monkeypatch)
+    forget(llm)
+    in_small_chunks = [chosen(output) for output in llm.generate(ids, SCORED)]
+    # Half of each is known, and the rest is computed on it.
+    forget(llm)
+    llm.generate([one[: len(one) // 2] for one in ids], SCORED)
+    on_known_halves = [chosen(output) for output in llm.generate(ids, SCORED)]
+    for state in (together, warm, in_small_chunks, on_known_halves):
+        for got, want in zip(state, alone, strict=True):
+            assert np.abs(got - want).max() <= BETWEEN_BATCHES
+    return alone
+
+
+@pytest.fixture(scope="module")
+def tiny_reference(tiny_model_folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_folder, attn_implementation="eager").eval()
+
+
+@pytest.fixture
+def tiny(tiny_llm: LLM) -> Iterator[LLM]:
+    yield tiny_llm
+    forget(tiny_llm)
+
+
+def test_every_prompt_logprob_of_the_tiny_model_equals_transformers(
+    tiny: LLM, tiny_reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [tiny.text.encode(text).tolist()[:120] for text in TEXTS]
+    alone = assert_numbers_hold(tiny, ids, monkeypatch)
+    for one, got in zip(ids, alone, strict=True):
+        assert np.abs(got - teacher_forced(tiny_reference)(one)).max() <= FROM_TRANSFORMERS
+
+
+def test_greedy_output_of_the_tiny_model_equals_transformers_generate(tiny: LLM, tiny_reference: Any) -> None:
+    assert_greedy_equals_generate(tiny, tiny_reference, [text[:40] for text in TEXTS])
+
+
+def assert_greedy_equals_generate(llm: LLM, model: Any, texts: list[str]) -> None:
+    asked = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0)
+    outputs = llm.generate(texts, asked)
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        with torch.no_grad():
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY_TOKENS, do_sample=False
+            )
+        assert output.outputs[0].token_ids == whole[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture(scope="module")
+def real_reference(real_llm: LLM) -> Any:
+    from logprobe.models import resolve
+
+    folder = resolve(real_llm.config.model).folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    return model.eval()
+
+
+@pytest.mark.real_model
+def test_every_prompt_logprob_of_the_real_model_equals_transformers(
+    real_llm: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [real_llm.text.encode(text).tolist() for text in TEXTS]
+    alone = assert_numbers_hold(real_llm, ids, monkeypatch)
+    for one, got in zip(ids, alone, strict=True):
+        assert np.abs(got - teacher_forced(real_reference)(one)).max() <= FROM_TRANSFORMERS
+
+
+@pytest.mark.real_model
+def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
+    real_llm: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(40))
+    ids = real_llm.text.encode(text).tolist()[:2000]
+    assert len(ids) == 2000
+    forget(real_llm)
+    cold = chosen(real_llm.generate([ids], SCORED)[0])
+    assert np.abs(cold - teacher_forced(real_reference)(ids)).max() <= FROM_TRANSFORMERS
+    warm = chosen(real_llm.generate([ids], SCORED)[0])
+    assert np.abs(warm - cold).max() <= BETWEEN_BATCHES
+    with_batch_tokens(real_llm, 64, monkeypatch)
+    forget(real_llm)
+    in_small_chunks = chosen(real_llm.generate([ids], SCORED)[0])
+    assert np.abs(in_small_chunks - cold).max() <= BETWEEN_BATCHES
+
+
+@pytest.mark.real_model
+def test_greedy_output_of_the_real_model_equals_transformers_generate(
+    real_llm: LLM, real_reference: Any
+) -> None:
+    assert_greedy_equals_generate(real_llm, real_reference, TEXTS[:5])
+
+
+@pytest.mark.real_model
+def test_a_drawn_tokens_number_is_the_one_it_has_as_a_prompt(real_llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=20, seed=3, logprobs=0)
+    output = real_llm.generate(TEXTS[0], asked)[0]
+    drawn = output.outputs[0]
+    forget(real_llm)
+    score = real_llm.score([(output.prompt_token_ids, drawn.token_ids)])[0]
+    np.testing.assert_allclose(score.token_logprobs, list(drawn.logprobs.logprobs), atol=BETWEEN_BATCHES)
