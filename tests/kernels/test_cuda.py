@@ -1,0 +1,66 @@
+"""The Triton kernel against the float64 twin: through Triton's interpreter, on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no build for this platform")
+
+COMPARE = """
+import json, sys, torch
+from logprobe.kernels import cuda, reference
+from logprobe.kernels.requests import allocate, check_requests, check_rows
+
+def compare(logits, k, given_ids=None):
+    chosen_ids = torch.randint(logits.shape[1], (len(logits),), generator=generator)
+    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=True)
+    got = allocate(requests, logits.device)
+    cuda.fill(logits, requests, got)
+    want = reference.extract(logits, chosen_ids, k, given_ids=given_ids, entropy=True, dtype=torch.float64)
+    assert torch.equal(got.is_valid, want.is_valid), (got.is_valid, want.is_valid)
+    assert torch.equal(got.ranks, want.ranks)
+    for row, num in enumerate(want.num_logprobs.tolist()):
+        assert torch.equal(got.token_ids[row, :num + 1], want.token_ids[row, :num + 1]), (row, num)
+        close(got.logprobs[row, :num + 1], want.logprobs[row, :num + 1])
+    close(got.lse, want.lse)
+    close(got.entropy, want.entropy)
+    if given_ids is not None:
+        assert torch.equal(got.given.ranks, want.given.ranks)
+        close(got.given.logprobs, want.given.logprobs)
+
+def close(got, want):
+    torch.testing.assert_close(got.double(), want.double(), rtol=1.2e-7, atol=3e-6, equal_nan=True)
+
+generator = torch.Generator().manual_seed(0)
+dtype = getattr(torch, sys.argv[1])
+compared = 0
+is_whole = dtype == torch.float32
+for vocab_size in (1, 100, 1025) if is_whole else (1025,):
+    logits = 3 * torch.randn(6, vocab_size, generator=generator)
+    logits[1] = logits[1].round()
+    logits[2, 1:] = -torch.inf
+    logits[3, 0] = torch.nan
+    logits[4] = -torch.inf
+    given_ids = [[0, 0], None, [vocab_size - 1], [0], [0], list(range(min(20, vocab_size)))]
+    for k in (0, [0, 3, 20, 1, 2, 5], -1) if is_whole else (7,):
+        compare(logits.to(dtype), k, given_ids)
+        compared += 1
+compare((3 * torch.randn(4, 1500, generator=generator)).to(dtype)[::2, 7:], 20)
+compare(torch.full((2, 50), torch.inf).to(dtype), 3)
+compare(torch.tensor([[0.0, -0.0, 0.0, -1.0]]).to(dtype), 3)
+print(json.dumps(compared))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_gpu_kernel_gives_the_numbers_of_the_twin(dtype: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", COMPARE, dtype]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == (9 if dtype == "float32" else 1)
