@@ -74,6 +74,15 @@ class EngineConfig:
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)
-            require(value is None or value > 0, name, f"must be positive or None, got {value}")
+            is_limit = value is None or (_is_int(value) and value > 0)
+            require(is_limit, name, f"must be a positive integer or None, got {value!r}")
         for name in ("max_batch_tokens", "max_batch_rows"):
-            require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
+        require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
+        is_name = isinstance(self.model, str) and self.model
+        require(is_name, "model", f"must be a name or a path as text, got {self.model!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

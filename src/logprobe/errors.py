@@ -34,6 +34,16 @@ if TYPE_CHECKING:
 class LogprobeError(Exception):
     """Root of all errors that this library raises on purpose."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By what it holds, not by the arguments it was made from: those differ from class to class.
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[LogprobeError], args: tuple[Any, ...]) -> LogprobeError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    return error
+
 
 class ParameterError(LogprobeError, ValueError):
     """A parameter has a value that cannot be used; `.parameter` is its name."""

@@ -1,0 +1,75 @@
+"""Settings: frozen, checked when made, and a misspelt one is answered with the nearest."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
+
+import pytest
+
+from logprobe.config import EngineConfig, require, strict_keywords
+from logprobe.errors import ParameterError, UnknownParameterError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "gpu"), ("device", None),
+        ("dtype", "float64"), ("dtype", "fp16"),
+        ("weights", "int4"),
+        ("max_model_len", 0), ("max_model_len", -1), ("max_model_len", "long"), ("max_model_len", 1.5),
+        ("kv_bytes", 0), ("kv_bytes", "1GiB"), ("kv_bytes", True),
+        ("max_batch_tokens", 0), ("max_batch_tokens", None), ("max_batch_tokens", "many"),
+        ("max_batch_rows", -3), ("max_batch_rows", 2.0),
+        ("seed", "lucky"), ("seed", None), ("seed", 1.5),
+        ("model", ""), ("model", None), ("model", 5),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        EngineConfig(**{name: value})
+    assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("max_batch_token", "max_batch_tokens"), ("kvbytes", "kv_bytes"), ("modell", "model")],
+)
+def test_a_misspelt_setting_is_answered_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownParameterError, match=f"did you mean '{nearest}'"):
+        EngineConfig(**{name: 1})
+
+
+def test_settings_are_frozen_and_keyword_only() -> None:
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig().seed = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig("smollm2")  # type: ignore[misc]
+
+
+def test_equal_settings_are_equal() -> None:
+    assert EngineConfig(model="m", seed=3) == EngineConfig(seed=3, model="m")
+    assert hash(EngineConfig(model="m")) == hash(EngineConfig(model="m"))
+
+
+def test_every_setting_is_documented() -> None:
+    documented = EngineConfig.__doc__ or ""
+    assert all(f"{name}:" in documented for name in EngineConfig.__dataclass_fields__)
+
+
+def test_strict_keywords_leaves_known_ones_alone() -> None:
+    @strict_keywords
+    @dataclass(kw_only=True)
+    class Options:
+        first: int = 1
+
+    assert Options(first=2).first == 2
+    with pytest.raises(UnknownParameterError, match="Options has no such parameter"):
+        Options(fist=2)  # type: ignore[call-arg]
+
+
+def test_require_names_the_parameter() -> None:
+    require("anything", "size", "unused")
+    with pytest.raises(ParameterError, match="size: is too large") as caught:
+        require([], "size", "is too large")
+    assert caught.value.parameter == "size"
