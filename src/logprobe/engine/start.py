@@ -11,6 +11,7 @@ from logprobe.engine.engine import Engine
 from logprobe.engine.forward import NativeForward
 from logprobe.engine.local import LocalEngine
 from logprobe.engine.text import TextEdge
+from logprobe.kernels import warm_up
 from logprobe.models import Vocabulary, load_tokenizer, resolve
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
     tokenizer = load_tokenizer(files)
     special = frozenset(tokenizer.all_special_ids)
     text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), special)
+    _warm_up_kernels()
     forward = NativeForward(config, files)
     engine = Engine(config, forward, text, _eos_token_ids(forward.model, tokenizer))
     capabilities = Capabilities(
@@ -56,6 +58,12 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         stages=("raw_logprobs", "processed_logprobs"),
     )
     return LoadedModel(LocalEngine(engine, capabilities), text)
+
+
+def _warm_up_kernels() -> None:
+    done = warm_up()
+    if not done.is_from_cache:
+        logger.warning("compiled the CPU kernels in %.1f s; later starts read them from disk", done.seconds)
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -81,7 +81,7 @@ class PackedNorm(nn.Module):
 
     def __init__(self, norm: Any, *, offset: float) -> None:
         super().__init__()
-        self.register_buffer("_factor", norm.weight.detach() + offset, persistent=False)
+        self._factor: torch.Tensor = norm.weight.detach() + offset
         self._epsilon = _epsilon(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _epsilon(norm: Any) -> float:
 
 
 @torch.inference_mode()
-def _as_packed_norm(module: nn.Module) -> PackedNorm | None:
+def _as_packed_norm(module: Any) -> PackedNorm | None:
     """The packed form of a norm, where one of its two usual forms gives the module's own result."""
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "weight"):
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import cfunc, njit
 
+from logprobe.kernels import vectors
 from logprobe.kernels.parallel import (
     Worker,
     compile_worker,
@@ -24,15 +25,17 @@ from logprobe.kernels.parallel import (
     task_at,
     uint8_at,
 )
+from logprobe.kernels.vectors import F32, I32, LOWEST, SUMS, ZERO, exponential, maximum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from logprobe.kernels.sample import DrawParams, Drawn
+    from logprobe.kernels.sample import Drawn, DrawParams
 
 BLOCK = 1024
-NUM_BINS = 2048
-BIN_WIDTH = np.float32(32 / NUM_BINS)  # of (maximum - logit) / temperature; the last bin takes all the rest
+BINS_PER_UNIT = F32(32)  # of (maximum - logit) / temperature
+NUM_BINS = 87 * 32 + 1  # the last bin takes all that weighs next to nothing (`LOWEST`)
+MINUS_INF = F32(-np.inf)
 
 
 def draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
@@ -53,125 +56,174 @@ def draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> 
     parallel_for(worker(), context, len(logits))
 
 
+@njit(fastmath=SUMS)
+def _zero_products(x: Any) -> Any:
+    """Zero, or NaN where a value is NaN or infinite."""
+    total = ZERO
+    for i in range(x.size):
+        total += x[i] * ZERO
+    return total
+
+
+@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
+def _greatest(x: Any) -> Any:
+    """The largest value of a block that holds no NaN."""
+    greatest = MINUS_INF
+    for i in range(x.size):
+        greatest = maximum(greatest, x[i])
+    return greatest
+
+
+@njit
+def _has_nan(x: Any) -> Any:
+    for value in x:  # noqa: SIM110 - compiled
+        if np.isnan(value):
+            return True
+    return False
+
+
 @njit
 def _maximum(row: Any) -> Any:
     """The largest value (NaN where one is NaN) and the first place that holds it."""
-    best, place = np.float32(-np.inf), 0
+    best, place = F32(-np.inf), 0
     for start in range(0, row.size, BLOCK):
         block = row[start : start + BLOCK]
-        top = np.float32(-np.inf)
-        total = np.float32(0)
-        for i in range(block.size):
-            top = max(top, block[i])
-            total += np.float32(0) * block[i]  # NaN where a value is NaN or infinite
-        if total != total and _has_nan(block):
-            return np.float32(np.nan), 0
+        if np.isnan(_zero_products(block)) and _has_nan(block):
+            return F32(np.nan), 0
+        top = _greatest(block)
         if top > best:
-            best = top
-            place = start
+            best, place = top, start
     while place < row.size and row[place] != best:
         place += 1
     return best, place
 
 
 @njit
-def _has_nan(block: Any) -> Any:
-    for value in block:  # noqa: SIM110 - compiled
-        if value != value:  # noqa: PLR0124 - true of NaN alone
-            return True
-    return False
+def _weigh(x: Any, best: Any, temperature: Any, weights: Any, bins: Any) -> None:
+    """The weight of each value, exp((x - best) / temperature), and its bin."""
+    for i in range(x.size):
+        d = (x[i] - best) / temperature
+        d = LOWEST if d < LOWEST else d  # noqa: FURB136 - as in `vectors`
+        weights[i] = exponential(d)
+        bins[i] = I32(d * BINS_PER_UNIT)
 
 
 @njit
 def _histogram(row: Any, best: Any, temperature: Any, mass: Any, count: Any) -> None:
+    """Mass and number of the tokens in each bin; a token that is masked out is in none."""
+    weights, bins = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.int32)
     mass[:] = 0
     count[:] = 0
-    for value in row:
-        distance = (best - value) / temperature
-        if distance < np.float32(np.inf):
-            place = min(int(distance / BIN_WIDTH), NUM_BINS - 1)
-            mass[place] += math.exp(-distance)
-            count[place] += 1
+    for start in range(0, row.size, BLOCK):
+        block = row[start : start + BLOCK]
+        _weigh(block, best, temperature, weights, bins)
+        for i in range(block.size):
+            if block[i] > MINUS_INF:
+                mass[-bins[i]] += weights[i]
+                count[-bins[i]] += 1
 
 
 @njit
 def _members(row: Any, best: Any, temperature: Any, place: Any, size: Any) -> Any:
     """The ids of one bin, by descending logit and ascending id."""
+    weights, bins = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.int32)
     ids = np.empty(size, dtype=np.int64)
     found = 0
-    for i in range(row.size):
-        distance = (best - row[i]) / temperature
-        if distance < np.float32(np.inf) and min(int(distance / BIN_WIDTH), NUM_BINS - 1) == place:
-            ids[found] = i
-            found += 1
+    for start in range(0, row.size, BLOCK):
+        block = row[start : start + BLOCK]
+        _weigh(block, best, temperature, weights, bins)
+        for i in range(block.size):
+            if bins[i] == -place and block[i] > MINUS_INF:
+                ids[found] = start + i
+                found += 1
     return ids[np.argsort(-row[ids], kind="mergesort")]
+
+
+@njit
+def _end_by_count(count: Any, limit: Any) -> Any:
+    """Where the first `limit` tokens end: a bin, and how many of its tokens belong to them."""
+    place, last = 0, 0
+    while place < NUM_BINS:
+        if count[place] > 0:
+            if limit <= count[place]:
+                return place, limit
+            limit -= count[place]
+            last = place
+        place += 1
+    return last, count[last]
+
+
+@njit
+def _weight(value: Any, best: Any, temperature: Any) -> Any:
+    return np.float64(exponential(max((value - best) / temperature, LOWEST)))
 
 
 @njit
 def _cut(row: Any, best: Any, settings: Any, mass: Any, count: Any) -> Any:
     """The logit and the id of the last token that top-k and top-p keep; -inf: all."""
     temperature, top_k, top_p = settings[0], settings[1], settings[2]
-    num_left, total = int(top_k) if top_k > 0 else row.size, 0.0
-    place = 0
-    # Top-k: whole bins while they fit, then the first tokens of the bin in which it ends.
-    while place < NUM_BINS and count[place] <= num_left:
-        num_left -= count[place]
-        total += mass[place]
-        place += 1
-    last = place  # the bin that is kept in part (NUM_BINS: none)
-    if last < NUM_BINS:
-        ids = _members(row, best, temperature, last, count[last])
-        for i in ids[:num_left]:
-            total += math.exp(-(best - row[i]) / temperature)
-        if num_left > 0:
-            cut_logit, cut_id = row[ids[num_left - 1]], ids[num_left - 1]
-        else:
-            cut_logit, cut_id = np.float32(0), np.int64(-1)  # set below
-    else:
-        cut_logit, cut_id = np.float32(-np.inf), np.int64(row.size)
-    if top_p >= 1 and (last == NUM_BINS or num_left > 0):
-        return cut_logit, cut_id
-    # Top-p: the same with mass in the place of counts, over what top-k keeps.
-    wanted = total * min(top_p, np.float32(1))
-    place, reached = 0, 0.0
-    while place < last and reached + mass[place] < wanted:
-        reached += mass[place]
-        place += 1
-    if place == last and (last == NUM_BINS or num_left == 0):
-        place = _last_filled(count, last)
-        reached -= mass[place]
+    limit = min(np.int64(row.size), np.int64(top_k)) if top_k > 0 else np.int64(row.size)
+    place, number = _end_by_count(count, limit)
     ids = _members(row, best, temperature, place, count[place])
-    if place == last:
-        ids = ids[:num_left]
-    for i in ids:
-        reached += math.exp(-(best - row[i]) / temperature)
-        if reached >= wanted:
-            return row[i], i
-    return row[ids[-1]], ids[-1]
+    if top_p < 1:
+        total = mass[:place].sum()
+        for i in ids[:number]:
+            total += _weight(row[i], best, temperature)
+        wanted, reached, end = total * top_p, 0.0, 0
+        while end < place and reached + mass[end] < wanted:
+            reached += mass[end]
+            end += 1
+        if end < place:
+            ids = _members(row, best, temperature, end, count[end])
+            place, number = end, count[end]
+        kept = 0
+        while kept < number - 1 and reached + _weight(row[ids[kept]], best, temperature) < wanted:
+            reached += _weight(row[ids[kept]], best, temperature)
+            kept += 1
+        number = kept + 1
+    if number == count[place] and count[place + 1 :].sum() == 0:
+        return MINUS_INF, np.int64(row.size)
+    return row[ids[number - 1]], ids[number - 1]
+
+
+@njit(fastmath=SUMS)
+def _mass_above(x: Any, best: Any, temperature: Any, cut: Any) -> Any:
+    """Sum of exp((x - best) / temperature) over the values strictly above the cut."""
+    total = ZERO
+    for i in range(x.size):
+        d = (x[i] - best) / temperature
+        d = LOWEST if d < LOWEST else d  # noqa: FURB136
+        e = exponential(d)
+        total += e if x[i] > cut else ZERO
+    return total
 
 
 @njit
-def _last_filled(count: Any, end: Any) -> Any:
-    place = end - 1
-    while count[place] == 0:
-        place -= 1
-    return place
+def _num_at(x: Any, value: Any) -> Any:
+    count = I32(0)
+    for i in range(x.size):
+        count += I32(x[i] == value)
+    return count
 
 
 @njit
-def _is_kept(value: Any, token_id: Any, cut_logit: Any, cut_id: Any) -> Any:
-    return value > cut_logit or (value == cut_logit and token_id <= cut_id)
+def _block_mass(row: Any, start: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any) -> Any:
+    """The weight of what is kept of one block; tokens at the cut count up to the cut's id."""
+    block = row[start : start + BLOCK]
+    total = np.float64(_mass_above(block, best, temperature, cut_logit))
+    if cut_logit > MINUS_INF and start <= cut_id:
+        ties = _num_at(row[start : min(start + BLOCK, cut_id + 1)], cut_logit)
+        total += ties * _weight(cut_logit, best, temperature)
+    return total
 
 
 @njit
 def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, uniform: Any) -> Any:
     """The kept token at which the cumulative weight, in order of ids, passes `uniform` of the whole."""
     num_blocks = (row.size + BLOCK - 1) // BLOCK
-    sums = np.zeros(num_blocks, dtype=np.float64)
+    sums = np.empty(num_blocks, dtype=np.float64)
     for b in range(num_blocks):
-        for i in range(b * BLOCK, min(row.size, (b + 1) * BLOCK)):
-            if _is_kept(row[i], i, cut_logit, cut_id):
-                sums[b] += math.exp((row[i] - best) / temperature)
+        sums[b] = _block_mass(row, b * BLOCK, best, temperature, cut_logit, cut_id)
     left = sums.sum() * uniform
     b, last = 0, num_blocks - 1
     while last > 0 and sums[last] == 0:  # rounding must not carry the search past all weight
@@ -181,9 +233,10 @@ def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, un
         b += 1
     chosen = -1
     for i in range(b * BLOCK, min(row.size, (b + 1) * BLOCK)):
-        if _is_kept(row[i], i, cut_logit, cut_id) and row[i] > np.float32(-np.inf):
+        is_kept = row[i] > cut_logit or (row[i] == cut_logit and i <= cut_id)
+        if is_kept and row[i] > MINUS_INF:
             chosen = i
-            left -= math.exp((row[i] - best) / temperature)
+            left -= _weight(row[i], best, temperature)
             if left < 0:
                 break
     return chosen
@@ -238,4 +291,4 @@ def _make_worker(digest: int, *, cache: bool) -> Any:
 @functools.cache
 def worker() -> Worker:
     """The compiled worker."""
-    return compile_worker(_make_worker, __file__)
+    return compile_worker(_make_worker, __file__, vectors.__file__)
