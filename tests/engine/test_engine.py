@@ -38,6 +38,9 @@ def params(draw: Any) -> dict[str, Any]:
         "stop_token_ids": draw(st.lists(st.integers(0, 285), max_size=5)),
         "ignore_eos": draw(st.booleans()),
     }
+    if asked["max_tokens"]:
+        asked["best_of"] = draw(st.sampled_from([None, None, asked["n"] + 1]))
+        asked["stop"] = draw(st.lists(st.sampled_from(["a", "th", "\u00e9", "1"]), max_size=2))
     is_reported = asked["logprobs"] is not None or asked["prompt_logprobs"] is not None
     asked["entropy"] = is_reported and draw(st.booleans())
     if is_reported and draw(st.booleans()):
@@ -73,20 +76,35 @@ def run_mix(engine: Any, mix: dict[str, Any]) -> None:
         assert engine.num_steps < 5000, "the engine makes no progress"
 
 
+def assert_each_gives_what_it_gives_alone(
+    make: Callable[..., Any], assert_same: Callable[..., None], mix: dict[str, Any]
+) -> None:
+    limits = {name: mix[name] for name in ("max_batch_tokens", "max_batch_rows")}
+    together = make(mix["num_slots"], **limits)
+    run_mix(together, mix)
+    together.assert_idle()
+    assert set(together.num_ends.values()) == {1}
+    for index, (ids, asked, _) in enumerate(mix["asked"]):
+        got = together.outputs[f"r{index}"]
+        if any(one.finish_reason == "abort" for one in got.outputs):
+            continue
+        alone = make(NUM_SLOTS)
+        want = alone.submit("alone", ids, **asked)
+        alone.run()
+        assert_same(got, want)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(mix=mixes())
 def test_a_request_among_others_gives_what_it_gives_alone(
     new_engine: Callable[..., Any], assert_same: Callable[..., None], mix: dict[str, Any]
 ) -> None:
-    limits = {name: mix[name] for name in ("max_batch_tokens", "max_batch_rows")}
-    together = new_engine(mix["num_slots"], **limits)
-    run_mix(together, mix)
-    together.assert_idle()
-    for index, (ids, asked, _) in enumerate(mix["asked"]):
-        got = together.outputs[f"r{index}"]
-        if any(one.finish_reason == "abort" for one in got.outputs):
-            continue
-        alone = new_engine(NUM_SLOTS)
-        want = alone.submit("alone", ids, **asked)
-        alone.run()
-        assert_same(got, want)
+    assert_each_gives_what_it_gives_alone(new_engine, assert_same, mix)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(mix=mixes())
+def test_the_same_holds_for_windows_and_squashed_scores(
+    new_window_engine: Callable[..., Any], assert_same: Callable[..., None], mix: dict[str, Any]
+) -> None:
+    assert_each_gives_what_it_gives_alone(new_window_engine, assert_same, mix)
