@@ -1,0 +1,71 @@
+"""From a generation to an HTTP reply, whole or streamed, in the shape that a route gives it.
+
+Before it: a route's checked request. After it: the socket.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Protocol
+
+from starlette.responses import Response
+
+from logprobe.server.errors import as_api_error
+from logprobe.server.replies import JSON_TYPE, encode
+from logprobe.server.sse import DONE, EventStream, event, while_connected
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.server.generation import Generation
+    from logprobe.server.pieces import Piece
+    from logprobe.server.service import Service
+
+
+class Shape(Protocol):
+    """One route's form of a reply."""
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The reply, from one piece a choice."""
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before any text."""
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Chunks of one increment."""
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Chunks after all text."""
+
+
+async def answer(
+    request: HttpRequest, service: Service, generation: Generation, shape: Shape, *, is_stream: bool
+) -> Response:
+    """Run a generation for a client that may leave at any time.
+
+    Raises:
+        LogprobeError: it failed before anything was sent.
+        ClientGoneError: nobody is left to answer.
+    """
+    if is_stream:
+        return EventStream(_events(service, generation, shape), generation.ticket.release)
+    pieces = await while_connected(request.receive, generation.whole())
+    return Response(encode(service, shape.whole(pieces)), media_type=JSON_TYPE)
+
+
+async def _events(service: Service, generation: Generation, shape: Shape) -> AsyncGenerator[bytes]:
+    try:
+        yield _joined(service, shape.opening())
+        async with aclosing(generation.stream()) as batches:
+            async for pieces in batches:
+                if data := b"".join(_joined(service, shape.chunks(piece)) for piece in pieces):
+                    yield data
+        yield _joined(service, shape.closing()) + DONE
+    except Exception as error:  # noqa: BLE001 - the status is sent already; the client reads the failure here
+        yield event(as_api_error(error).to_json())
+
+
+def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
+    return b"".join(event(encode(service, chunk)) for chunk in chunks)

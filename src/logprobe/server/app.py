@@ -1,0 +1,68 @@
+"""The routes, in one table, as an ASGI application.
+
+Before it: uvicorn. After it: one handler a route.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from logprobe import __version__
+from logprobe.server import facts
+from logprobe.server.chat import chat_completions
+from logprobe.server.completions import completions
+from logprobe.server.errors import ApiError
+from logprobe.server.guard import endpoint, failure
+from logprobe.server.service import Service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from logprobe.engine.start import LoadedModel
+    from logprobe.server.guard import Handler
+    from logprobe.server.settings import ServerSettings
+
+OPEN: Final = {"/health"}  # need no key
+
+ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
+    ("GET", "/health", facts.health),
+    ("GET", "/metrics", facts.metrics),
+    ("GET", "/v1/models", facts.models),
+    ("GET", "/v1/models/{model:path}", facts.model),
+    ("GET", "/v1/capabilities", facts.capabilities),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/tokenize", facts.tokenize),
+    ("POST", "/detokenize", facts.detokenize),
+    ("GET", "/tokenizer_info", facts.tokenizer_info),
+    ("POST", "/v1/tokenize", facts.tokenize),
+    ("POST", "/v1/detokenize", facts.detokenize),
+    ("GET", "/v1/tokenizer_info", facts.tokenizer_info),
+)
+
+
+def create_app(model: LoadedModel, settings: ServerSettings) -> FastAPI:
+    """Put a loaded model behind HTTP; the caller closes its engine."""
+    service = Service(model, settings)
+    app = FastAPI(title="logprobe", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for method, path, handler in ROUTES:
+        serve = endpoint(path, handler, service, is_open=path in OPEN)
+        app.router.add_route(path, serve, methods=[method])
+
+    async def not_routed(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = ApiError(error.status_code, str(error.detail), headers=error.headers, code="no_such_route")
+        return failure(told, service)
+
+    app.add_exception_handler(HTTPException, not_routed)
+    if settings.cors_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        origins = list(settings.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app

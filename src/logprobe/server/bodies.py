@@ -1,0 +1,118 @@
+"""The bodies that the routes take, typed; a field that is not here is refused by name.
+
+Before it: JSON. After it: `fields`, which turns them into the engine's parameters. Names and meanings are
+OpenAI's; the extensions of this server stand in a block of their own. None means not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+Ids = list[int]
+Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
+Count = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries beside its increments."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # no effect: no padding is ever sent
+
+
+class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat and completions share; fields named as in `SamplingParams` mean the same."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
+
+    # Extensions: sampling.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Ids | None = None
+    allowed_token_ids: Ids | None = None
+    logits_processors_args: dict[str, Any] | None = None
+    # Extensions: reports; each adds fields to the reply.
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "both"] | None = None
+    logprob_token_ids: Ids | None = None
+    prompt_logprobs: int | None = None
+    entropy: bool | None = None
+    explain: bool | None = None
+    return_token_ids: bool | None = None
+
+    # OpenAI's fields without effect here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    suffix: str | None = None
+    max_tokens: Count | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    # OpenAI's, taken only with the value that changes nothing.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Ids

@@ -1,0 +1,124 @@
+"""`POST /v1/chat/completions`: messages in, OpenAI's chat shapes out.
+
+Before it: HTTP. After it: a generation and its pieces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from logprobe.server.answer import answer
+from logprobe.server.bodies import ChatBody
+from logprobe.server.decode import read_body
+from logprobe.server.fields import chat_params
+from logprobe.server.generation import Generation
+from logprobe.server.prompts import read_messages
+from logprobe.server.replies import (
+    chat_logprobs,
+    choice_extensions,
+    prompt_extensions,
+    reply_extensions,
+    usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from logprobe.server.pieces import Piece
+    from logprobe.server.service import Service
+
+
+async def chat_completions(request: HttpRequest, service: Service) -> Response:
+    """Answer one chat request."""
+    body = await read_body(request, ChatBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    service.log_body("chat", body)
+    ids = read_messages(body.messages, service.text)
+    room = service.capabilities.max_model_len + 1 - len(ids)
+    params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+    generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
+    shape = ChatShape(service, body, generation)
+    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+class ChatShape:
+    """OpenAI's `chat.completion` and its chunks."""
+
+    def __init__(self, service: Service, body: ChatBody, generation: Generation) -> None:
+        self._service = service
+        self._body = body
+        self._generation = generation
+        options = body.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._told_prompt = False
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The reply, one choice a completion."""
+        output = self._generation.outputs[0]
+        reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
+        reply["usage"] = usage(self._generation)
+        told = prompt_extensions(self._service, self._body, output)
+        return reply | told | reply_extensions(self._body, output)
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """The role of each choice."""
+        for index in range(self._generation.params.n):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Text with its rows, then the reason where it has ended."""
+        extras = choice_extensions(self._body, piece)
+        if piece.text or piece.text_tokens or (extras and piece.num_rows):
+            delta = {"content": piece.text}
+            logprobs = chat_logprobs(self._service, self._generation, piece)
+            yield self._chunk(piece.index, delta, logprobs, **extras) | self._prompt()
+        if piece.finish_reason:
+            yield self._chunk(piece.index, {}, finish_reason=piece.finish_reason) | self._prompt()
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Usage, where it was asked for."""
+        if self._has_usage:
+            chunk = self._frame("chat.completion.chunk", [])
+            yield chunk | {"usage": usage(self._generation)}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": chat_logprobs(self._service, self._generation, piece),
+            "finish_reason": piece.finish_reason,
+            **choice_extensions(self._body, piece),
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+        **extras: Any,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._frame("chat.completion.chunk", [choice | extras])
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        reply = {
+            "id": self._generation.reply_id,
+            "object": kind,
+            "created": self._service.now(),
+            "model": self._service.model_name,
+            "choices": choices,
+        }
+        return reply | {"usage": None} if self._has_usage else reply
+
+    def _prompt(self) -> dict[str, Any]:
+        """The prompt's fields, with the first chunk that has them."""
+        if self._told_prompt:
+            return {}
+        self._told_prompt = True
+        output = self._generation.outputs[0]
+        told = prompt_extensions(self._service, self._body, output)
+        return told | reply_extensions(self._body, output)

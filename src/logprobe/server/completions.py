@@ -1,0 +1,173 @@
+"""`POST /v1/completions`: prompts in, OpenAI's text shapes out, with `echo` for scoring.
+
+Before it: HTTP. After it: a generation and its pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from logprobe.server.answer import answer
+from logprobe.server.bodies import CompletionBody
+from logprobe.server.decode import read_body
+from logprobe.server.errors import bad_request
+from logprobe.server.fields import completion_params
+from logprobe.server.generation import Generation
+from logprobe.server.pieces import TextWalk
+from logprobe.server.prompts import read_prompts
+from logprobe.server.replies import (
+    choice_extensions,
+    legacy_logprobs,
+    prompt_extensions,
+    reply_extensions,
+    usage,
+)
+from logprobe.server.rows_json import legacy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from logprobe.sampling import SamplingParams
+    from logprobe.server.pieces import Piece
+    from logprobe.server.prompts import Prompt
+    from logprobe.server.service import Service
+
+PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+async def completions(request: HttpRequest, service: Service) -> Response:
+    """Answer one completions request."""
+    body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    service.log_body("completions", body)
+    params = completion_params(body, max_logprobs=service.settings.max_logprobs)
+    prompts = read_prompts(body.prompt, service.text)
+    if len(prompts) > service.settings.max_requests:
+        raise bad_request("prompt", f"holds {len(prompts)} prompts; at most {service.settings.max_requests}")
+    limit = service.capabilities.max_model_len
+    asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
+    echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
+    generation = Generation(service, service.new_id("cmpl"), asks, echoes)
+    shape = CompletionShape(service, body, generation, prompts)
+    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
+    """Score without generating where a prompt is one token longer than the model can extend.
+
+    Evaluation harnesses send such prompts and read the prompt's numbers alone.
+    """
+    is_scored = body.echo and body.logprobs is not None and params.max_tokens == 1
+    return replace(params, max_tokens=0) if is_scored and len(prompt.token_ids) == limit + 1 else params
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as the beginning of its reply."""
+
+    text: str
+    logprobs: dict[str, list[Any]] | None
+
+
+class CompletionShape:
+    """OpenAI's `text_completion`; chunks have the same form as the whole."""
+
+    def __init__(
+        self, service: Service, body: CompletionBody, generation: Generation, prompts: Sequence[Prompt]
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._generation = generation
+        self._prompts = prompts
+        options = body.stream_options
+        self._has_usage = bool(options and options.include_usage)
+        self._begun: set[int] = set()  # choices whose prompt was told
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The reply, choices in the order of prompts."""
+        reply = self._frame([self._begin(piece) for piece in pieces])
+        return reply | {"usage": usage(self._generation)}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Nothing: the first text opens."""
+        yield from ()
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """One chunk, the prompt's echo in the first of a choice."""
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Usage, where it was asked for."""
+        if self._has_usage:
+            yield self._frame([]) | {"usage": usage(self._generation)}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": legacy_logprobs(self._service, piece),
+            "finish_reason": piece.finish_reason,
+            **choice_extensions(self._body, piece),
+        }
+
+    def _begin(self, piece: Piece) -> dict[str, Any]:
+        choice, number = self._choice(piece), self._generation.prompt_of(piece)
+        output = self._generation.outputs[number]
+        if self._body.echo:
+            self._prepend(choice, self._echo(number))
+            if self._is_unextended(number):
+                _add_empty_entry(choice)
+        if piece.index % self._generation.params.n == 0:
+            choice |= prompt_extensions(self._service, self._body, output)
+        return choice | reply_extensions(self._body, output)
+
+    @staticmethod
+    def _prepend(choice: dict[str, Any], echo: Echo) -> None:
+        choice["text"] = echo.text + choice["text"]
+        if echo.logprobs is not None:
+            rows = choice["logprobs"]
+            choice["logprobs"] = rows | {name: echo.logprobs[name] + rows[name] for name in PARALLEL}
+
+    def _is_unextended(self, number: int) -> bool:
+        request = self._generation.requests[number]
+        return self._body.max_tokens != 0 and request.params.max_tokens == 0
+
+    def _echo(self, number: int) -> Echo:
+        walk, texts, offsets = TextWalk(), [], []
+        for part in self._prompts[number].parts:
+            text, begins_at = walk.feed(part)
+            texts.append(text)
+            offsets.append(begins_at)
+        record = self._generation.outputs[number].prompt_logprobs
+        if record is None or self._body.logprobs is None:
+            return Echo("".join(texts), None)
+        vocabulary = self._service.text.vocabulary
+        ids = self._prompts[number].token_ids.tolist()
+        rows: dict[str, list[Any]] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
+        rows |= legacy(record, vocabulary) | {"text_offset": offsets}
+        return Echo("".join(texts), rows)
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        reply = {
+            "id": self._generation.reply_id,
+            "object": "text_completion",
+            "created": self._service.now(),
+            "model": self._service.model_name,
+            "choices": choices,
+        }
+        return reply | {"usage": None} if self._has_usage else reply
+
+
+def _add_empty_entry(choice: dict[str, Any]) -> None:
+    """Close the arrays with an entry without numbers: nothing fits behind this prompt."""
+    rows = choice["logprobs"]
+    for name in ("token_logprobs", "top_logprobs"):
+        rows[name].append(None)
+    rows["tokens"].append("")
+    rows["text_offset"].append(len(choice["text"]))

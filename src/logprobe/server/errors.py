@@ -1,0 +1,70 @@
+"""Failures as clients read them: `{"error": {"message", "type", "param", "code"}}` with a status.
+
+Before it: the library's error tree. After it: a reply, or an event that ends a stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from logprobe.errors import EngineClosedError, LogprobeError, ParameterError, PromptTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class ApiError(Exception):
+    """A reply other than 2xx; `param` names the body field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for this class of failure."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The body, all four members present."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def to_json(self) -> bytes:
+        """The body as JSON."""
+        return msgspec.json.encode(self.to_dict())
+
+
+def bad_request(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
+    """400 naming the field."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """What a failure is to a client; `names` maps our parameters to the fields of this route."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ParameterError):
+        field = (names or {}).get(error.parameter, error.parameter)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
+        return bad_request(field, str(error).removeprefix(f"{error.parameter}: "), code=code)
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, str(error), code="engine_closed")
+    if isinstance(error, LogprobeError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")

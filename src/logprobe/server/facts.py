@@ -1,0 +1,124 @@
+"""Routes that tell about the server: health, models, capabilities, processors, metrics, tokenizer.
+
+Before it: HTTP. After it: the service's own knowledge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from logprobe.server.bodies import DetokenizeBody, TokenizeBody
+from logprobe.server.decode import read_body
+from logprobe.server.errors import ApiError, bad_request
+from logprobe.server.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.prompts import read_messages
+from logprobe.server.replies import JSON_TYPE
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.server.service import Service
+
+
+def json_reply(value: Any) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), media_type=JSON_TYPE)
+
+
+async def health(_: HttpRequest, service: Service) -> Response:
+    """Say whether requests can be served."""
+    if service.is_draining:
+        raise ApiError(503, "the server is shutting down", code="draining")
+    return json_reply({"status": "ok", "model": service.model_name})
+
+
+async def models(_: HttpRequest, service: Service) -> Response:
+    """List the one model."""
+    return json_reply({"object": "list", "data": [_model(service)]})
+
+
+async def model(request: HttpRequest, service: Service) -> Response:
+    """Tell about one model."""
+    service.check_model(request.path_params["model"])
+    return json_reply(_model(service))
+
+
+async def capabilities(_: HttpRequest, service: Service) -> Response:
+    """Tell what this engine can and cannot do with log-probabilities."""
+    return json_reply(
+        asdict(service.capabilities)
+        | {
+            "max_logprobs": service.settings.max_logprobs,
+            "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
+            "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
+            "fields_without_effect": sorted(NO_EFFECT),
+            "limits": {
+                "max_body_bytes": service.settings.max_body_bytes,
+                "max_requests": service.settings.max_requests,
+                "max_tokens_in_flight": service.settings.max_tokens_in_flight,
+                "max_logprob_bytes": service.settings.max_logprob_bytes,
+            },
+            "in_use": service.limits.in_use(),
+        }
+    )
+
+
+async def metrics(_: HttpRequest, service: Service) -> Response:
+    """Give all figures to Prometheus."""
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def tokenize(request: HttpRequest, service: Service) -> Response:
+    """Turn a text, or a conversation, into token ids."""
+    body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        ids = read_messages(body.messages, service.text)
+    else:
+        assert body.prompt is not None
+        ids = service.text.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    tokens: list[int] = ids.tolist()
+    found: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": service.capabilities.max_model_len,
+    }
+    if body.return_token_strs:
+        found["token_strs"] = [service.text.vocabulary.token_text(token_id) for token_id in tokens]
+    return json_reply(found)
+
+
+async def detokenize(request: HttpRequest, service: Service) -> Response:
+    """Turn token ids into their text; bytes that are no text show as U+FFFD."""
+    body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    outside = [one for one in body.tokens if not 0 <= one < service.vocab_size][:1]
+    if outside:
+        raise bad_request("tokens", f"id {outside[0]} lies outside [0, {service.vocab_size})")
+    data = service.text.vocabulary.bytes_of(body.tokens)
+    return json_reply({"prompt": data.decode("utf-8", "replace")})
+
+
+async def tokenizer_info(_: HttpRequest, service: Service) -> Response:
+    """Tell a client all that it needs instead of the tokenizer's files."""
+    tokenizer = service.text.tokenizer
+    names = ("eos_token", "bos_token", "pad_token", "chat_template")
+    ids = ("eos_token_id", "bos_token_id", "pad_token_id")
+    found = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
+    return json_reply(found | {"vocab_size": service.vocab_size})
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "logprobe",
+        "max_model_len": service.capabilities.max_model_len,
+    }

@@ -1,0 +1,151 @@
+"""Body fields → `SamplingParams`, by name; what cannot be honoured is refused, never passed over.
+
+Before it: a typed body. After it: the engine's request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.sampling import SamplingParams
+from logprobe.server.errors import ApiError, as_api_error, bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from logprobe.server.bodies import ChatBody, CompletionBody, GenerationBody
+
+ENGINE_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
+SAMPLING_FIELDS: Final = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "logits_processors_args",
+    "response_format",
+    "logprobs_mode",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "entropy",
+    "explain",
+)
+"""Fields that mean on the wire what they mean in `SamplingParams`."""
+
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "response_format": ({"type": "text"},),
+}
+"""OpenAI's fields that ask for what this server does not do, and the values that ask for nothing."""
+
+NO_EFFECT: Final = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
+"""OpenAI's fields that are taken and change nothing."""
+
+REPORTS: Final = ("entropy", "explain", "logprob_token_ids", "logprobs_mode")
+"""Extensions that come beside logprobs."""
+
+
+def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingParams:
+    """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs", "comes with logprobs: true")
+    check_count("top_logprobs", body.top_logprobs, max_logprobs)
+    is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
+    if is_twice and body.max_tokens != body.max_completion_tokens:
+        raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = max(room, 1) if asked is None else asked
+    return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=max_tokens)
+
+
+def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingParams:
+    """What a completions body asks for; with `echo`, its `logprobs` are the prompt's, too."""
+    check_count("logprobs", body.logprobs, max_logprobs)
+    fixed: dict[str, Any] = {"logprobs": body.logprobs}
+    fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
+    if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs not in {None, body.logprobs}:
+            raise bad_request("prompt_logprobs", "differs from logprobs, which echo already reports")
+        fixed["prompt_logprobs"] = body.logprobs
+    if fixed["max_tokens"] == 0 and not body.echo and body.prompt_logprobs is None:
+        raise bad_request("max_tokens", "0 asks for nothing without echo: true or prompt_logprobs")
+    if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
+        raise bad_request("best_of", "cannot be streamed: which are best is known at the end")
+    return _params(body, max_logprobs, {}, **fixed)
+
+
+def check_count(name: str, value: int | None, max_logprobs: int) -> None:
+    """Refuse a count of alternatives beyond the cap."""
+    if value is None or max_logprobs == -1:
+        return
+    if not 0 <= value <= max_logprobs:
+        raise bad_request(name, f"must lie in 0..{max_logprobs} (max_logprobs), got {value}")
+
+
+def check_neutral(body: Any) -> None:
+    """Refuse what would have to be passed over in silence."""
+    for name, values in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value is None or value in values or name in ENGINE_FIELDS:
+            continue
+        raise bad_request(name, "is not supported by this server; leave it out", code="unsupported_parameter")
+
+
+def _params(body: GenerationBody, max_logprobs: int, names: dict[str, str], **fixed: Any) -> SamplingParams:
+    check_neutral(body)
+    check_count("prompt_logprobs", body.prompt_logprobs, max_logprobs)
+    asked = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
+    if asked["response_format"] in NEUTRAL["response_format"]:
+        asked["response_format"] = None
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name in given.keys() - ENGINE_FIELDS:
+        if not _asks_nothing(name, given[name]):
+            message = "is not supported by this engine; leave it out"
+            raise bad_request(name, message, code="unsupported_parameter")
+        del given[name]
+    reported = fixed["logprobs"] is not None or fixed.get("prompt_logprobs", body.prompt_logprobs) is not None
+    for name in REPORTS:
+        if given.get(name) and not reported:
+            raise bad_request(name, "comes beside logprobs; ask for them as well")
+    try:
+        return SamplingParams(**given | fixed)
+    except ValueError as error:
+        raise as_api_error(error, names) from error
+    except TypeError as error:  # a value of the wrong shape inside a free-form field
+        raise ApiError(400, str(error), code="invalid_value") from error
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    return value in (0, False, {}, []) or (name == "repetition_penalty" and value == 1)

@@ -1,0 +1,80 @@
+"""What every request passes: keys, counting, and failures that become replies.
+
+Before it: uvicorn. After it: the routes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from logprobe.server.errors import ApiError, as_api_error
+from logprobe.server.replies import JSON_TYPE
+from logprobe.server.sse import ClientGoneError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from typing import Any
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.server.service import Service
+
+    Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
+    Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+
+CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
+
+logger = logging.getLogger("logprobe.server")
+
+
+def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = False) -> Endpoint:
+    """A route's function behind the keys, its failures as replies; `is_open` needs no key."""
+
+    async def serve(request: HttpRequest) -> Response:
+        try:
+            if not is_open:
+                check_key(request.headers.get("authorization"), service.settings.api_keys)
+            response = await handler(request, service)
+        except ClientGoneError:
+            service.metrics.aborted()
+            response = Response(status_code=CLIENT_CLOSED)
+        except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
+            response = failure(error, service)
+        service.metrics.replies.labels(path, response.status_code).inc()
+        return response
+
+    serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
+    return serve
+
+
+def check_key(header: str | None, keys: tuple[str, ...]) -> None:
+    """Let in who brings one of the keys; every key is compared, each in constant time.
+
+    Raises:
+        ApiError: 401.
+    """
+    if not keys:
+        return
+    given = (header or "").removeprefix("Bearer ").encode()
+    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    if not any(matches):
+        raise ApiError(
+            401,
+            "bring a valid key as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+def failure(error: Exception, service: Service) -> Response:
+    """The reply to a failure; what only a bug of ours can cause goes to the log."""
+    told = as_api_error(error)
+    if told.status == 500:
+        logger.error("a request failed", exc_info=error)
+    if told.status == 400:
+        service.metrics.rejected.labels(told.param or "").inc()
+    return Response(told.to_json(), told.status, told.headers, media_type=JSON_TYPE)

@@ -1,0 +1,147 @@
+"""A completion that grows → increments of whole tokens with exactly their text.
+
+Before it: the engine's output. After it: the shapes of each route. A whole reply is the one piece that
+holds everything; a stream is the same pieces earlier.
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.request import CompletionOutput, FinishReason
+    from logprobe.engine.text import TextEdge
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """Tokens [start, stop) of one completion and their text."""
+
+    index: int  # of the choice
+    completion: CompletionOutput
+    start: int
+    stop: int
+    text: str
+    offsets: list[int] = field(default_factory=list)  # a token; characters from the start of the text
+    text_tokens: list[int] = field(default_factory=list)  # tokens of [start, stop) that gave text
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens in the piece."""
+        return self.stop - self.start
+
+
+class TextWalk:
+    """Decodes tokens one by one and knows at which character each begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_chars = 0  # decided so far
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of a character that is not whole yet."""
+        return self._decoder.getstate()[0]
+
+    def feed(self, data: bytes, *, final: bool = False) -> tuple[str, int]:
+        """Text that became certain, and the character at which `data` begins."""
+        pending = self.pending if data else b""
+        begins_at, text = self.num_chars, ""
+        if pending:
+            text = self._decoder.decode(data[:1])
+            is_whole = (pending + data[:1]) == _REPLACEMENT.encode()
+            begins_at += text.startswith(_REPLACEMENT) and not is_whole
+            data = data[1:]
+        text += self._decoder.decode(data, final)
+        self.num_chars += len(text)
+        return text, begins_at
+
+
+class Cutter:
+    """Takes from one completion what may be told: no half character, nothing that may be a stop string."""
+
+    def __init__(
+        self, text: TextEdge, stops: Sequence[str], index: int, walk: TextWalk | None = None
+    ) -> None:
+        self._edge = text
+        self._stops = [stop.encode() for stop in stops]
+        self._longest = max(map(len, self._stops), default=0)
+        self._index = index
+        self._walk = walk or TextWalk()
+        self._num_taken = 0  # tokens handed out
+        self._num_bytes = 0  # bytes of those
+        self._is_done = False
+        self._held: list[bytes] = []  # bytes of tokens that came after them
+
+    def take(self, completion: CompletionOutput) -> Piece | None:
+        """What is new and certain; None where nothing is."""
+        if self._is_done:
+            return None
+        reason = completion.finish_reason  # before the tokens: whatever came before it is there
+        self._is_done = reason is not None
+        ids = completion.token_ids
+        for token_id in ids[self._num_taken + len(self._held) : len(ids)]:
+            self._held.append(self._edge.bytes_of([token_id]))
+        count = len(self._held) if reason else self._num_certain()
+        if not count and not reason:
+            return None
+        piece = Piece(
+            index=self._index,
+            completion=completion,
+            start=self._num_taken,
+            stop=self._num_taken + count,
+            text="",
+            finish_reason=reason,
+        )
+        self._fill(piece, self._held[:count], completion.num_text_bytes if reason else None)
+        self._num_taken += count
+        del self._held[:count]
+        return piece
+
+    def _fill(self, piece: Piece, parts: list[bytes], end: int | None) -> None:
+        texts = []
+        for place, part in enumerate(parts):
+            shown = part if end is None else part[: max(end - self._num_bytes, 0)]
+            self._num_bytes += len(part)
+            text, begins_at = self._walk.feed(shown)
+            texts.append(text)
+            piece.offsets.append(begins_at)
+            if shown:
+                piece.text_tokens.append(piece.start + place)
+        if piece.finish_reason:
+            texts.append(self._walk.feed(b"", final=True)[0])
+        piece.text = "".join(texts)
+
+    def _num_certain(self) -> int:
+        """How many held tokens end before any stop string could begin, and with a whole character."""
+        held = b"".join(self._held)
+        limit = len(held) - self._held_back(held)
+        certain = end = 0
+        check = codecs.getincrementaldecoder("utf-8")("replace")
+        check.setstate((self._walk.pending, 0))
+        for count, part in enumerate(self._held, start=1):
+            end += len(part)
+            if end > limit:
+                break
+            check.decode(part)
+            if not check.getstate()[0]:
+                certain = count
+        return certain
+
+    def _held_back(self, held: bytes) -> int:
+        """Bytes at the end of `held` that are, or may become, part of a stop string."""
+        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
+        if found:
+            return len(held) - min(found)
+        for start in range(max(len(held) - self._longest, 0), len(held)):
+            tail = held[start:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return len(tail)
+        return 0

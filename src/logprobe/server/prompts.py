@@ -1,0 +1,110 @@
+"""Prompts as clients write them → token ids, and the text that an echo repeats.
+
+Before it: a typed body. After it: engine requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.server.errors import bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.slots import IntArray
+    from logprobe.engine.text import TextEdge
+
+LARGEST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Ids, and for an echo what each of them gives of the text."""
+
+    token_ids: IntArray
+    parts: list[bytes] = field(default_factory=list)  # a token; together the text
+
+
+def read_prompts(prompt: str | Sequence[Any], text: TextEdge, *, name: str = "prompt") -> list[Prompt]:
+    """The prompts of a body: one as text or ids, or a list of either.
+
+    Raises:
+        ApiError: empty, or of mixed kinds.
+        ParameterError: a text that the tokenizer cannot hold.
+    """
+    if isinstance(prompt, str):
+        return [_from_text(prompt, text)]
+    if not prompt:
+        raise bad_request(name, "is empty; give a text, token ids, or a list of either")
+    if all(isinstance(one, int) for one in prompt):
+        return [_from_ids(prompt, text, name)]
+    if all(isinstance(one, str) for one in prompt):
+        return [_from_text(one, text) for one in prompt]
+    if all(isinstance(one, list) for one in prompt):
+        return [_from_ids(one, text, name) for one in prompt]
+    raise bad_request(name, "mixes texts and token ids; give a list of one kind")
+
+
+def read_messages(messages: Sequence[dict[str, Any]], text: TextEdge) -> IntArray:
+    """A conversation laid out by the model's chat template, ready for the assistant's turn.
+
+    Raises:
+        ApiError: no template, a message without a role, parts other than text, or the template's refusal.
+    """
+    tokenizer = text.tokenizer
+    if tokenizer.chat_template is None:
+        raise bad_request("messages", "the model has no chat template; use /v1/completions")
+    plain = [_plain_message(message, place) for place, message in enumerate(messages)]
+    try:
+        laid_out = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program of the model's and may raise anything
+        raise bad_request("messages", f"the model's chat template refuses them: {error}") from error
+    return text.encode(laid_out, add_special_tokens=False)
+
+
+def _plain_message(message: dict[str, Any], place: int) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message.get("role"), str):
+        raise bad_request(f"{where}.role", "must be a string")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part_text(part, f"{where}.content") for part in content)
+    elif content is None and message["role"] == "assistant":
+        content = ""
+    if not isinstance(content, str):
+        raise bad_request(f"{where}.content", "must be a string or a list of text parts")
+    return {**message, "content": content}
+
+
+def _part_text(part: Any, where: str) -> str:
+    is_part = isinstance(part, dict) and part.get("type") in {"text", "input_text", "output_text"}
+    if not is_part or not isinstance(part.get("text"), str):
+        raise bad_request(where, "holds a part other than {type: text, text: ...}; this model reads text")
+    found: str = part["text"]
+    return found
+
+
+def _from_text(prompt: str, text: TextEdge) -> Prompt:
+    ids = text.encode(prompt)
+    return Prompt(ids, _aligned(ids.tolist(), prompt.encode(), text))
+
+
+def _from_ids(ids: Sequence[Any], text: TextEdge, name: str) -> Prompt:
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        raise bad_request(name, "a list of token ids holds something else")
+    if not all(0 <= one <= LARGEST_ID for one in ids):
+        raise bad_request(name, "a token id lies outside the vocabulary")
+    return Prompt(np.array(ids, dtype=np.int32), [text.bytes_of([one]) for one in ids])
+
+
+def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:
+    """What each token gives of the text it came from: special ones that the tokenizer added give nothing."""
+    whole = [text.vocabulary.token_bytes(token_id) for token_id in ids]
+    for num_added in (0, 1):
+        if b"".join(whole[num_added:]) == data:
+            return [b""] * num_added + whole[num_added:]
+    return [text.bytes_of([token_id]) for token_id in ids]

@@ -1,0 +1,120 @@
+"""What replies of all kinds share: usage, reasons, extension fields.
+
+Before it: pieces. After it: each route's own shape.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from logprobe.server.rows_json import content, finite, legacy, prompt_rows, token_rows
+
+if TYPE_CHECKING:
+    from logprobe.engine.request import RequestOutput
+    from logprobe.records import FlatLogprobs
+    from logprobe.server.bodies import GenerationBody
+    from logprobe.server.generation import Generation
+    from logprobe.server.pieces import Piece
+    from logprobe.server.service import Service
+
+JSON_TYPE = "application/json"
+
+
+def usage(generation: Generation) -> dict[str, int]:
+    """Tokens in and out, so far."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def num_top(generation: Generation) -> int | None:
+    """How many alternatives were asked; None for the whole vocabulary."""
+    asked = generation.params.logprobs
+    return None if asked == -1 else asked
+
+
+def chat_logprobs(service: Service, generation: Generation, piece: Piece) -> dict[str, Any] | None:
+    """OpenAI's chat object for the tokens of a piece that gave text, with the extensions asked for."""
+    record = piece.completion.logprobs
+    if record is None:
+        return None
+    rows, top = piece.text_tokens, num_top(generation)
+    found: dict[str, Any] = {"content": content(service.encoder, record, rows, top), "refusal": None}
+    other = piece.completion.processed_logprobs
+    if other is not None:
+        found["processed_content"] = content(service.encoder, other, rows, top)
+    return found | _beside(record, rows, service)
+
+
+def legacy_logprobs(service: Service, piece: Piece) -> dict[str, Any] | None:
+    """The completions object for all tokens of a piece, with the extensions asked for."""
+    record = piece.completion.logprobs
+    if record is None:
+        return None
+    vocabulary = service.text.vocabulary
+    ids = piece.completion.token_ids[piece.start : piece.stop]
+    found: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
+    found |= legacy(record[piece.start : piece.stop], vocabulary)
+    found["text_offset"] = piece.offsets
+    other = piece.completion.processed_logprobs
+    if other is not None:
+        found["processed"] = legacy(other[piece.start : piece.stop], vocabulary)
+    return found | _beside(record, range(piece.start, piece.stop), service)
+
+
+def choice_extensions(body: GenerationBody, piece: Piece) -> dict[str, Any]:
+    """Fields of a choice that are there only when asked for."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
+    if body.explain:
+        found["explain"] = _explanations(piece)
+    return found
+
+
+def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
+    """Fields about a prompt that are there only when asked for."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        record = output.prompt_logprobs
+        found["prompt_logprobs"] = prompt_rows(record, service.text.vocabulary)
+        beside = _beside(record, range(len(record)), service)
+        found |= {f"prompt_{name}": values for name, values in beside.items()}
+    return found
+
+
+def reply_extensions(body: GenerationBody, output: RequestOutput | None) -> dict[str, Any]:
+    """What the numbers are, where the request was particular about it."""
+    if body.logprobs_mode is None or output is None or output.info is None:
+        return {}
+    return {"logprobs_info": output.info.to_dict()}
+
+
+def encode(service: Service, reply: dict[str, Any]) -> bytes:
+    """A reply as JSON, its log-probabilities counted."""
+    data = msgspec.json.encode(reply)
+    service.metrics.bytes_out.inc(len(data))
+    return data
+
+
+def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
+    """Entropy and named ids of the rows, parallel to them; nothing where they were not asked."""
+    found: dict[str, Any] = {}
+    if record.entropy is not None:
+        found["entropy"] = finite(record.entropy[list(rows)])
+    if record.given is not None:
+        vocabulary = service.text.vocabulary
+        found["given"] = [token_rows(record.given[row : row + 1], vocabulary)[0] for row in rows]
+    return found
+
+
+def _explanations(piece: Piece) -> list[Any]:
+    told = getattr(piece.completion, "explanations", None) or []
+    return [msgspec.to_builtins(one) for one in told[piece.start : piece.stop]]

@@ -1,0 +1,93 @@
+"""What the routes share: the engine, the text edge, limits, metrics, and back-pressure on streams.
+
+Before it: a loaded model. After it: routes. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from logprobe.records.chat_json import ChatEncoder
+from logprobe.server.errors import ApiError
+from logprobe.server.limits import Limits
+from logprobe.server.metrics import Metrics
+from logprobe.transport import StreamingLogprobsCollector
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.start import LoadedModel
+    from logprobe.server.pieces import Piece
+    from logprobe.server.settings import ServerSettings
+
+logger = logging.getLogger("logprobe.server")
+
+
+class Service:
+    """One model behind HTTP."""
+
+    def __init__(self, model: LoadedModel, settings: ServerSettings) -> None:
+        self.engine = model.engine
+        self.text = model.text
+        self.settings = settings
+        self.capabilities = model.engine.capabilities()
+        self.vocab_size = self.capabilities.vocab_size
+        self.model_name = settings.model_name or self.capabilities.model
+        self.created = int(time.time())
+        self.encoder = ChatEncoder(model.text.vocabulary)
+        self.limits = Limits(settings)
+        self.metrics = Metrics(model.engine)
+        self.collector: StreamingLogprobsCollector[list[Piece]] = StreamingLogprobsCollector(
+            settings.buffer_rows, pause=self._pause, resume=self._resume
+        )
+        self._open: dict[str, Sequence[str]] = {}  # reply → its engine requests
+        self._numbers = itertools.count()
+        self.is_draining = False
+        self._token = uuid.uuid4().hex[:12]
+
+    @staticmethod
+    def now() -> int:
+        """Seconds since 1970, as replies carry them."""
+        return int(time.time())
+
+    def log_body(self, route: str, body: msgspec.Struct) -> None:
+        """Log a request's body, only where the operator asked for that."""
+        if self.settings.log_requests:
+            logger.info("%s %s", route, msgspec.json.encode(body).decode())
+
+    def new_id(self, prefix: str) -> str:
+        """An id that no other reply has."""
+        return f"{prefix}-{self._token}{next(self._numbers):08x}"
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; None is the one that is.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in {self.model_name, self.capabilities.model}:
+            message = f"model {name!r} is not served here; use {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def open_reply(self, reply_id: str, request_ids: Sequence[str]) -> None:
+        """Tie a streamed reply to the engine requests that are paused when its reader lags."""
+        self._open[reply_id] = request_ids
+
+    def close_reply(self, reply_id: str) -> None:
+        """Forget a streamed reply."""
+        self._open.pop(reply_id, None)
+
+    def _pause(self, reply_id: str) -> None:
+        self.metrics.paused.inc()
+        for request_id in self._open.get(reply_id, ()):
+            self.engine.pause(request_id)
+
+    def _resume(self, reply_id: str) -> None:
+        for request_id in self._open.get(reply_id, ()):
+            self.engine.resume(request_id)

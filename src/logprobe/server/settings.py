@@ -1,0 +1,57 @@
+"""Settings of the server, frozen; each is a flag of `logprobe serve` and a variable `LOGPROBE_*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from logprobe.config import require, strict_keywords
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSettings:
+    """How the server listens and what it lets through.
+
+    Args:
+        host: address to listen on; the default is this machine alone.
+        port: 0 takes a free one.
+        api_keys: keys of which a request must bring one as `Authorization: Bearer KEY`; none: open to all.
+        model_name: the name clients use; `None` takes the model's own.
+        max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
+        max_body_bytes: largest request body.
+        max_requests: completions in progress or waiting, all requests together.
+        max_tokens_in_flight: prompt tokens and tokens to generate of those.
+        max_logprob_bytes: estimated bytes of the logprobs of those.
+        buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
+        drain_s: how long running requests may go on after SIGTERM.
+        cors_origins: web origins that may call; none by default.
+        log_requests: whether texts of requests are logged.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    model_name: str | None = None
+    max_logprobs: int = 20
+    max_body_bytes: int = 8 << 20
+    max_requests: int = 512
+    max_tokens_in_flight: int = 4 << 20
+    max_logprob_bytes: int = 2 << 30
+    buffer_rows: int = 100
+    drain_s: float = 30.0
+    cors_origins: tuple[str, ...] = ()
+    log_requests: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
+        require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
+        require(all(self.api_keys), "api_keys", "a key is empty")
+        require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
+        for name in (
+            "max_body_bytes",
+            "max_requests",
+            "max_tokens_in_flight",
+            "max_logprob_bytes",
+            "buffer_rows",
+        ):
+            require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
