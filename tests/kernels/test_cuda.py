@@ -64,3 +64,35 @@ def test_the_gpu_kernel_gives_the_numbers_of_the_twin(dtype: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == (9 if dtype == "float32" else 1)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from logprobe.kernels import cuda
+
+ROWS = dict(
+    logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32", token_ids="*i32",
+    logprobs="*fp32", width="i64", ranks="*i32", lses="*fp32", valid="*i1", entropies="*fp32",
+)
+GIVEN = dict(
+    logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32", lses="*fp32",
+    logprobs="*fp32", ranks="*i32",
+)
+for kernel, arguments, fixed in (
+    (cuda._rows_kernel, ROWS, {"has_entropy": True, "top": 32, "block": 1024}),
+    (cuda._given_kernel, GIVEN, {"block": 1024}),
+):
+    signature = arguments | dict.fromkeys(fixed, "constexpr")
+    constants = {(list(signature).index(name),): value for name, value in fixed.items()}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    print("cubin" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_on_a_machine_without_one() -> None:
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "True"]

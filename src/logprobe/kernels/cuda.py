@@ -9,7 +9,7 @@ Before it: checked requests. After it: output rows on the device, filled in plac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -90,7 +90,7 @@ def _fill_given(logits: Tensor, given: GivenLogprobs, lse: Tensor) -> None:
 
 
 @triton.jit
-def _pack(values: Any, ids: Any) -> Any:
+def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
     """(value, id) as one int64 that is greater for a greater value, and for a lower id among equals."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     ascending = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -99,18 +99,18 @@ def _pack(values: Any, ids: Any) -> Any:
 
 @triton.jit
 def _rows_kernel(  # noqa: PLR0913, PLR0915, PLR0917 (a kernel's arrays cannot be grouped)
-    logits: Any,
-    row_stride: Any,
-    vocab_size: Any,
-    chosen_ids: Any,
-    num_logprobs: Any,
-    token_ids: Any,
-    logprobs: Any,
-    width: Any,
-    ranks: Any,
-    lses: Any,
-    valid: Any,
-    entropies: Any,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    chosen_ids: tl.tensor,
+    num_logprobs: tl.tensor,
+    token_ids: tl.tensor,
+    logprobs: tl.tensor,
+    width: tl.tensor,
+    ranks: tl.tensor,
+    lses: tl.tensor,
+    valid: tl.tensor,
+    entropies: tl.tensor,
     has_entropy: tl.constexpr,
     top: tl.constexpr,
     block: tl.constexpr,
@@ -163,14 +163,14 @@ def _rows_kernel(  # noqa: PLR0913, PLR0915, PLR0917 (a kernel's arrays cannot b
 
 @triton.jit
 def _given_kernel(  # noqa: PLR0913, PLR0917
-    logits: Any,
-    row_stride: Any,
-    vocab_size: Any,
-    entry_rows: Any,
-    token_ids: Any,
-    lses: Any,
-    logprobs: Any,
-    ranks: Any,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    entry_rows: tl.tensor,
+    token_ids: tl.tensor,
+    lses: tl.tensor,
+    logprobs: tl.tensor,
+    ranks: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0)
