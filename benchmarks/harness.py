@@ -6,6 +6,7 @@ A benchmark makes `Figure`s with `alternate` and hands them to `publish`; `repor
 import argparse
 import datetime as dt
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -192,6 +193,8 @@ class Arena:
         self._warm = {kind for kind in self._warm if kind[0][0] != name}
 
     def __enter__(self) -> Self:
+        # A run that is told to end still ends its rivals: they are sessions of their own and would stay.
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
         return self
 
     def __exit__(self, *_: object) -> None:

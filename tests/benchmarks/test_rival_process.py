@@ -1,4 +1,6 @@
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,22 @@ class Echo:
         return lambda: rows if logprobs != 12 else rows[1:]
 
 serve(Echo, packages=("pip",))
+"""
+
+RUN = """
+import sys, time
+from pathlib import Path
+import harness, process
+
+folder = Path(sys.argv[1])
+process.SCRIPTS = folder
+environment = {"PYTHONPATH": sys.argv[2]}
+harness.RIVALS = {"echo": process.Rival(name="echo", python=Path(sys.executable), environment=environment)}
+options = harness.Options(is_smoke=True, is_json=False, rounds=1, model=str(folder), rivals=("echo",))
+with harness.Arena(options) as arena:
+    asked = {"prompts": [[1]], "new_tokens": 1, "logprobs": 0}
+    print(arena.ask(("echo", "best"), "decode", [asked])["output"][0][0], flush=True)
+    time.sleep(600)
 """
 
 StartRival = Callable[[], RivalProcess]
@@ -76,6 +94,25 @@ def test_closing_ends_the_rivals_children_too(start: StartRival) -> None:
     with start() as rival:
         child = rival.ask(job())["output"][0][0]
         assert is_alive(child)
+    assert not is_alive(child)
+
+
+def test_a_run_that_is_told_to_end_ends_its_rivals(tmp_path: Path) -> None:
+    (tmp_path / "echo_.py").write_text(ECHO)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    scripts = Path(process.__file__).parent
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path), str(scripts)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (scripts.parent, scripts)))},
+    ) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        assert is_alive(child)
+        run.terminate()
+        assert run.wait(timeout=60) == 128 + signal.SIGTERM
     assert not is_alive(child)
 
 
