@@ -73,12 +73,12 @@ from triton.compiler import ASTSource
 from logprobe.kernels import cuda
 
 ROWS = dict(
-    logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32", token_ids="*i32",
-    logprobs="*fp32", width="i64", ranks="*i32", lses="*fp32", valid="*i1", entropies="*fp32",
+    logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32",
+    token_ids="*i32", logprobs="*fp32", width="i64", ranks="*i32", lses="*fp32", valid="*i1", entropies="*fp32",
 )
 GIVEN = dict(
-    logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32", lses="*fp32",
-    logprobs="*fp32", ranks="*i32",
+    logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32",
+    lses="*fp32", logprobs="*fp32", ranks="*i32",
 )
 for kernel, arguments, fixed in (
     (cuda._rows_kernel, ROWS, {"has_entropy": True, "top": 32, "block": 1024}),
