@@ -161,10 +161,10 @@ def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     def say(text: str, **params: Any) -> Any:
         script = iter(tiny_llm.text.encode(text, add_special_tokens=False).tolist() + [1] * 20)
 
-        def sample(logits: Any, asked: Any, uniforms: Any) -> Any:
+        def sample(logits: Any, asked: Any, uniforms: Any, changed: Any) -> Any:
             logits = logits.clone().fill_(-1.0)
             logits[:, next(script)] = 10.0
-            return plain(logits, asked, uniforms)
+            return plain(logits, asked, uniforms, changed)
 
         monkeypatch.setattr(sampler, "sample", sample)
         return completion(tiny_llm, [[5]], max_tokens=20, temperature=0, **params)

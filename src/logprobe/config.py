@@ -54,6 +54,8 @@ class EngineConfig:
         weights: `auto` (measured at load), `plain`, `packed` (float32 in the layout of small-batch
             matrix products), or `int8` (opt-in, changes the numbers slightly).
         seed: base of the seeds of requests that bring none.
+        logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
+            names of built-ins or entry points, `module.path:ClassName`, or classes.
     """
 
     model: str = "smollm2"
@@ -65,8 +67,12 @@ class EngineConfig:
     kv_bytes: int | None = None
     weights: Weights = "auto"
     seed: int = 0
+    logits_processors: tuple[str | type, ...] | list[str | type] = ()
 
     def __post_init__(self) -> None:
+        is_list = isinstance(self.logits_processors, tuple | list)
+        require(is_list, "logits_processors", f"must be a list, got {self.logits_processors!r}")
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")

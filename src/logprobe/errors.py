@@ -16,6 +16,7 @@
         ├── EngineClosedError                  asked after `close()`
         ├── ForwardError                       the model's forward pass raised
         ├── NonFiniteLogitsError               a row of logits held NaN, +inf, or only -inf
+        ├── ProcessorError                     a logits processor failed a request; `.processor` names it
         ├── RequestAbortedError                the caller gave the request up
         └── BatchError                         some requests of one call failed; holds all outputs
 
@@ -105,6 +106,14 @@ class ForwardError(EngineError):
 
 class NonFiniteLogitsError(EngineError):
     """A row of logits held NaN or +inf, or nothing but -inf."""
+
+
+class ProcessorError(EngineError):
+    """A logits processor failed one request; `.processor` is its name, its own error the cause."""
+
+    def __init__(self, processor: str, message: str) -> None:
+        super().__init__(f"{processor} {message}")
+        self.processor = processor
 
 
 class RequestAbortedError(EngineError):

@@ -15,6 +15,7 @@ import torch
 from logprobe.engine.admission import check_request
 from logprobe.engine.clock import StepClock
 from logprobe.engine.describe import Describer
+from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.recorder import Recorder
 from logprobe.engine.request import keep_best
@@ -23,6 +24,7 @@ from logprobe.engine.sequence import Sequence
 from logprobe.errors import ForwardError, LogprobeError
 from logprobe.kernels import extract
 from logprobe.kernels.head import default_chunk_rows
+from logprobe.processors import ModelFacts
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler
 
@@ -66,6 +68,13 @@ class Engine:
             engine="native", model=config.model, logits_dtype=str(forward.dtype).removeprefix("torch.")
         )
         self.recorder = Recorder(text, eos_token_ids, Describer(source, forward.vocab_size))
+        facts = ModelFacts(
+            vocab_size=forward.vocab_size,
+            eos_token_ids=eos_token_ids,
+            tokenizer=text.tokenizer,
+            vocabulary=text.vocabulary,
+        )
+        self.processing = Processing(config, facts)
         self.outputs: dict[str, RequestOutput] = {}
         self._counter = itertools.count()
 
@@ -77,6 +86,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise `ParameterError` where a request can never be served; may be called from any thread."""
         check_request(request, self.outputs, max_len=self.max_len, vocab_size=self.forward.vocab_size)
+        self.processing.check(request.params)
 
     def add(self, request: Request, output: RequestOutput) -> RequestOutput | None:
         """Accept a checked request; `output` grows with every step, and is returned where it has ended."""
@@ -88,6 +98,7 @@ class Engine:
         ]
         for sequence in sequences:
             self.recorder.open(sequence, output)
+            self.processing.open(sequence, number)
             if not sequence.is_finished:
                 self.scheduler.add(sequence)
         return self.outputs.pop(request.request_id) if output.is_finished else None
@@ -112,6 +123,7 @@ class Engine:
             plan = self.scheduler.schedule()
         try:
             self.scorer.forget(plan.slots)
+            self.processing.prepare(plan.samples)
             with self.clock.part("forward"):
                 self.forward.run(plan)
             with self.clock.part("prompt_rows"):
@@ -129,13 +141,15 @@ class Engine:
     @torch.inference_mode()
     def _sample(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], SampledRows, WholeRows]]:
         size = default_chunk_rows(self.forward.vocab_size)
-        for start in range(0, len(sequences), size):
-            chunk = sequences[start : start + size]
+        for chunk in self.processing.chunks(sequences, size):
             last_slots = np.array([sequence.slots[-1] for sequence in chunk], dtype=np.int32)
             logits = self.forward.head(self.forward.hidden_rows(last_slots))
             params = [sequence.request.params for sequence in chunk]
             uniforms = np.array([sequence.next_uniform() for sequence in chunk])
-            yield chunk, self.sampler.sample(logits, params, uniforms), _whole_rows(chunk, logits)
+            changed = self.processing.apply(chunk, logits)
+            rows = self.sampler.sample(logits, params, uniforms, None if changed is None else changed.logits)
+            self.processing.record(chunk, logits, changed, rows)
+            yield chunk, rows, _whole_rows(chunk, logits)
 
     def _retire(self, plan: StepPlan) -> list[RequestOutput]:
         changed = {span.sequence for span in plan.prompt_rows}.union(plan.samples)

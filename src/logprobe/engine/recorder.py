@@ -122,7 +122,11 @@ class Recorder:
             sequence.finish("stop", token_id)
         elif token_id in self._eos_token_ids and not params.ignore_eos:
             sequence.finish("stop")
-        elif sequence.stop_matcher and (hit := sequence.stop_matcher.feed(self._text.bytes_of([token_id]))):
+        elif (
+            sequence.stop_matcher
+            and (hit := sequence.stop_matcher.feed(self._text.bytes_of([token_id])))
+            and sequence.num_generated >= params.min_tokens
+        ):
             sequence.output.num_text_bytes = hit[1]
             sequence.finish("stop", hit[0])
         elif sequence.num_tokens == sequence.max_len:

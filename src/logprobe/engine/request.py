@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.slots import IntArray
     from logprobe.errors import LogprobeError
+    from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs, LogprobsInfo
     from logprobe.sampling import SamplingParams
 
@@ -52,6 +53,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or token id that ended it
     num_text_bytes: int | None = None  # where a stop string cut the text; None: not cut
     raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
+    explanations: list[list[ProcessorEffect]] | None = None  # a position: what each of its processors did
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
     error: LogprobeError | None = None
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from logprobe.engine.radix import Node
     from logprobe.engine.request import CompletionOutput, FinishReason, Request
     from logprobe.engine.slots import IntArray
+    from logprobe.processors.pipeline import ActiveSample
     from logprobe.records import FlatLogprobs
 
 
@@ -42,6 +43,7 @@ class Sequence:
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
         self.is_paused = False  # its reader lags: it keeps its place and takes no step
+        self.active: ActiveSample | None = None  # its logits processors, where it has any
         self.prompt_logprobs: FlatLogprobs | None = None
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
 

@@ -6,15 +6,20 @@ Names and meanings are vLLM's and OpenAI's where the two agree.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal, cast
 
 from logprobe.config import require, strict_keywords
 from logprobe.errors import ParameterError
+from logprobe.processors.convert import plain
+from logprobe.processors.fields import field_args
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
+COUNTS: Final = ("logprobs", "prompt_logprobs")
+PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
 
 
@@ -43,6 +48,18 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
             token was drawn from, `both` gives both.
         entropy: report the entropy of each distribution reported, in nats.
+        min_tokens: tokens to generate before any that ends the text (EOS, `stop_token_ids`, `stop`).
+        repetition_penalty: divide (multiply, where negative) the logits of tokens seen in prompt or
+            completion by this.
+        presence_penalty: subtract this from the logits of tokens generated, in [-2, 2].
+        frequency_penalty: subtract this from them once a time that they were generated, in [-2, 2].
+        logit_bias: token id → nats added to its logit.
+        allowed_token_ids: the only tokens that may be drawn.
+        bad_words: texts that must not be generated.
+        response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
+            each with a value of the same name (extra `grammar`).
+        logits_processors_args: arguments of the processors that the engine was started with.
+        explain: report what each processor did to the candidates listed, at every position.
     """
 
     n: int = 1
@@ -61,12 +78,23 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] | list[int] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     entropy: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
+    response_format: Mapping[str, Any] | None = None
+    logits_processors_args: Mapping[str, Any] | None = None
+    explain: bool = False
 
     def __post_init__(self) -> None:
         self._normalise()
         self._check_counts()
         self._check_shape_of_distribution()
         self._check_reports()
+        self._check_processors()
 
     def _normalise(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -75,12 +103,18 @@ class SamplingParams:
         normal["stop_token_ids"] = _ints("stop_token_ids", () if ids is None else ids)
         if self.logprob_token_ids is not None:
             normal["logprob_token_ids"] = _ints("logprob_token_ids", self.logprob_token_ids)
-        for name in ("n", "best_of", "max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
-            if value is not None or name in {"n", "max_tokens", "top_k"}:
+            if value is not None or name in {"n", "max_tokens", "min_tokens", "top_k"}:
                 normal[name] = _int(name, value)
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", *PENALTIES):
             normal[name] = _float(name, getattr(self, name))
+        # Copies: what the caller changes afterwards does not change the request.
+        for name in ("logit_bias", "response_format", "logits_processors_args"):
+            normal[name] = plain(getattr(self, name))
+        if self.allowed_token_ids is not None:
+            normal["allowed_token_ids"] = _ints("allowed_token_ids", self.allowed_token_ids)
+        normal["bad_words"] = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -105,7 +139,7 @@ class SamplingParams:
             require(is_count, name, f"must be None, -1 (whole vocabulary), 0 or positive, got {value}")
         known = f"must be one of {', '.join(MODES)}, got {self.logprobs_mode!r}"
         require(self.logprobs_mode in MODES, "logprobs_mode", known)
-        for name in ("ignore_eos", "entropy"):
+        for name in ("ignore_eos", "entropy", "explain"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_reported = any(value is not None for value in counts.values())
@@ -113,6 +147,16 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+
+    def _check_processors(self) -> None:
+        args = self.logits_processors_args
+        is_object = args is None or (isinstance(args, Mapping) and all(isinstance(key, str) for key in args))
+        require(is_object, "logits_processors_args", f"must be an object, got {args!r:.60}")
+        is_shown = self.logprobs is not None or not self.explain
+        require(is_shown, "explain", "tells of the candidates that logprobs lists; set logprobs too")
+        fits = self.min_tokens <= self.max_tokens
+        require(fits, "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        field_args(self)
 
     @property
     def num_samples(self) -> int:

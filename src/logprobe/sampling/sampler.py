@@ -5,13 +5,14 @@ Before it: the output head, one chunk of rows at a time. After it: the step's re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from logprobe.kernels import extract
-from logprobe.kernels.sample import DrawParams, draw, truncated_
+from logprobe.kernels.sample import Drawn, DrawParams, draw, truncated_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.kernels.sample import Drawn
     from logprobe.records import LogprobsTensors
     from logprobe.sampling.params import SamplingParams
 
 
+SETTINGS = tuple(field.name for field in fields(DrawParams))
+DRAWN = tuple(field.name for field in fields(Drawn))
 LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary is larger
 
 
@@ -42,22 +44,33 @@ class SampledRows:
 class Sampler:
     """Draws a token for each row and reports log-probabilities.
 
-    In this order:
+    In this order, of which the processors' pipeline does 2 to 5, for the rows that have any:
 
     1. the logits as the model gave them are kept as *raw*;
-    2. temperature: logits / temperature (0: the most likely token, no draw, and steps 3-5 are skipped);
-    3. top-k: the k largest, ties by ascending id;
-    4. top-p: of these, the smallest set of largest with at least that share of their mass;
-    5. min-p: of these, those at least min-p times as likely as the most likely;
-    6. what is left, renormalised, is *processed*;
-    7. one uniform number of the request's own generator picks the token.
+    2. masks: allowed tokens, banned words, least length, grammar;
+    3. bias on single tokens;
+    4. the registered processors, in the order of declaration;
+    5. penalties on tokens seen already;
+    6. temperature: logits / temperature (0: the most likely token, no draw, and steps 7-9 are skipped);
+    7. top-k: the k largest, ties by ascending id;
+    8. top-p: of these, the smallest set of largest with at least that share of their mass;
+    9. min-p: of these, those at least min-p times as likely as the most likely;
+    10. what is left, renormalised, is *processed*;
+    11. one uniform number of the request's own generator picks the token.
     """
 
     def sample(
-        self, logits: Tensor, params: Sequence[SamplingParams], uniforms: NDArray[np.float64]
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        uniforms: NDArray[np.float64],
+        changed: Tensor | None = None,
     ) -> SampledRows:
-        """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1)."""
-        drawn = draw(logits, _draw_params(params, uniforms))
+        """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
+
+        `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw.
+        """
+        drawn = _draw(logits, changed, _draw_params(params, uniforms))
         raw_rows = [row for row, asked in enumerate(params) if _wants_raw(asked)]
         processed_rows = [row for row, asked in enumerate(params) if _wants_processed(asked)]
         raw = processed = None
@@ -67,7 +80,8 @@ class Sampler:
             raw = _report(part, drawn, raw_rows, params)
         if processed_rows:
             temperatures = np.array([asked.temperature for asked in params], dtype=np.float32)
-            part = truncated_(logits[processed_rows].clone(), drawn, processed_rows, temperatures)
+            part = _copied(logits, changed, processed_rows)
+            part = truncated_(part, drawn, processed_rows, temperatures)
             processed = _report(part, drawn, processed_rows, params)
         return SampledRows(
             drawn.token_ids,
@@ -86,6 +100,30 @@ def _wants_raw(params: SamplingParams) -> bool:
 
 def _wants_processed(params: SamplingParams) -> bool:
     return params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
+
+
+def _draw(logits: Tensor, changed: Tensor | None, settings: DrawParams) -> Drawn:
+    if changed is None:
+        return draw(logits, settings)
+    num_changed = len(changed)
+    first = draw(changed, _rows(settings, slice(0, num_changed)))
+    if num_changed == len(logits):
+        return first
+    rest = draw(logits[num_changed:], _rows(settings, slice(num_changed, None)))
+    return Drawn(*(np.concatenate([getattr(first, name), getattr(rest, name)]) for name in DRAWN))
+
+
+def _rows(settings: DrawParams, rows: slice) -> DrawParams:
+    return DrawParams(*(getattr(settings, name)[rows] for name in SETTINGS))
+
+
+def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
+    """Copies of some rows, of the changed logits where there are any."""
+    num_changed = 0 if changed is None else len(changed)
+    parts = [logits[[row for row in rows if row >= num_changed]]]
+    if changed is not None:
+        parts.insert(0, changed[[row for row in rows if row < num_changed]])
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]) -> DrawParams:

@@ -1,0 +1,266 @@
+"""Other people's processors, unchanged: one instance a request, each on a private copy of its row.
+
+A factory makes the instance from the request's arguments; what comes back is a `LogitsProcessor` class to
+register. So their state never meets another request's, and `raw` stays raw.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+
+import torch
+
+from logprobe.config import require
+from logprobe.processors.batch import ArgsView, BatchRow, BatchState, RowKey
+from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.matchers import allowed_tokens, as_matcher
+
+if TYPE_CHECKING:
+    import msgspec
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+
+Factory: TypeAlias = Callable[[Any], Any]
+"""A request's arguments (the `args` type, or an `ArgsView`) → that request's own instance."""
+
+
+class Rule(Protocol):
+    """One request's instance behind one interface."""
+
+    def observe(self, row: BatchRow) -> None:
+        """Learn the tokens observed so far; called once a step."""
+        ...
+
+    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+        """Change the row's private copy, (1, V)."""
+        ...
+
+
+MakeRule: TypeAlias = Callable[[BatchRow, ModelFacts], Rule]
+
+
+def adapt_transformers(
+    factory: Factory, *, name: str, args: type[msgspec.Struct] | None = None
+) -> type[LogitsProcessor]:
+    """Adapt transformers' `processor(input_ids (1, T) int64, scores (1, V)) → (1, V)`."""
+
+    def make(row: BatchRow, model: ModelFacts) -> Rule:
+        del model
+        processor = factory(row.args)
+
+        def call(row: BatchRow, scores: Tensor) -> Tensor:
+            ids = [*map(int, row.prompt_token_ids), *row.output_token_ids]
+            return processor(torch.tensor([ids], device=scores.device), scores)  # type: ignore[no-any-return]
+
+        return _Call(call)
+
+    return _adapted(name, args, make)
+
+
+def adapt_callable(
+    factory: Factory, *, name: str, args: type[msgspec.Struct] | None = None
+) -> type[LogitsProcessor]:
+    """Adapt `f(output_ids, row (V,)) → (V,)` or `f(prompt_ids, output_ids, row (V,)) → (V,)`."""
+
+    def make(row: BatchRow, model: ModelFacts) -> Rule:
+        del model
+        function = factory(row.args)
+        num_parameters = len(inspect.signature(function).parameters)
+        require(
+            num_parameters in {2, 3}, "factory", f"{name}: gave a callable of {num_parameters} parameters"
+        )
+        prompt = [*map(int, row.prompt_token_ids)]
+        first = (prompt,) if num_parameters == 3 else ()
+
+        def call(row: BatchRow, scores: Tensor) -> Tensor:
+            changed: Tensor = function(*first, list(row.output_token_ids), scores[0])
+            return changed.unsqueeze(0)
+
+        return _Call(call)
+
+    return _adapted(name, args, make)
+
+
+def adapt_matcher(
+    factory: Factory, *, name: str, args: type[msgspec.Struct] | None = None
+) -> type[LogitsProcessor]:
+    """Adapt a bitmask matcher: `llguidance.LLMatcher` or `xgrammar.GrammarMatcher`."""
+
+    def make(row: BatchRow, model: ModelFacts) -> Rule:
+        return _Match(factory(row.args), model)
+
+    return _adapted(name, args, make)
+
+
+def adapt_vllm(
+    processor: type[Any], *, name: str | None = None, args: type[msgspec.Struct] | None = None
+) -> type[LogitsProcessor]:
+    """Adapt vLLM's batch class: `update_state(batch_update)`, `is_argmax_invariant()`, `apply(logits)`.
+
+    It is made as `processor(config, device, is_pin_memory)` and sees a batch of one: its request's
+    parameters with the arguments as `extra_args`, its prompt, and the live list of its output tokens.
+    """
+
+    def make(row: BatchRow, model: ModelFacts) -> Rule:
+        return _Batched(processor(model, torch.device("cpu"), False), row)
+
+    checked = getattr(processor, "validate_params", None)
+    return _adapted(
+        name or processor.__name__, args, make, None if checked is None else lambda a: checked(_params(a))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchUpdate:
+    """The change of a batch in vLLM's words."""
+
+    batch_size: int
+    removed: Sequence[int]
+    added: Sequence[tuple[int, Any, list[int], Sequence[int]]]  # index, params, prompt, live output
+    moved: Sequence[Any]
+
+
+@final
+class _RequestParams:
+    """A request's parameters with `extra_args`, as vLLM's processors read them."""
+
+    def __init__(self, params: Any, extra_args: dict[str, Any]) -> None:
+        self._params = params
+        self.extra_args = extra_args
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._params, name)
+
+
+def _params(args: Any, params: Any = None) -> _RequestParams:
+    return _RequestParams(params, dict(args) if isinstance(args, Mapping) else _as_dict(args))
+
+
+def _as_dict(args: Any) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in args.__struct_fields__}
+
+
+@final
+class _Call:
+    """A rule without a state of its own."""
+
+    def __init__(self, call: Callable[[BatchRow, Tensor], Tensor]) -> None:
+        self._call = call
+
+    def observe(self, row: BatchRow) -> None:
+        """Nothing: the call is given all tokens."""
+
+    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+        """Call it."""
+        return self._call(row, scores)
+
+
+@final
+class _Match:
+    """A bitmask matcher."""
+
+    def __init__(self, matcher: Any, model: ModelFacts) -> None:
+        self._matcher = as_matcher(matcher, model.vocab_size)
+        self._model = model
+        self._num_observed = 0
+
+    def observe(self, row: BatchRow) -> None:
+        """Advance by the tokens that were not observed yet."""
+        for token_id in row.output_token_ids[self._num_observed :]:
+            if not self._matcher.accept(token_id) and token_id not in self._model.eos_token_ids:
+                raise ValueError(f"the matcher does not accept token {token_id}")
+        self._num_observed = len(row.output_token_ids)
+
+    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+        """Mask what may not come next; an ended text leaves the ends only."""
+        del row
+        mask = self._matcher.mask()
+        if mask is None:
+            allowed = torch.zeros(self._model.vocab_size, dtype=torch.bool)
+            allowed[sorted(self._model.eos_token_ids)] = True
+        else:
+            allowed = allowed_tokens(mask, self._model.vocab_size)
+        return scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+
+
+@final
+class _Batched:
+    """An instance of vLLM's batch class that serves a batch of one."""
+
+    def __init__(self, processor: Any, row: BatchRow) -> None:
+        self._processor = processor
+        prompt = [*map(int, row.prompt_token_ids)]
+        added = (0, _params(row.args, row.params), prompt, row.output_token_ids)
+        self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
+
+    def observe(self, row: BatchRow) -> None:
+        """Tell it of its request once, and of every step after that."""
+        del row
+        self._processor.update_state(self._update)
+        self._update = None
+
+    def change(self, row: BatchRow, scores: Tensor) -> Tensor:
+        """Apply it."""
+        del row
+        return self._processor.apply(scores)  # type: ignore[no-any-return]
+
+
+def _adapted(
+    name: str,
+    args: type[msgspec.Struct] | None,
+    make: MakeRule,
+    check: Callable[[Any], object] | None = None,
+) -> type[LogitsProcessor]:
+    """A processor class that gives each request a rule of its own."""
+
+    @final
+    class Adapted(LogitsProcessor):
+        """Runs one instance of another library's processor a request."""
+
+        Args = args
+
+        def __init__(self, config: EngineConfig) -> None:
+            del config
+            self._model: ModelFacts | None = None
+            self._rows: tuple[BatchRow, ...] = ()
+            self._rules: dict[RowKey, Rule] = {}
+
+        def bind(self, model: ModelFacts) -> None:
+            self._model = model
+
+        def check_args(self, args: Any) -> None:
+            if check is not None:
+                check(args)
+
+        def update_state(self, batch: BatchState) -> None:
+            assert self._model is not None, "bind comes first"
+            known, self._rules, self._rows = self._rules, {}, batch.rows
+            for row in batch.rows:
+                self._rules[row.key] = known.get(row.key) or make(row, self._model)
+                self._rules[row.key].observe(row)
+
+        def apply(self, logits: Tensor) -> Tensor:
+            for place, row in enumerate(self._rows):
+                scores = logits[place : place + 1].clone()
+                changed = self._rules[row.key].change(row, scores)
+                if changed.shape != scores.shape:
+                    raise ValueError(f"gave a row of shape {tuple(changed.shape)}")
+                logits[place : place + 1] = changed
+            return logits
+
+    Adapted.__name__ = Adapted.__qualname__ = name
+    return Adapted
+
+
+__all__ = [
+    "ArgsView",
+    "BatchUpdate",
+    "adapt_callable",
+    "adapt_matcher",
+    "adapt_transformers",
+    "adapt_vllm",
+]

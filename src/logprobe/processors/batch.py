@@ -1,0 +1,191 @@
+"""Whose logits stand in which row: what a processor is told before each forward pass.
+
+Before it: the engine's samples. After it: a processor's `update_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import torch
+
+from logprobe.processors.convert import keys_of, plain, to_args
+
+if TYPE_CHECKING:
+    import msgspec
+    from torch import Tensor
+
+    from logprobe.processors.fields import RequestParams
+
+RowKey: TypeAlias = tuple[str, int, int]
+
+
+@final
+class ArgsView(Mapping[str, Any]):
+    """A request's arguments as plain values: `a["x"]` and `a.x` give the same, None where it is missing."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._values = dict(values or {})
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copying and pickling ask for
+            raise AttributeError(name)
+        return self._values.get(name)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where it is missing."""
+        return self._values.get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"ArgsView({self._values!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchRow:
+    """One row of logits: the sample it belongs to and what its request asks of this processor."""
+
+    request_id: str
+    args: Any  # the processor's `Args`; an `ArgsView` where it declares none
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]  # those observed so far; the list grows between steps
+    params: RequestParams | None = None  # the request's `SamplingParams`
+    sample: int = 0  # which of the request's samples
+    serial: int = 0  # tells apart two requests that used the same id one after the other
+    arguments: ArgsView = field(default_factory=ArgsView)  # all arguments of the request, as plain values
+
+    @property
+    def key(self) -> RowKey:
+        """What a state is kept under: it stays the same from step to step, wherever the row stands."""
+        return (self.request_id, self.sample, self.serial)
+
+    @property
+    def name(self) -> str:
+        """The request id, with the sample's number where it is not the first."""
+        return f"{self.request_id}#{self.sample}" if self.sample else self.request_id
+
+
+@final
+class BatchState(Mapping[str, Any]):
+    """The rows of a step in the order of the logits' rows, and how they differ from the step before.
+
+    It also reads as a mapping, as slot-based engines hand it out: `stop_flags` (B, 1) bool, all False;
+    `req_ids`, B strings; `logits_processors_args`, B `ArgsView`s; `prompt_ids` (B, longest) int64 padded
+    with -1, and `prompt_lens` (B, 1); `pre_ids` (B, longest) int64, the tokens generated, padded with -1;
+    `next_tokens` (B, 1), the last of them or -1; `step_idx` (B, 1), how many there are.
+    """
+
+    def __init__(self, rows: Sequence[BatchRow], previous: Sequence[BatchRow] = ()) -> None:
+        self.rows = tuple(rows)
+        self._previous = tuple(previous)
+
+    @cached_property
+    def keys_of_rows(self) -> frozenset[RowKey]:
+        """The keys of all rows."""
+        return frozenset(row.key for row in self.rows)
+
+    @cached_property
+    def added(self) -> list[int]:
+        """Rows that were not there at the step before, or were paused then: their history is whole."""
+        before = {row.key for row in self._previous}
+        return [place for place, row in enumerate(self.rows) if row.key not in before]
+
+    @cached_property
+    def removed(self) -> list[BatchRow]:
+        """Rows of the step before that are not there now: ended or paused."""
+        return [row for row in self._previous if row.key not in self.keys_of_rows]
+
+    @cached_property
+    def moved(self) -> list[tuple[int, int]]:
+        """(Place before, place now) of the rows that stand elsewhere."""
+        before = {row.key: place for place, row in enumerate(self._previous)}
+        places = [(before.get(row.key, place), place) for place, row in enumerate(self.rows)]
+        return [(old, new) for old, new in places if old != new]
+
+    @cached_property
+    def is_same(self) -> bool:
+        """Whether rows and arguments are those of the step before, in the same order."""
+        return len(self.rows) == len(self._previous) and all(
+            row.key == before.key and row.args is before.args
+            for row, before in zip(self.rows, self._previous, strict=True)
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        return _VIEWS[key](self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_VIEWS)
+
+    def __len__(self) -> int:
+        return len(_VIEWS)
+
+
+def as_batch(batch: BatchState | Mapping[str, Any], args_type: type[msgspec.Struct]) -> BatchState:
+    """A batch as it is, or one made of a slot-based engine's inputs: the slots whose stop flag is not set."""
+    if isinstance(batch, BatchState):
+        return batch
+    slots = [slot for slot, is_stopped in enumerate(plain(batch["stop_flags"])) if not _first(is_stopped)]
+    return BatchState([_slot_row(batch, slot, args_type) for slot in slots])
+
+
+def _slot_row(inputs: Mapping[str, Any], slot: int, args_type: type[msgspec.Struct]) -> BatchRow:
+    values = dict(inputs["logits_processors_args"][slot] or {})
+    known = {key: plain(values[key]) for key in keys_of(args_type) if values.get(key) is not None}
+    names = inputs.get("req_ids")
+    return BatchRow(
+        request_id=str(slot) if names is None else names[slot],
+        args=to_args(known, args_type, "logits_processors_args"),
+        prompt_token_ids=_slot_ids(inputs, "prompt_ids", "prompt_lens", slot),
+        output_token_ids=_slot_ids(inputs, "pre_ids", "step_idx", slot),
+        arguments=ArgsView(values),
+    )
+
+
+def _slot_ids(inputs: Mapping[str, Any], ids_key: str, count_key: str, slot: int) -> list[int]:
+    if inputs.get(ids_key) is None:
+        return []
+    ids = [token_id for token_id in plain(inputs[ids_key][slot]) if token_id >= 0]
+    counts = inputs.get(count_key)
+    return ids if counts is None else ids[: _first(plain(counts[slot]))]
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+def _padded(lists: Sequence[Sequence[int]]) -> Tensor:
+    longest = max((len(ids) for ids in lists), default=0)
+    padded = torch.full((len(lists), longest), -1, dtype=torch.int64)
+    for place, ids in enumerate(lists):
+        padded[place, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
+    return padded
+
+
+def _column(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).reshape(-1, 1)
+
+
+_VIEWS: dict[str, Callable[[Sequence[BatchRow]], Any]] = {
+    "stop_flags": lambda rows: torch.zeros((len(rows), 1), dtype=torch.bool),
+    "req_ids": lambda rows: [row.name for row in rows],
+    "logits_processors_args": lambda rows: [row.arguments for row in rows],
+    "prompt_ids": lambda rows: _padded([row.prompt_token_ids for row in rows]),
+    "prompt_lens": lambda rows: _column([len(row.prompt_token_ids) for row in rows]),
+    "pre_ids": lambda rows: _padded([row.output_token_ids for row in rows]),
+    "next_tokens": lambda rows: _column([(row.output_token_ids or [-1])[-1] for row in rows]),
+    "step_idx": lambda rows: _column([len(row.output_token_ids) for row in rows]),
+}

@@ -1,0 +1,46 @@
+"""What a processor did to one position: the answer to `explain`.
+
+Before it: a row before and after each processor. After it: `CompletionOutput.explanations`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+class ProcessorEffect(msgspec.Struct, frozen=True):
+    """What one processor did to one position.
+
+    `changes` holds the listed candidates whose logit it changed, by how much (nats; -inf: made impossible,
+    +inf: made possible again). `mass_moved` is the probability that went from some tokens to others: half
+    the sum of all absolute changes (total variation distance), in [0, 1].
+    """
+
+    processor: str
+    changes: dict[int, float]
+    mass_moved: float
+
+
+class RowEffect(msgspec.Struct):
+    """A row before and after one processor, (V,) float32 each."""
+
+    processor: str
+    before: Tensor
+    after: Tensor
+
+    def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
+        """Its effect, told for these candidates."""
+        ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64, device=self.before.device)
+        before, after = self.before[ids], self.after[ids]
+        is_changed = before != after
+        changes = zip(ids[is_changed].tolist(), (after - before)[is_changed].tolist(), strict=True)
+        moved = self.before.softmax(0, dtype=torch.float64) - self.after.softmax(0, dtype=torch.float64)
+        return ProcessorEffect(self.processor, dict(changes), float(moved.abs().sum() / 2))

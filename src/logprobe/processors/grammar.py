@@ -1,0 +1,177 @@
+"""`GrammarLogitsProcessor`: only tokens that keep the text within a JSON schema, a regex or a grammar.
+
+The grammar engine is llguidance (extra `grammar`), over the exact bytes of the model's tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, final
+
+import msgspec
+import torch
+
+from logprobe.config import require
+from logprobe.errors import ParameterError
+from logprobe.processors.args import GrammarArgs
+from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
+from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.matchers import LlguidanceMatcher, Matcher, allowed_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+
+MAX_COMPILED = 64
+# One way to write each value, as Python's own json writes it: a small model cannot lose itself in spaces.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@final
+class GrammarLogitsProcessor(LogitsProcessor):
+    """Keeps a text within `json_schema`, `json_object`, `regex`, `choice` or `ebnf` (one of them).
+
+    Where the text is complete only end-of-sequence tokens are left. The processor fails a request whose
+    tokens leave the grammar, which only a later processor can bring about.
+    """
+
+    Args = GrammarArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._model: ModelFacts | None = None
+        self._states: dict[RowKey, GrammarState] = {}
+        self._masks: list[tuple[int, Tensor]] = []
+        self._lock = threading.Lock()  # guards the two below: requests are checked on other threads
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._tokenizer: Any = None
+
+    def bind(self, model: ModelFacts) -> None:
+        """Learn the bytes of the model's tokens."""
+        self._model = model
+
+    def check_args(self, args: Any) -> None:
+        """Refuse a grammar that cannot be read."""
+        self._template(grammar_of(args))
+
+    def update_state(self, batch: BatchState) -> None:
+        """Advance by the tokens observed and work out which may come next."""
+        batch = as_batch(batch, GrammarArgs)
+        self._states = {row.key: self._states.get(row.key) or self._new_state(row) for row in batch.rows}
+        self._masks = [(place, self._states[row.key].next_mask(row)) for place, row in enumerate(batch.rows)]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Put -inf on the tokens that the grammar does not allow."""
+        for place, forbidden in self._masks:
+            logits[place].masked_fill_(forbidden.to(logits.device), -torch.inf)
+        return logits
+
+    def _new_state(self, row: BatchRow) -> GrammarState:
+        assert self._model is not None, "bind comes first"
+        matcher = LlguidanceMatcher(self._template(grammar_of(row.args)).deep_copy())
+        return GrammarState(matcher, self._model)
+
+    def _template(self, grammar: str) -> Any:
+        """A fresh matcher of this grammar, to be copied; compiled once."""
+        with self._lock:
+            if grammar not in self._compiled:
+                self._compiled[grammar] = self._compile(grammar)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar]
+
+    def _compile(self, grammar: str) -> Any:
+        llguidance = _llguidance()
+        if self._tokenizer is None:
+            assert self._model is not None, "bind comes first"
+            self._tokenizer = byte_tokenizer(self._model)
+        problem = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
+        require(not problem, "grammar", f"cannot be used: {' '.join(problem.split())}")
+        return llguidance.LLMatcher(self._tokenizer, grammar)
+
+
+@final
+class GrammarState:
+    """Where one sample stands in its grammar."""
+
+    def __init__(self, matcher: Matcher, model: ModelFacts) -> None:
+        self._matcher = matcher
+        self._model = model
+        self._num_observed = 0
+
+    def next_mask(self, row: BatchRow) -> Tensor:
+        """The forbidden tokens after those observed, (vocabulary,) bool."""
+        for token_id in row.output_token_ids[self._num_observed :]:
+            is_end = token_id in self._model.eos_token_ids
+            if not self._matcher.accept(token_id) and not is_end:
+                raise ValueError(f"token {token_id} is not in the grammar; a later processor overruled it")
+        self._num_observed = len(row.output_token_ids)
+        mask = self._matcher.mask()
+        if mask is not None:
+            return ~allowed_tokens(mask, self._model.vocab_size)
+        forbidden = torch.ones(self._model.vocab_size, dtype=torch.bool)
+        forbidden[sorted(self._model.eos_token_ids)] = False
+        return forbidden
+
+
+def grammar_of(args: GrammarArgs) -> str:
+    """The text of a grammar as llguidance reads it.
+
+    Raises:
+        ParameterError: none or several forms are asked for, or the schema is no JSON.
+    """
+    given = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
+    require(len(given) == 1, "grammar", f"needs exactly one form, got {', '.join(given) or 'none'}")
+    matcher = _llguidance().LLMatcher
+    if args.regex is not None:
+        return str(matcher.grammar_from_regex(args.regex))
+    if args.choice is not None:
+        alternatives = " | ".join(msgspec.json.encode(text).decode() for text in args.choice)
+        return str(matcher.grammar_from_lark(f"start: {alternatives}"))
+    if args.ebnf is not None:
+        return str(matcher.grammar_from_lark(args.ebnf))
+    schema = {"type": "object"} if args.json_schema is None else _schema(args.json_schema)
+    return str(matcher.grammar_from_json_schema(schema, overrides=JSON_STYLE))
+
+
+def byte_tokenizer(model: ModelFacts) -> Any:
+    """The model's tokens as llguidance knows them, from their exact bytes."""
+    llguidance = _llguidance()
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokens(model)), n_vocab=model.vocab_size)
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer."""
+
+    def __init__(self, model: ModelFacts) -> None:
+        self._model = model
+        self.eos_token_id = model.tokenizer.eos_token_id
+        self.bos_token_id = None
+        self.special_token_ids = sorted(model.tokenizer.all_special_ids)
+        # Rows of logits may be wider than the tokenizer; those ids have no bytes and are never allowed.
+        self.tokens = [model.vocabulary.token_bytes(token_id) for token_id in range(model.vocab_size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._model.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+
+
+def _schema(schema: dict[str, object] | str) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return msgspec.json.decode(schema)
+    except msgspec.DecodeError as error:
+        raise ParameterError("json_schema", f"is not JSON: {error}") from error
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ParameterError(
+            "grammar", "needs the extra 'grammar': pip install 'logprobe[grammar]'"
+        ) from error
+    return llguidance

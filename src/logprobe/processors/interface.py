@@ -1,0 +1,66 @@
+"""`LogitsProcessor`: a rule that changes logits for those requests that ask for it.
+
+Before it: the batch's rows and the model's logits. After it: temperature, truncation and the draw.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import msgspec
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+    from logprobe.processors.batch import BatchState
+    from logprobe.records.values import TokenTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a processor may know of the model that it works for."""
+
+    vocab_size: int  # width of a row of logits
+    eos_token_ids: frozenset[int]
+    tokenizer: Any  # of transformers
+    vocabulary: TokenTable  # the exact bytes of every id of the tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, special tokens within it included, none added."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+
+class LogitsProcessor(ABC):
+    """Changes the rows of requests that give it arguments; the rows of others never reach it.
+
+    One instance serves all requests. What it knows of a request must follow from the request's own row
+    (arguments, prompt, tokens observed), because a paused request comes back with all its tokens at once.
+    `Args` types the arguments (its fields are the keys of `logits_processors_args`); a processor without
+    one takes every key that no other registered processor has.
+    """
+
+    Args: ClassVar[type[msgspec.Struct] | None] = None
+
+    @abstractmethod
+    def __init__(self, config: EngineConfig) -> None:
+        """Make the one instance, at the engine's start."""
+
+    def bind(self, model: ModelFacts) -> None:  # noqa: B027 - a processor that needs no model has nothing to do
+        """Learn the model's facts, once, after `__init__`."""
+
+    def check_args(self, args: Any) -> None:  # noqa: B027 - types and bounds say all for most processors
+        """Raise `ValueError` where arguments of the right types can never be served; from any thread."""
+
+    def is_argmax_invariant(self) -> bool:
+        """Whether the most likely token always stays the same: then greedy rows skip the processor."""
+        return False
+
+    def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do
+        """Learn the rows of the next logits, in their order; before each forward pass."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor) -> Tensor:
+        """Change (rows, V) float32 logits, in place or not, and return them; never change the state."""

@@ -1,0 +1,145 @@
+"""Masks: only some tokens, no banned words, no end before so many tokens."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from logprobe.config import require
+from logprobe.processors.args import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
+from logprobe.processors.batch import BatchState, as_batch
+from logprobe.processors.cells import Cells
+from logprobe.processors.interface import LogitsProcessor, ModelFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+
+
+@final
+class AllowedTokensLogitsProcessor(LogitsProcessor):
+    """Makes every token impossible but `allowed_token_ids`."""
+
+    Args = AllowedTokensArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._allowed: list[tuple[int, Tensor]] = []
+
+    def update_state(self, batch: BatchState) -> None:
+        """Note which tokens each row may use."""
+        batch = as_batch(batch, AllowedTokensArgs)
+        if not batch.is_same:
+            asked = [(place, row.args.allowed_token_ids) for place, row in enumerate(batch.rows)]
+            self._allowed = [(place, torch.tensor(ids)) for place, ids in asked if ids is not None]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Fill the rows with -inf, keeping the logits of the allowed tokens."""
+        for place, ids in self._allowed:
+            ids_here = ids.to(logits.device)
+            kept = logits[place, ids_here]
+            logits[place] = -torch.inf
+            logits[place, ids_here] = kept
+        return logits
+
+
+@final
+class MinTokensLogitsProcessor(LogitsProcessor):
+    """Makes the tokens that end a text impossible before `min_tokens` were generated.
+
+    These are the model's end-of-sequence tokens and the request's `stop_token_ids`, as in vLLM.
+    """
+
+    Args = MinTokensArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._eos_token_ids: frozenset[int] = frozenset()
+        self._cells: Cells | None = None
+
+    def bind(self, model: ModelFacts) -> None:
+        """Learn which tokens end a text."""
+        self._eos_token_ids = model.eos_token_ids
+
+    def update_state(self, batch: BatchState) -> None:
+        """Find the rows that are too short to end."""
+        batch = as_batch(batch, MinTokensArgs)
+        ends = [
+            sorted(self._eos_token_ids.union(row.params.stop_token_ids if row.params else ()))
+            if len(row.output_token_ids) < row.args.min_tokens
+            else []
+            for row in batch.rows
+        ]
+        self._cells = Cells.of(ends)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Put -inf where an end would come too early."""
+        return banned_(logits, self._cells)
+
+
+@final
+class BannedWordsLogitsProcessor(LogitsProcessor):
+    """Keeps `bad_words` (texts) and `bad_words_token_ids` (sequences of ids) from being generated.
+
+    The last token of a sequence is made impossible where the tokens generated end with the others. A text
+    counts at the start of a word and within one: its tokens with a leading space, where that gives as many,
+    and without (vLLM's rule).
+    """
+
+    Args = BannedWordsArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._sequences = lru_cache(maxsize=4096)(_no_tokenizer)
+        self._cells: Cells | None = None
+
+    def bind(self, model: ModelFacts) -> None:
+        """Learn how texts become tokens."""
+        self._sequences = lru_cache(maxsize=4096)(lambda word: word_sequences(model, word))
+
+    def check_args(self, args: Any) -> None:
+        """Refuse a text that has no tokens."""
+        for word in args.bad_words:
+            require(self._sequences(word), "bad_words", f"{word!r} has no tokens in this model's vocabulary")
+
+    def update_state(self, batch: BatchState) -> None:
+        """Find the tokens that would complete a sequence."""
+        batch = as_batch(batch, BannedWordsArgs)
+        self._cells = Cells.of([self._completing(row.args, row.output_token_ids) for row in batch.rows])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Put -inf on the tokens that would complete a sequence."""
+        return banned_(logits, self._cells)
+
+    def _completing(self, args: BannedWordsArgs, output: Sequence[int]) -> list[int]:
+        sequences = [ids for word in args.bad_words for ids in self._sequences(word)]
+        sequences += [tuple(ids) for ids in args.bad_words_token_ids]
+        return [ids[-1] for ids in sequences if _ends_with(output, ids[:-1])]
+
+
+def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that a text stands for: within a word, and at the start of one."""
+    plain = tuple(model.encode(word.lstrip()))
+    spaced = tuple(model.encode(" " + word.lstrip()))
+    is_other = len(spaced) == len(plain) and spaced[:1] != plain[:1]
+    return tuple(ids for ids in (plain, spaced if is_other else ()) if ids)
+
+
+def banned_(logits: Tensor, cells: Cells | None) -> Tensor:
+    """Put -inf into some cells, in place."""
+    if cells is not None:
+        logits[cells.on(logits)] = -torch.inf
+    return logits
+
+
+def _ends_with(output: Sequence[int], ids: tuple[int, ...]) -> bool:
+    return not ids or tuple(output[-len(ids) :]) == ids
+
+
+def _no_tokenizer(word: str) -> tuple[tuple[int, ...], ...]:
+    raise AssertionError(f"bind comes before {word!r} is looked up")

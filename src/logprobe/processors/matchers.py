@@ -1,0 +1,91 @@
+"""Bitmask matchers (llguidance's, xgrammar's): one interface, and the mask of a row.
+
+Before them: the tokens observed. After them: the grammar processor and the adapter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+BITS = 32  # of one word of a mask
+
+
+class Matcher(Protocol):
+    """Follows a text token by token and tells which tokens may come next."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False where the matcher does not allow it."""
+        ...
+
+    def mask(self) -> NDArray[np.uint8] | None:
+        """One bit a token id, lowest bit first; None where the text has ended."""
+        ...
+
+
+class LlguidanceMatcher:
+    """A `llguidance.LLMatcher`."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token."""
+        return self._matcher.is_stopped() or bool(self._matcher.consume_token(token_id))
+
+    def mask(self) -> NDArray[np.uint8] | None:
+        """The allowed tokens."""
+        if self._matcher.is_stopped():
+            return None
+        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+
+
+class XgrammarMatcher:
+    """A `xgrammar.GrammarMatcher`."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._bits = torch.empty((1, -(-vocab_size // BITS)), dtype=torch.int32)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token."""
+        return self._matcher.is_terminated() or bool(self._matcher.accept_token(token_id))
+
+    def mask(self) -> NDArray[np.uint8] | None:
+        """The allowed tokens."""
+        if self._matcher.is_terminated():
+            return None
+        self._bits.fill_(-1)  # left as it is where every token is allowed
+        self._matcher.fill_next_token_bitmask(self._bits, 0)
+        return self._bits[0].numpy().view(np.uint8)
+
+
+def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
+    """Recognise a matcher by its methods.
+
+    Raises:
+        ParameterError: it is neither llguidance's nor xgrammar's.
+    """
+    if hasattr(matcher, "consume_token") and hasattr(matcher, "compute_bitmask"):
+        return LlguidanceMatcher(matcher)
+    if hasattr(matcher, "accept_token") and hasattr(matcher, "fill_next_token_bitmask"):
+        return XgrammarMatcher(matcher, vocab_size)
+    raise ParameterError(
+        "factory", f"gave {type(matcher).__name__}, which is no matcher of llguidance or xgrammar"
+    )
+
+
+def allowed_tokens(mask: NDArray[np.uint8], vocab_size: int) -> Tensor:
+    """A mask's bits as (vocab_size,) bool; ids beyond the mask are not allowed."""
+    bits = np.unpackbits(mask, count=min(vocab_size, 8 * len(mask)), bitorder="little")
+    allowed = np.zeros(vocab_size, dtype=np.bool_)
+    allowed[: len(bits)] = bits
+    return torch.from_numpy(allowed)

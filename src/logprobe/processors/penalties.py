@@ -1,0 +1,102 @@
+"""`PenaltiesLogitsProcessor`: repetition, presence and frequency penalties."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+
+from logprobe.processors.args import PenaltiesArgs
+from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
+from logprobe.processors.cells import Cells
+from logprobe.processors.interface import LogitsProcessor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+
+
+@final
+class PenaltiesLogitsProcessor(LogitsProcessor):
+    """Makes tokens that were seen already less likely, as vLLM and OpenAI define it.
+
+    First `repetition_penalty` r (Keskar et al. 2019): the logit of a token of the prompt or the completion
+    is divided by r where it is positive, else multiplied by it. Then, for tokens of the completion alone,
+    `frequency_penalty` times their count and `presence_penalty` are subtracted.
+    """
+
+    Args = PenaltiesArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._seen: dict[RowKey, SeenTokens] = {}
+        self._cells: Cells | None = None
+        self._repetition = self._minus = torch.empty(0)
+
+    def update_state(self, batch: BatchState) -> None:
+        """Count the tokens observed since the step before."""
+        batch = as_batch(batch, PenaltiesArgs)
+        seen = [self._seen.get(row.key) or SeenTokens(row) for row in batch.rows]
+        self._seen = {row.key: tokens for row, tokens in zip(batch.rows, seen, strict=True)}
+        for row, tokens in zip(batch.rows, seen, strict=True):
+            tokens.observe(row.output_token_ids)
+        self._cells = Cells.of([tokens.ids for tokens in seen])
+        if self._cells is None:
+            return
+        sizes = [len(tokens.ids) for tokens in seen]
+        counts = np.concatenate([tokens.counts for tokens in seen])
+        repetition, presence, frequency = (
+            np.repeat(np.array([getattr(row.args, name) for row in batch.rows], dtype=np.float32), sizes)
+            for name in PenaltiesArgs.__struct_fields__
+        )
+        self._repetition = torch.from_numpy(repetition)
+        self._minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Penalise the cells of seen tokens in place."""
+        if self._cells is not None:
+            cells = self._cells.on(logits)
+            values, repetition = logits[cells], self._repetition.to(logits)
+            values = torch.where(values > 0, values / repetition, values * repetition)
+            logits[cells] = values - self._minus.to(logits)
+        return logits
+
+
+@final
+class SeenTokens:
+    """The different tokens of a request, and how often each was generated."""
+
+    def __init__(self, row: BatchRow) -> None:
+        # Prompt tokens count for repetition alone.
+        prompt = np.unique(np.asarray(row.prompt_token_ids)) if row.args.repetition_penalty != 1 else ()
+        self._places = {int(token_id): place for place, token_id in enumerate(prompt)}
+        self._ids = np.empty(max(64, 2 * len(prompt)), dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+        self._num_observed = 0
+
+    @property
+    def ids(self) -> NDArray[Any]:
+        """The different tokens, (n,) int64."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> NDArray[Any]:
+        """How often each was generated, (n,) float32."""
+        return self._counts[: len(self._places)]
+
+    def observe(self, output: Sequence[int]) -> None:
+        """Count the tokens that were not counted yet."""
+        for token_id in output[self._num_observed :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token_id
+            self._counts[place] += 1
+        self._num_observed = len(output)

@@ -1,0 +1,262 @@
+"""`Pipeline`: one step's rows of logits through the processors of their requests.
+
+Before it: the rows' raw logits. After it: the draw from what is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from logprobe.errors import ProcessorError
+from logprobe.processors.batch import ArgsView, BatchRow, BatchState
+from logprobe.processors.effects import RowEffect
+from logprobe.processors.stages import Stage, Stages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+    from logprobe.processors.counters import ProcessorCounter
+    from logprobe.processors.interface import LogitsProcessor, ModelFacts
+
+logger = logging.getLogger("logprobe")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActiveSample:
+    """One sample that some processor concerns: its row for each of these stages."""
+
+    rows: dict[int, BatchRow]  # index of the stage → row
+    is_explained: bool
+    skips_invariant: bool  # greedy, and nobody asks for its processed numbers
+
+
+@dataclass(slots=True)
+class ProcessedRows:
+    """What the processors made of a step's rows; a failed row is raw."""
+
+    logits: Tensor  # (R, V) float32
+    errors: dict[int, ProcessorError] = field(default_factory=dict)
+    effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # of the rows to be explained
+
+
+class Pipeline:
+    """Runs every processor on the rows that it concerns, and keeps each row's failure to that row.
+
+    In this order, of which the pipeline does 2 to 5 and the sampler the rest:
+
+    1. the logits as the model gave them are kept as *raw*;
+    2. masks: allowed tokens, banned words, least length, grammar;
+    3. bias on single tokens;
+    4. the registered processors, in the order of declaration;
+    5. penalties on tokens seen already;
+    6. temperature;
+    7. top-k;
+    8. top-p;
+    9. min-p;
+    10. what is left, renormalised, is *processed*;
+    11. the draw.
+
+    A batch that fails in a processor (an error, a wrong shape or dtype, a NaN, no token left) is run again
+    row by row, and only the rows that fail alone are failed.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
+        self._stages = Stages.build(config, model)
+        self._members: dict[int, list[int]] = {}  # of this step: stage → rows
+        self._samples: Sequence[ActiveSample] = ()
+        self._broken: set[int] = set()  # stages whose update failed in this step
+
+    @property
+    def counters(self) -> Mapping[str, ProcessorCounter]:
+        """What each processor has cost so far, by name."""
+        return self._stages.counters
+
+    @property
+    def registered(self) -> dict[str, LogitsProcessor]:
+        """The registered instances by name, in the order of execution."""
+        return {stage.name: stage.processor for stage in self._stages.registered}
+
+    def check(self, params: Any) -> None:
+        """Raise `ParameterError` where a request's arguments can never be served; from any thread."""
+        self._stages.resolve(params)
+
+    def open(self, row: BatchRow) -> ActiveSample | None:
+        """A new sample's rows, made after the pattern of `row`; None where no processor concerns it."""
+        params: Any = row.params
+        found = self._stages.resolve(params)
+        if not found:
+            return None
+        all_args = ArgsView(params.logits_processors_args or {})
+        rows = {place: _row_for(row, args, all_args) for place, args in found.items()}
+        shows_processed = params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
+        skips = params.is_greedy and not shows_processed and not params.explain
+        return ActiveSample(rows, params.explain, skips)
+
+    def prepare(self, samples: Sequence[ActiveSample]) -> None:
+        """Tell every processor the rows of the step's logits, in their order; before the forward pass."""
+        self._samples, self._members, self._broken = samples, {}, set()
+        for place, stage in enumerate(self._stages.ordered):
+            members = [row for row, sample in enumerate(samples) if _concerns(stage, place, sample)]
+            if not members and not stage.previous:
+                continue
+            if members:
+                self._members[place] = members
+                stage.counter.num_steps += 1
+                stage.counter.num_rows += len(members)
+            try:
+                self._update(stage, [samples[row].rows[place] for row in members])
+            except Exception as error:  # noqa: BLE001 - whatever it is, `apply` finds the rows that bring it about
+                self._broken.add(place)
+                if not members:  # there is no request to fail
+                    logger.warning("%s failed to let its rows go: %r", stage.name, error)
+
+    def apply(self, raw: Tensor) -> ProcessedRows:
+        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is left as it is."""
+        run = ProcessedRows(raw)
+        explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
+        for place, members in self._members.items():
+            stage = self._stages.ordered[place]
+            told = [row for row in members if row in explained]
+            before = {row: run.logits[row].clone() for row in told}
+            with timed(stage.counter):
+                self._run(place, run, raw)
+            for row in told:
+                effect = RowEffect(stage.name, before[row], run.logits[row].clone())
+                run.effects.setdefault(row, []).append(effect)
+        if run.logits is raw:
+            run.logits = raw.clone()
+        for row in run.errors:
+            run.logits[row] = raw[row]
+        return run
+
+    def names(self, row: int) -> str:
+        """The processors that concern a prepared row."""
+        return ", ".join(self._stages.ordered[place].name for place in self._samples[row].rows)
+
+    def _update(self, stage: Stage, rows: list[BatchRow]) -> None:
+        batch = BatchState(rows, stage.previous)
+        stage.previous = ()  # what a failed update leaves behind is not known
+        with timed(stage.counter):
+            stage.processor.update_state(batch)
+        stage.previous = batch.rows
+
+    def _run(self, place: int, run: ProcessedRows, raw: Tensor) -> None:
+        """One stage; the logits change only where it succeeds."""
+        stage, members = self._stages.ordered[place], self._members[place]
+        if place in self._broken:
+            self._run_one_by_one(place, run, raw)
+            return
+        if stage.is_own:
+            if run.logits is raw:
+                run.logits = raw.clone()
+            _apply_own(stage, run.logits, members)
+            return
+        try:
+            changed = _checked_apply(stage, run.logits, members)
+        except Exception:  # noqa: BLE001 - whatever it is, the rows that bring it about are found one by one
+            self._run_one_by_one(place, run, raw)
+            return
+        _put(run, raw, members, changed)
+
+    def _run_one_by_one(self, place: int, run: ProcessedRows, raw: Tensor) -> None:
+        stage = self._stages.ordered[place]
+        for row in self._members[place]:
+            batch_row = self._samples[row].rows[place]
+            try:
+                self._update(stage, [batch_row])
+                changed = _checked_apply(stage, run.logits, [row])
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+                stage.counter.num_failures += 1
+                if row not in run.errors:
+                    run.errors[row] = _named(stage, batch_row, error)
+                continue
+            _put(run, raw, [row], changed)
+
+
+@contextmanager
+def timed(counter: ProcessorCounter) -> Iterator[None]:
+    """Add the wall time of a block to a processor's account."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        counter.seconds += time.perf_counter() - start
+
+
+def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
+    return BatchRow(
+        request_id=row.request_id,
+        args=args,
+        prompt_token_ids=row.prompt_token_ids,
+        output_token_ids=row.output_token_ids,
+        params=row.params,
+        sample=row.sample,
+        serial=row.serial,
+        arguments=all_args,
+    )
+
+
+def _concerns(stage: Stage, place: int, sample: ActiveSample) -> bool:
+    return place in sample.rows and not (sample.skips_invariant and stage.is_invariant)
+
+
+def _named(stage: Stage, row: BatchRow, error: Exception) -> ProcessorError:
+    said = str(error) if isinstance(error, _UnusableLogitsError) else repr(error)
+    named = ProcessorError(stage.name, f"failed request {row.request_id!r}: {said}")
+    named.__cause__ = error
+    return named
+
+
+class _UnusableLogitsError(Exception):
+    """A processor gave logits that cannot be used."""
+
+
+def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
+    """A built-in works in place; rows that do not lie together are copied out and back."""
+    start, end = members[0], members[-1] + 1
+    if end - start == len(members):
+        stage.processor.apply(logits[start:end])
+    else:
+        logits[members] = stage.processor.apply(logits[members])
+
+
+def _checked_apply(stage: Stage, logits: Tensor, members: list[int]) -> Tensor:
+    """A stage's logits for some rows, from a private copy; raises where they cannot be used."""
+    before = logits[members]
+    changed: Any = stage.processor.apply(before)
+    if not isinstance(changed, torch.Tensor):
+        raise _UnusableLogitsError(f"apply gave {type(changed).__name__}, not a tensor")
+    if changed.shape != before.shape:
+        raise _UnusableLogitsError(
+            f"apply gave the shape {tuple(changed.shape)} in place of {tuple(before.shape)}"
+        )
+    if changed.dtype != before.dtype:
+        raise _UnusableLogitsError(f"apply gave {changed.dtype} in place of {before.dtype}")
+    best = changed.amax(1)  # NaN where a row holds one
+    if not bool(best.isfinite().all()):
+        # A row that came in with the fault is not the processor's.
+        is_new = ~best.isfinite() & logits[members].amax(1).isfinite()
+        if bool(is_new.any()):
+            kind = float(best[is_new][0])
+            fault = {torch.inf: "+inf", -torch.inf: "a row with no possible token"}.get(kind, "NaN")
+            raise _UnusableLogitsError(f"apply gave {fault}")
+    # What the processor may have kept for itself is not changed by those after it.
+    return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
+
+
+def _put(run: ProcessedRows, raw: Tensor, members: list[int], changed: Tensor) -> None:
+    if len(members) == len(raw):
+        run.logits = changed
+        return
+    if run.logits is raw:
+        run.logits = raw.clone()
+    run.logits[members] = changed

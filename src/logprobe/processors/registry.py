@@ -1,0 +1,131 @@
+"""Names → processor classes: built-ins, `module:Class`, classes, and entry points of other packages.
+
+Before it: `EngineConfig.logits_processors`. After it: the pipeline, which makes one instance of each.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from logprobe.config import require
+from logprobe.errors import ParameterError
+from logprobe.processors.convert import keys_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from logprobe.processors.interface import LogitsProcessor
+
+ENTRY_POINT_GROUP: Final = "logprobe.logits_processors"
+BUILT_INS: Final = (
+    "LogitBiasLogitsProcessor",
+    "AllowedTokensLogitsProcessor",
+    "BannedWordsLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "PenaltiesLogitsProcessor",
+    "ThinkingBudgetLogitsProcessor",
+    "GrammarLogitsProcessor",
+    "CaptureLogitsProcessor",
+)
+_WHERE: Final = "logits_processors"
+
+
+def available_processors() -> list[str]:
+    """Every name that can be registered: the built-ins, then the entry points that are installed."""
+    return [*BUILT_INS, *sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(BUILT_INS))]
+
+
+def load_processor(given: str | type) -> type[LogitsProcessor]:
+    """Find the class that a name, a `module.path:ClassName`, an entry point or a class stands for.
+
+    Raises:
+        ParameterError: there is no such thing, or it is no processor; the message says what there is.
+    """
+    found = given if not isinstance(given, str) else _named(given)
+    from logprobe.processors.interface import LogitsProcessor
+
+    is_processor = isinstance(found, type) and issubclass(found, LogitsProcessor)
+    require(is_processor, _WHERE, f"{given!r} is no subclass of logprobe.processors.LogitsProcessor")
+    processor: type[LogitsProcessor] = found
+    lacking = sorted(getattr(found, "__abstractmethods__", ()))
+    require(not lacking, _WHERE, f"{given!r} does not define {', '.join(lacking)}")
+    args = processor.Args
+    is_struct = args is None or (isinstance(args, type) and issubclass(args, msgspec.Struct))
+    require(is_struct, _WHERE, f"{given!r}: Args must be a msgspec.Struct class, got {args!r}")
+    return processor
+
+
+def load_processors(given: Iterable[str | type]) -> dict[str, type[LogitsProcessor]]:
+    """The classes of several specifications by their names, in the order of declaration.
+
+    Raises:
+        ParameterError: as `load_processor`, or a class is named twice.
+    """
+    loaded: dict[str, type[LogitsProcessor]] = {}
+    for one in given:
+        found = load_processor(one)
+        name = found.__name__
+        require(name not in loaded, _WHERE, f"{name} is registered twice; name each processor once")
+        loaded[name] = found
+    return loaded
+
+
+def describe_processor(given: str | type) -> dict[str, Any]:
+    """A processor's name, the first paragraph of its documentation, and its arguments as JSON Schema."""
+    found = load_processor(given)
+    doc = (inspect.getdoc(found) or "").split("\n\n", maxsplit=1)[0]
+    return {
+        "name": found.__name__,
+        "doc": " ".join(doc.split()),
+        "args": None if found.Args is None else _schema(found.Args),
+    }
+
+
+def built_in_with(key: str) -> str | None:
+    """The built-in processor that takes an argument of this name."""
+    owners = {arg: name for name in BUILT_INS for arg in keys_of(_args_of(load_processor(name)))}
+    return owners.get(key)
+
+
+def _args_of(found: type[LogitsProcessor]) -> type[msgspec.Struct]:
+    assert found.Args is not None, "every built-in types its arguments"
+    return found.Args
+
+
+def _schema(args: type[msgspec.Struct]) -> dict[str, Any]:
+    schemas, parts = msgspec.json.schema_components([args], ref_template="#/$defs/{name}")
+    own: dict[str, Any] = parts.pop(schemas[0]["$ref"].rsplit("/", maxsplit=1)[-1])
+    return {**own, "$defs": parts} if parts else own
+
+
+def _named(name: str) -> Any:
+    if ":" in name:
+        return _imported(name)
+    if name in BUILT_INS:
+        return getattr(import_module("logprobe.processors"), name)
+    points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in points:
+        known = ", ".join(available_processors())
+        raise ParameterError(_WHERE, f"no processor {name!r}; there are {known}, or module.path:ClassName")
+    try:
+        return points[name].load()
+    except Exception as error:
+        raise ParameterError(_WHERE, f"entry point {name!r} cannot be loaded: {error!r}") from error
+
+
+def _imported(spec: str) -> Any:
+    module_name, _, attribute = spec.partition(":")
+    is_well_formed = module_name and attribute and ":" not in attribute and " " not in spec
+    require(is_well_formed, _WHERE, f"{spec!r} is malformed; write module.path:ClassName")
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise ParameterError(_WHERE, f"{spec!r}: cannot import {module_name!r}: {error!r}") from error
+    found = getattr(module, attribute, None)
+    require(found is not None, _WHERE, f"{spec!r}: module {module_name!r} has no {attribute!r}")
+    return found

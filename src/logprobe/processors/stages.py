@@ -1,0 +1,157 @@
+"""The pipeline's stages in their order, and which of them a request's parameters concern.
+
+Before it: `EngineConfig` and `SamplingParams`. After it: the pipeline, which runs the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.errors import ParameterError
+from logprobe.processors import registry
+from logprobe.processors.batch import ArgsView, BatchRow
+from logprobe.processors.convert import check_token_ids, keys_of, to_args
+from logprobe.processors.counters import ProcessorCounter
+from logprobe.processors.fields import field_args
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from logprobe.config import EngineConfig
+    from logprobe.processors.interface import LogitsProcessor, ModelFacts
+
+BEFORE_CUSTOM: Final = (
+    "AllowedTokensLogitsProcessor",
+    "BannedWordsLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "GrammarLogitsProcessor",
+    "LogitBiasLogitsProcessor",
+)
+AFTER_CUSTOM: Final = ("PenaltiesLogitsProcessor",)
+CUSTOM_PARAMETER: Final = "logits_processors_args"
+
+
+@dataclass(slots=True, eq=False)
+class Stage:
+    """One processor at its place."""
+
+    name: str
+    processor: LogitsProcessor
+    args_type: type[msgspec.Struct] | None
+    is_registered: bool  # by the operator; otherwise it serves the request's own fields
+    is_own: bool  # a built-in, whose logits need no check
+    is_invariant: bool  # the most likely token stays the same
+    counter: ProcessorCounter
+    previous: tuple[BatchRow, ...] = ()  # rows of its latest update
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of its arguments; none where it does not type them."""
+        return () if self.args_type is None else keys_of(self.args_type)
+
+
+@dataclass(slots=True)
+class Stages:
+    """All stages in order of execution; the same for every request."""
+
+    ordered: list[Stage]
+    model: ModelFacts
+    counters: dict[str, ProcessorCounter] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, config: EngineConfig, model: ModelFacts) -> Stages:
+        """Make the one instance of each processor.
+
+        Raises:
+            ParameterError: a processor that is registered cannot be loaded or made.
+        """
+        stages = cls([], model)
+        for name in BEFORE_CUSTOM:
+            stages._append(registry.load_processor(name), config, is_registered=False)
+        for found in registry.load_processors(config.logits_processors).values():
+            stages._append(found, config, is_registered=True)
+        for name in AFTER_CUSTOM:
+            stages._append(registry.load_processor(name), config, is_registered=False)
+        return stages
+
+    @property
+    def registered(self) -> list[Stage]:
+        """Those that the operator registered."""
+        return [stage for stage in self.ordered if stage.is_registered]
+
+    def resolve(self, params: Any) -> dict[int, Any]:
+        """Index of each stage that concerns a request → its typed arguments.
+
+        Raises:
+            ParameterError: arguments that nobody takes, or that can never be served.
+        """
+        found = self._field_args(params)
+        if params.logits_processors_args:
+            found |= self._custom_args(params.logits_processors_args)
+        return found
+
+    def _append(self, found: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool) -> None:
+        name = found.__name__
+        try:
+            processor = found(config)
+            processor.bind(self.model)
+            is_invariant = bool(processor.is_argmax_invariant())
+        except Exception as error:
+            raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
+        # Both uses of a built-in, by field and by registration, are one in the books.
+        counter = self.counters.setdefault(name, ProcessorCounter())
+        is_own = name in registry.BUILT_INS and registry.load_processor(name) is found
+        self.ordered.append(Stage(name, processor, found.Args, is_registered, is_own, is_invariant, counter))
+
+    def _field_args(self, params: Any) -> dict[int, Any]:
+        places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
+        found = {}
+        for one in field_args(params):
+            place = places[one.processor]
+            self._check(self.ordered[place], one.args, one.parameter)
+            found[place] = one.args
+        return found
+
+    def _custom_args(self, given: dict[str, Any]) -> dict[int, Any]:
+        values = {key: value for key, value in given.items() if value is not None}
+        typed = {key for stage in self.registered for key in stage.keys}
+        free = values.keys() - typed
+        if free and all(stage.args_type is not None for stage in self.registered):
+            raise ParameterError(CUSTOM_PARAMETER, self._unknown(min(free)))
+        found: dict[int, Any] = {}
+        for place, stage in enumerate(self.ordered):
+            if not stage.is_registered:
+                continue
+            own = {key: values[key] for key in stage.keys if key in values}
+            if stage.args_type is None and free:
+                found[place] = ArgsView(values)
+            elif own and stage.args_type is not None:
+                found[place] = to_args(own, stage.args_type, CUSTOM_PARAMETER)
+            if place in found:
+                self._check(stage, found[place], CUSTOM_PARAMETER)
+        return found
+
+    def _check(self, stage: Stage, args: Any, parameter: str) -> None:
+        if stage.args_type is not None:
+            check_token_ids(args, self.model.vocab_size, parameter)
+        try:
+            stage.processor.check_args(args)
+        except ParameterError as error:
+            raise ParameterError(parameter, str(error)) from error
+        except ValueError as error:
+            raise ParameterError(parameter, f"{stage.name}: {error}") from error
+
+    def _unknown(self, key: str) -> str:
+        registered = ", ".join(f"{stage.name} ({', '.join(stage.keys)})" for stage in self.registered)
+        owner = registry.built_in_with(key)
+        known = sorted(name for stage in self.registered for name in stage.keys)
+        near = get_close_matches(key, known, n=1)
+        if owner is not None:
+            remedy = f"{owner} takes it and is not registered; start with logits_processors=[{owner!r}]"
+        elif near:
+            remedy = f"did you mean {near[0]!r}?"
+        else:
+            remedy = "register the processor that takes it with logits_processors=[...]"
+        return f"no registered processor takes {key!r}; {remedy}; registered: {registered or 'none'}"
