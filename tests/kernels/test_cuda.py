@@ -74,7 +74,8 @@ from logprobe.kernels import cuda
 
 ROWS = dict(
     logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32",
-    token_ids="*i32", logprobs="*fp32", width="i64", ranks="*i32", lses="*fp32", valid="*i1", entropies="*fp32",
+    token_ids="*i32", logprobs="*fp32", width="i64", ranks="*i32",
+    lses="*fp32", valid="*i1", entropies="*fp32",
 )
 GIVEN = dict(
     logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32",
