@@ -6,7 +6,7 @@ means 'nothing asked'.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -68,7 +68,7 @@ class ThinkingBudgetArgs(_Args, frozen=True):
 class GrammarArgs(_Args, frozen=True):
     """One of these: the form that the text must have."""
 
-    json_schema: dict[str, object] | str | None = None  # a schema, or its JSON text
+    json_schema: dict[str, Any] | str | None = None  # a schema, or its JSON text
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None

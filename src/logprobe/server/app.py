@@ -16,9 +16,13 @@ from logprobe.server.chat import chat_completions
 from logprobe.server.completions import completions
 from logprobe.server.errors import ApiError
 from logprobe.server.guard import endpoint, failure
+from logprobe.server.next_token import next_token_logprobs
+from logprobe.server.score import score
 from logprobe.server.service import Service
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
@@ -34,8 +38,11 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/models", facts.models),
     ("GET", "/v1/models/{model:path}", facts.model),
     ("GET", "/v1/capabilities", facts.capabilities),
+    ("GET", "/v1/logits_processors", facts.logits_processors),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/score", score),
+    ("POST", "/v1/next_token_logprobs", next_token_logprobs),
     ("POST", "/tokenize", facts.tokenize),
     ("POST", "/detokenize", facts.detokenize),
     ("GET", "/tokenizer_info", facts.tokenizer_info),
@@ -45,9 +52,14 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
 )
 
 
-def create_app(model: LoadedModel, settings: ServerSettings) -> FastAPI:
-    """Put a loaded model behind HTTP; the caller closes its engine."""
-    service = Service(model, settings)
+def create_app(
+    model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
+) -> FastAPI:
+    """Put a loaded model behind HTTP; the caller closes its engine.
+
+    `processors` are the logits processors that the engine was started with.
+    """
+    service = Service(model, settings, processors)
     app = FastAPI(title="logprobe", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     for method, path, handler in ROUTES:

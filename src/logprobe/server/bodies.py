@@ -46,6 +46,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     stop_token_ids: Ids | None = None
     allowed_token_ids: Ids | None = None
+    bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     # Extensions: reports; each adds fields to the reply.
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "both"] | None = None
@@ -116,3 +117,22 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     tokens: Ids
+
+
+class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/score`: what a model gives to continuations of one context."""
+
+    continuations: Annotated[list[str | Ids], Meta(min_length=1)]
+    context: str | Ids | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    model: str | None = None
+    unconditional: bool = False
+
+
+class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/next_token_logprobs`: whole next-token distributions, in binary."""
+
+    prompts: Annotated[list[str | Ids], Meta(min_length=1)]
+    stage: Literal["raw"] = "raw"
+    dtype: Literal["float32", "float16"] = "float32"
+    model: str | None = None

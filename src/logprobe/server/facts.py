@@ -67,6 +67,17 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
     )
 
 
+async def logits_processors(_: HttpRequest, service: Service) -> Response:
+    """List the processors that requests may use, and those that the server could be started with."""
+    from logprobe.processors import available_processors, describe_processor
+
+    registered = [describe_processor(one) | {"registered": True} for one in service.processors]
+    names = {one["name"] for one in registered}
+    others = [describe_processor(name) for name in available_processors()]
+    rest = [one | {"registered": False} for one in others if one["name"] not in names]
+    return json_reply({"object": "list", "data": registered + rest})
+
+
 async def metrics(_: HttpRequest, service: Service) -> Response:
     """Give all figures to Prometheus."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -34,6 +34,7 @@ SAMPLING_FIELDS: Final = (
     "repetition_penalty",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
     "logits_processors_args",
     "response_format",
     "logprobs_mode",

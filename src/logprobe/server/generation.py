@@ -77,13 +77,10 @@ class Generation:
             LogprobeError: a request failed; the others were given up.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(len(self.requests)):
-                    group.create_task(self._wait(number))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            outputs = await self._service.run_all(self.requests)
         finally:
             self.ticket.release()
+        self.outputs = dict(enumerate(outputs))
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
 
     async def stream(self) -> AsyncGenerator[list[Piece]]:
@@ -103,14 +100,6 @@ class Generation:
             await asyncio.wait([pumps])
             self._service.close_reply(self.reply_id)
             self.ticket.release()
-
-    async def _wait(self, number: int) -> None:
-        request = self.requests[number]
-        self._service.engine.submit(request)
-        output = self.outputs[number] = await self._service.engine.result(request.request_id)
-        self._service.metrics.ended(output)
-        if output.error is not None:
-            raise output.error
 
     async def _pump_all(self) -> None:
         collector = self._service.collector
@@ -153,4 +142,4 @@ class Generation:
         walk = TextWalk()
         if self._echoes:
             walk.feed(self._echoes[number])
-        return Cutter(self._service.text, self.params.stop, index, walk)
+        return Cutter(self._service.text, self.params, index, walk)

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from logprobe.engine.request import CompletionOutput, FinishReason
     from logprobe.engine.text import TextEdge
+    from logprobe.sampling import SamplingParams
 
 _REPLACEMENT = "\ufffd"
 
@@ -67,14 +66,13 @@ class TextWalk:
 class Cutter:
     """Takes from one completion what may be told: no half character, nothing that may be a stop string."""
 
-    def __init__(
-        self, text: TextEdge, stops: Sequence[str], index: int, walk: TextWalk | None = None
-    ) -> None:
+    def __init__(self, text: TextEdge, params: SamplingParams, index: int, walk: TextWalk) -> None:
         self._edge = text
-        self._stops = [stop.encode() for stop in stops]
+        self._stops = [stop.encode() for stop in params.stop]
+        self._min_tokens = params.min_tokens  # before which no stop string counts
         self._longest = max(map(len, self._stops), default=0)
         self._index = index
-        self._walk = walk or TextWalk()
+        self._walk = walk
         self._num_taken = 0  # tokens handed out
         self._num_bytes = 0  # bytes of those
         self._is_done = False
@@ -117,6 +115,10 @@ class Cutter:
                 piece.text_tokens.append(piece.start + place)
         if piece.finish_reason:
             texts.append(self._walk.feed(b"", final=True)[0])
+            # What comes after the last text begins at its end, behind a character that was cut short, too.
+            last = max(piece.text_tokens, default=piece.start - 1)
+            for place in range(last + 1 - piece.start, len(parts)):
+                piece.offsets[place] = self._walk.num_chars
         piece.text = "".join(texts)
 
     def _num_certain(self) -> int:
@@ -138,7 +140,7 @@ class Cutter:
     def _held_back(self, held: bytes) -> int:
         """Bytes at the end of `held` that are, or may become, part of a stop string."""
         found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if found:
+        if found and self._num_taken + len(self._held) >= self._min_tokens:
             return len(held) - min(found)
         for start in range(max(len(held) - self._longest, 0), len(held)):
             tail = held[start:]

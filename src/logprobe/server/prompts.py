@@ -50,6 +50,11 @@ def read_prompts(prompt: str | Sequence[Any], text: TextEdge, *, name: str = "pr
 
 
 def read_messages(messages: Sequence[dict[str, Any]], text: TextEdge) -> IntArray:
+    """A conversation as ids; see `lay_out`."""
+    return text.encode(lay_out(messages, text), add_special_tokens=False)
+
+
+def lay_out(messages: Sequence[dict[str, Any]], text: TextEdge) -> str:
     """A conversation laid out by the model's chat template, ready for the assistant's turn.
 
     Raises:
@@ -60,10 +65,10 @@ def read_messages(messages: Sequence[dict[str, Any]], text: TextEdge) -> IntArra
         raise bad_request("messages", "the model has no chat template; use /v1/completions")
     plain = [_plain_message(message, place) for place, message in enumerate(messages)]
     try:
-        laid_out = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        laid_out: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of the model's and may raise anything
         raise bad_request("messages", f"the model's chat template refuses them: {error}") from error
-    return text.encode(laid_out, add_special_tokens=False)
+    return laid_out
 
 
 def _plain_message(message: dict[str, Any], place: int) -> dict[str, Any]:
@@ -94,11 +99,20 @@ def _from_text(prompt: str, text: TextEdge) -> Prompt:
 
 
 def _from_ids(ids: Sequence[Any], text: TextEdge, name: str) -> Prompt:
+    return Prompt(as_ids(ids, name), [text.bytes_of([one]) for one in ids])
+
+
+def as_ids(ids: Sequence[Any], name: str) -> IntArray:
+    """Token ids as an array; whether the model has them is the engine's to say.
+
+    Raises:
+        ApiError: something else is among them, or a number that no vocabulary has.
+    """
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
         raise bad_request(name, "a list of token ids holds something else")
     if not all(0 <= one <= LARGEST_ID for one in ids):
         raise bad_request(name, "a token id lies outside the vocabulary")
-    return Prompt(np.array(ids, dtype=np.int32), [text.bytes_of([one]) for one in ids])
+    return np.array(ids, dtype=np.int32)
 
 
 def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:

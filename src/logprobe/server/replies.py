@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from logprobe.records.chat_json import IMPOSSIBLE
 from logprobe.server.rows_json import content, finite, legacy, prompt_rows, token_rows
 
 if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
+    from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.server.bodies import GenerationBody
     from logprobe.server.generation import Generation
@@ -116,5 +118,14 @@ def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]
 
 
 def _explanations(piece: Piece) -> list[Any]:
-    told = getattr(piece.completion, "explanations", None) or []
-    return [msgspec.to_builtins(one) for one in told[piece.start : piece.stop]]
+    told = piece.completion.explanations or []
+    return [[_effect(one) for one in position] for position in told[piece.start : piece.stop]]
+
+
+def _effect(effect: ProcessorEffect) -> dict[str, Any]:
+    """An effect with numbers that JSON has: made impossible is -9999, made possible again 9999."""
+    changes = {
+        str(token_id): max(min(change, -IMPOSSIBLE), IMPOSSIBLE)
+        for token_id, change in effect.changes.items()
+    }
+    return {"processor": effect.processor, "changes": changes, "mass_moved": effect.mass_moved}

@@ -43,7 +43,7 @@ def serve(
     with socket.create_server((settings.host, settings.port), backlog=BACKLOG) as listener:
         model = start_native_engine(config)
         try:
-            app = create_app(model, settings)
+            app = create_app(model, settings, config.logits_processors)
             host, port = listener.getsockname()[:2]
             if ready is not None:
                 ready(f"http://{host}:{port}")

@@ -5,6 +5,7 @@ Before it: a loaded model. After it: routes. Used from one event loop.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
@@ -22,6 +23,7 @@ from logprobe.transport import StreamingLogprobsCollector
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.start import LoadedModel
     from logprobe.server.pieces import Piece
     from logprobe.server.settings import ServerSettings
@@ -32,7 +34,10 @@ logger = logging.getLogger("logprobe.server")
 class Service:
     """One model behind HTTP."""
 
-    def __init__(self, model: LoadedModel, settings: ServerSettings) -> None:
+    def __init__(
+        self, model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
+    ) -> None:
+        self.processors = processors
         self.engine = model.engine
         self.text = model.text
         self.settings = settings
@@ -74,6 +79,27 @@ class Service:
         if name is not None and name not in {self.model_name, self.capabilities.model}:
             message = f"model {name!r} is not served here; use {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def run_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """The outputs of some requests once all have ended; giving up the wait gives them up.
+
+        Raises:
+            LogprobeError: one failed; the others were given up.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._run(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        return [task.result() for task in tasks]
+
+    async def _run(self, request: Request) -> RequestOutput:
+        self.engine.submit(request)
+        output = await self.engine.result(request.request_id)
+        self.metrics.ended(output)
+        if output.error is not None:
+            raise output.error
+        return output
 
     def open_reply(self, reply_id: str, request_ids: Sequence[str]) -> None:
         """Tie a streamed reply to the engine requests that are paused when its reader lags."""

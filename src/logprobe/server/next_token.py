@@ -1,0 +1,73 @@
+"""`POST /v1/next_token_logprobs`: whole next-token distributions, in binary.
+
+Before it: HTTP. After it: one engine request a prompt; those of all clients share its steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from starlette.responses import Response
+
+from logprobe.engine.request import Request
+from logprobe.sampling import SamplingParams
+from logprobe.server.bodies import NextTokenBody
+from logprobe.server.decode import read_body
+from logprobe.server.limits import Cost
+from logprobe.server.prompts import as_ids
+from logprobe.server.sse import while_connected
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.engine.request import RequestOutput
+    from logprobe.server.service import Service
+
+TYPE = "application/vnd.safetensors"
+
+
+async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
+    """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order."""
+    body = await read_body(request, NextTokenBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    service.log_body("next_token_logprobs", body)
+    params = SamplingParams(max_tokens=1)
+    base = service.new_id("next")
+    requests = [
+        Request(
+            request_id=f"{base}-{number}",
+            prompt_token_ids=service.text.encode(prompt)
+            if isinstance(prompt, str)
+            else as_ids(prompt, "prompts"),
+            params=params,
+            wants_row=True,
+        )
+        for number, prompt in enumerate(body.prompts)
+    ]
+    for one in requests:
+        service.engine.check(one)
+    ticket = service.limits.admit(Cost.of(requests, service.vocab_size))
+    try:
+        outputs = await while_connected(request.receive, service.run_all(requests))
+    finally:
+        ticket.release()
+    data = _packed(outputs, body.dtype, service.model_name)
+    service.metrics.bytes_out.inc(len(data))
+    return Response(data, media_type=TYPE)
+
+
+def _packed(outputs: Sequence[RequestOutput], dtype: str, model: str) -> bytes:
+    from safetensors.numpy import save
+
+    rows = [output.outputs[0].row for output in outputs]
+    table = np.stack([row for row in rows if row is not None])
+    told = {"stage": "raw", "unit": "nats", "model": model}
+    if dtype == "float16":
+        # What float16 cannot hold becomes its least number; only real -inf stays that.
+        least = np.finfo(np.float16).min
+        table = np.where(np.isneginf(table), table, np.maximum(table, least)).astype(np.float16)
+    data: bytes = save({"logprobs": table}, metadata=told)
+    return data

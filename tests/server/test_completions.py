@@ -1,0 +1,230 @@
+"""`/v1/completions` as OpenAI's client and evaluation harnesses read it."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+
+import pytest
+
+PROMPT = "the cat and the dog é of"
+
+
+def create(client: Any, **options: Any) -> Any:
+    model = client.models.list().data[0].id
+    return client.completions.create(**{"model": model, "prompt": PROMPT, "max_tokens": 6} | options)
+
+
+def as_harness(server: Any, prompt: Any, **options: Any) -> dict[str, Any]:
+    """The request of lm-evaluation-harness, to the letter."""
+    asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    reply = server.post("/v1/completions", model=server.service.model_name, prompt=prompt, **asked | options)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def harness_scores(choice: dict[str, Any], context_len: int) -> tuple[float, bool]:
+    """What that client computes from a reply."""
+    rows = choice["logprobs"]
+    numbers = rows["token_logprobs"][context_len:-1]
+    tops = rows["top_logprobs"][context_len:-1]
+    return sum(numbers), all(number == max(top.values()) for number, top in zip(numbers, tops, strict=True))
+
+
+def test_arrays_are_parallel_and_offsets_exact(client: Any) -> None:
+    choice = create(client, logprobs=2, max_tokens=30, seed=4).choices[0]
+    rows = choice.logprobs
+    assert (
+        len(rows.tokens) == len(rows.token_logprobs) == len(rows.top_logprobs) == len(rows.text_offset) == 30
+    )
+    assert rows.text_offset[0] == 0
+    for token, offset, following in zip(
+        rows.tokens, rows.text_offset, [*rows.text_offset[1:], len(choice.text)], strict=True
+    ):
+        if following - offset == len(token):
+            assert choice.text[offset:following] == token
+        assert offset <= following
+
+
+@pytest.mark.parametrize("prompt_kind", ["text", "ids"])
+def test_an_echo_begins_with_the_prompt_and_its_numbers(client: Any, server: Any, prompt_kind: str) -> None:
+    ids = server.llm.text.encode(PROMPT).tolist()
+    prompt = PROMPT if prompt_kind == "text" else ids
+    plain = create(client, prompt=prompt, logprobs=2, temperature=0).choices[0]
+    echo = create(client, prompt=prompt, logprobs=2, temperature=0, echo=True).choices[0]
+    assert echo.text == PROMPT + plain.text
+    rows = echo.logprobs
+    assert rows.token_logprobs[0] is None
+    assert rows.top_logprobs[0] is None
+    assert rows.tokens[len(ids) :] == plain.logprobs.tokens
+    assert rows.token_logprobs[len(ids) :] == plain.logprobs.token_logprobs
+    assert [offset - len(PROMPT) for offset in rows.text_offset[len(ids) :]] == plain.logprobs.text_offset
+    pieces = zip(rows.tokens[1:], rows.text_offset[1:], strict=True)
+    assert all(echo.text[offset:].startswith(token) for token, offset in pieces if "\\x" not in token)
+
+
+def test_prompts_of_every_kind_come_back_in_order(client: Any, server: Any) -> None:
+    texts = ["the cat", "a dog and", "on the"]
+    ids = [server.llm.text.encode(text).tolist() for text in texts]
+    alone = [create(client, prompt=text, temperature=0).choices[0].text for text in texts]
+    together = create(client, prompt=texts, temperature=0)
+    by_ids = create(client, prompt=ids, temperature=0)
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert [choice.text for choice in together.choices] == alone == [one.text for one in by_ids.choices]
+    assert create(client, prompt=ids[1], temperature=0).choices[0].text == alone[1]
+    several = create(client, prompt=texts, temperature=0, n=2)
+    assert [choice.text for choice in several.choices] == [text for text in alone for _ in range(2)]
+
+
+def test_a_prompt_is_scored_without_generating(client: Any, server: Any) -> None:
+    choice = create(client, echo=True, max_tokens=0, logprobs=0).choices[0]
+    assert choice.text == PROMPT
+    assert choice.finish_reason == "length"
+    from logprobe import SamplingParams
+
+    (output,) = server.llm.generate(PROMPT, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert choice.logprobs.token_logprobs[1:] == list(output.prompt_logprobs.logprobs)
+    assert len(choice.logprobs.tokens) == len(output.prompt_token_ids)
+
+
+def test_the_harness_finds_the_scores_of_the_offline_front_door(server: Any) -> None:
+    pairs = [("the cat", " and the dog"), ("a", " cat"), ("on the dog", "s of"), ("the", " the the")]
+    expected = server.llm.score(pairs)
+    encoded = [server.llm.text.encode_pair(*pair) for pair in pairs]
+    reply = as_harness(server, [ids.tolist() for ids, _ in encoded])
+    for choice, (ids, start), score in zip(reply["choices"], encoded, expected, strict=True):
+        assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 1
+        total, is_greedy = harness_scores(choice, start)
+        assert total == pytest.approx(score.logprob, abs=1e-4)
+        assert is_greedy == score.is_greedy
+
+
+def test_a_greedy_continuation_is_known_as_such(server: Any) -> None:
+    ids = server.llm.text.encode(PROMPT).tolist()
+    reply = server.post("/v1/completions", prompt=ids, temperature=0, max_tokens=4, return_token_ids=True)
+    longer = ids + reply.json()["choices"][0]["token_ids"]
+    assert harness_scores(as_harness(server, [longer])["choices"][0], len(ids))[1]
+    assert not harness_scores(as_harness(server, [[*ids, 7, 8]])["choices"][0], len(ids))[1]
+
+
+def test_one_entry_follows_the_prompt_also_at_the_end_of_text(server: Any) -> None:
+    vocabulary = server.llm.text.vocabulary
+    bias = {"logit_bias": {"1": 100}}
+    choice = as_harness(server, PROMPT, **bias)["choices"][0]
+    ids = server.llm.text.encode(PROMPT)
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["tokens"]) == len(ids) + 1
+    assert choice["logprobs"]["tokens"][-1] == vocabulary.token_text(1)
+    assert choice["text"] == PROMPT
+
+
+def test_a_prompt_one_longer_than_the_context_is_scored(server: Any) -> None:
+    limit = server.service.capabilities.max_model_len
+    ids = [5 + place % 200 for place in range(limit + 1)]
+    rows = as_harness(server, [ids])["choices"][0]["logprobs"]
+    assert len(rows["token_logprobs"]) == limit + 2
+    assert all(value is not None for value in rows["token_logprobs"][1:-1])
+    assert rows["token_logprobs"][-1] is None
+    alone = as_harness(server, [ids], max_tokens=0)["choices"][0]["logprobs"]
+    assert alone["token_logprobs"] == rows["token_logprobs"][:-1]
+    refused = server.post("/v1/completions", prompt=[*ids, 5], max_tokens=0, echo=True, logprobs=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"] | {"message": ""} == {
+        "message": "",
+        "type": "invalid_request_error",
+        "param": "prompt",
+        "code": "context_length_exceeded",
+    }
+
+
+def test_temperature_does_not_change_what_a_score_reports(server: Any) -> None:
+    cold = as_harness(server, PROMPT)["choices"][0]["logprobs"]
+    hot = as_harness(server, PROMPT, temperature=1.7)["choices"][0]["logprobs"]
+    assert hot["token_logprobs"][:-1] == cold["token_logprobs"][:-1]
+    assert hot["top_logprobs"][:-1] == cold["top_logprobs"][:-1]
+
+
+def test_the_gguf_client_finds_its_offsets(server: Any) -> None:
+    context, continuation = "the cat and", " the dog"
+    asked = {
+        "prompt": context + continuation,
+        "logprobs": 10,
+        "temperature": 0.0,
+        "max_tokens": 1,
+        "echo": True,
+    }
+    rows = server.post("/v1/completions", **asked).json()["choices"][0]["logprobs"]
+    first = next(place for place, offset in enumerate(rows["text_offset"]) if offset >= len(context))
+    (score,) = server.llm.score([(context, continuation)])
+    assert sum(rows["token_logprobs"][first:-1]) == pytest.approx(score.logprob, abs=1e-4)
+    assert all(token in top for token, top in zip(rows["tokens"][1:], rows["top_logprobs"][1:], strict=True))
+
+
+def test_no_entry_of_a_text_keyed_map_is_lost(server: Any) -> None:
+    k = server.service.vocab_size
+    rows = server.post("/v1/completions", prompt=PROMPT, logprobs=k, max_tokens=1).json()
+    (top,) = rows["choices"][0]["logprobs"]["top_logprobs"]
+    assert len(top) == k
+
+
+def test_a_map_holds_the_chosen_token_and_k_more(client: Any) -> None:
+    for k in (0, 1, 5):
+        rows = create(client, logprobs=k, seed=1, max_tokens=20).choices[0].logprobs
+        assert {len(top) for top in rows.top_logprobs} <= {max(k, 1), k + 1}
+        for token, number, top in zip(rows.tokens, rows.token_logprobs, rows.top_logprobs, strict=True):
+            assert top[token] == number
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_holds_what_the_whole_reply_holds(server: Any, echo: bool) -> None:
+    asked = {
+        "prompt": [PROMPT, "on the"],
+        "logprobs": 3,
+        "seed": 6,
+        "max_tokens": 20,
+        "echo": echo,
+        "n": 2,
+        "stop": ["e"],
+    }
+    whole = server.post("/v1/completions", **asked).json()
+    text = server.post("/v1/completions", stream=True, stream_options={"include_usage": True}, **asked).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert text.endswith("data: [DONE]\n\n")
+    assert chunks[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in told) == choice["text"]
+        assert told[-1]["finish_reason"] == choice["finish_reason"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert list(chain(*(one["logprobs"][name] for one in told))) == choice["logprobs"][name]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_offsets_stay_exact_where_a_stop_string_cuts_a_token(client: Any, seed: int) -> None:
+    free = create(client, seed=seed, max_tokens=30, logprobs=0).choices[0]
+    long = [
+        place for place, token in enumerate(free.logprobs.tokens) if len(token) > 1 and "\\x" not in token
+    ]
+    inside = [place for place in long if place > 2]
+    if not inside:
+        pytest.skip("no token of two characters was drawn")
+    stop = free.logprobs.tokens[inside[0]][1:]
+    cut = create(client, seed=seed, max_tokens=30, logprobs=0, stop=stop).choices[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.finish_reason == "stop"
+    count = len(cut.logprobs.tokens)
+    for ours, whole in zip(cut.logprobs.text_offset, free.logprobs.text_offset[:count], strict=True):
+        assert ours == min(whole, len(cut.text))
+
+
+def test_best_of_returns_the_likeliest(client: Any, server: Any) -> None:
+    drawn = create(client, n=6, seed=1, max_tokens=8, logprobs=0)
+    best = create(client, n=1, best_of=6, seed=1, max_tokens=8, logprobs=0)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    assert mean(best.choices[0]) == max(map(mean, drawn.choices))
+    refused = server.post("/v1/completions", prompt=PROMPT, best_of=2, stream=True)
+    assert refused.json()["error"]["param"] == "best_of"

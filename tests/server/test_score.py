@@ -1,0 +1,149 @@
+"""`/v1/score`, `/v1/next_token_logprobs`, the tokenizer routes and what the server tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from logprobe import SamplingParams
+
+CONTEXT, ANSWERS = "the cat and", [" the dog", " of", "s in the"]
+
+
+def test_continuations_score_as_offline(server: Any) -> None:
+    reply = server.post("/v1/score", context=CONTEXT, continuations=ANSWERS).json()
+    expected = server.llm.score([(CONTEXT, answer) for answer in ANSWERS])
+    for found, score, answer in zip(reply["data"], expected, ANSWERS, strict=True):
+        assert found["logprob"] == pytest.approx(score.logprob, abs=1e-4)
+        assert found["token_ids"] == score.token_ids
+        assert found["token_logprobs"] == pytest.approx(score.token_logprobs, abs=1e-4)
+        assert found["is_greedy"] == score.is_greedy
+        assert found["num_bytes"] == len(answer.encode())
+        assert found["logprob_per_byte"] == pytest.approx(found["logprob"] / found["num_bytes"])
+        assert found["logprob_per_token"] == pytest.approx(np.mean(found["token_logprobs"]))
+
+
+def test_answers_to_a_conversation_follow_its_template(server: Any) -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+    text = server.llm.text
+    laid_out = text.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    before = text.encode(laid_out, add_special_tokens=False).tolist()
+    reply = server.post("/v1/score", messages=messages, continuations=[" of the", " a"]).json()
+    for found in reply["data"]:
+        ids = found["token_ids"]
+        by_ids = server.post("/v1/score", context=before, continuations=[ids]).json()["data"][0]
+        assert found["logprob"] == pytest.approx(by_ids["logprob"], abs=1e-4)
+
+
+def test_pointwise_information_subtracts_the_bare_score(server: Any) -> None:
+    reply = server.post("/v1/score", context=CONTEXT, continuations=ANSWERS, unconditional=True).json()
+    bare = server.post("/v1/score", context="", continuations=ANSWERS).json()
+    for found, alone in zip(reply["data"], bare["data"], strict=True):
+        assert found["pmi"] == pytest.approx(found["logprob"] - alone["logprob"], abs=1e-4)
+
+
+def test_scores_come_as_arrow_when_asked(server: Any) -> None:
+    import pyarrow as pa
+
+    asked = {"context": CONTEXT, "continuations": ANSWERS}
+    plain = server.post("/v1/score", **asked).json()["data"]
+    reply = httpx.post(
+        f"{server.url}/v1/score", json=asked, headers={"accept": "application/vnd.apache.arrow.stream"}
+    )
+    rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
+    assert [row["token_logprobs"] for row in rows] == [one["token_logprobs"] for one in plain]
+    assert rows[0].keys() == plain[0].keys() - {"index"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"continuations": ["a"]}, "context"),
+        ({"context": "a", "messages": [{"role": "user", "content": "b"}], "continuations": ["a"]}, "context"),
+        ({"context": "a", "continuations": []}, "continuations"),
+        ({"context": "a", "continuations": [""]}, "continuations"),
+        ({"context": "a", "continuations": [[5]]}, "continuations"),
+        ({"context": [5], "continuations": [[99999]]}, "prompt"),
+    ],
+)
+def test_a_score_that_cannot_be_is_refused_by_field(server: Any, body: dict[str, Any], param: str) -> None:
+    reply = server.post("/v1/score", **body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_whole_rows_come_in_binary(server: Any, dtype: str) -> None:
+    from safetensors.numpy import load
+
+    prompts = ["the cat", server.llm.text.encode("a dog").tolist()]
+    reply = server.post("/v1/next_token_logprobs", prompts=prompts, dtype=dtype)
+    assert reply.headers["content-type"] == "application/vnd.safetensors"
+    table = load(reply.content)["logprobs"]
+    assert table.dtype == dtype
+    assert table.shape == (2, server.service.vocab_size)
+    np.testing.assert_allclose(np.exp(table.astype(np.float64)).sum(axis=1), 1, atol=2e-3)
+    for row, prompt in zip(table, ["the cat", "a dog"], strict=True):
+        (output,) = server.llm.generate(prompt, SamplingParams(max_tokens=1, logprobs=-1))
+        position = output.outputs[0].logprobs[0]
+        assert row[5] == pytest.approx(position[5].logprob, abs=2e-2 if dtype == "float16" else 1e-4)
+
+
+def test_a_whole_row_of_an_unknown_stage_is_refused(server: Any) -> None:
+    reply = server.post("/v1/next_token_logprobs", prompts=["a"], stage="processed")
+    assert reply.json()["error"]["param"] == "stage"
+
+
+@pytest.mark.parametrize("root", ["", "/v1"])
+def test_the_tokenizer_routes_replace_tokenizer_files(server: Any, root: str) -> None:
+    text = "the cat é 🐈"
+    ids = server.llm.text.encode(text, add_special_tokens=False).tolist()
+    assert server.post(f"{root}/tokenize", prompt=text, add_special_tokens=False).json()["tokens"] == ids
+    assert server.post(f"{root}/tokenize", prompt=text).json()["tokens"] == [0, *ids]
+    assert server.post(f"{root}/detokenize", tokens=ids).json() == {"prompt": text}
+    facts = server.get(f"{root}/tokenizer_info").json()
+    assert facts["eos_token"] == "<|eos|>"
+    assert facts["bos_token"] == "<|bos|>"
+    assert facts["pad_token"] is None
+    assert "assistant" in facts["chat_template"]
+    assert server.post(f"{root}/detokenize", tokens=[-1]).status_code == 400
+
+
+def test_a_conversation_is_tokenized_as_chat_lays_it_out(server: Any) -> None:
+    messages = [{"role": "user", "content": "the cat"}]
+    tokens = server.post("/tokenize", messages=messages).json()["tokens"]
+    reply = server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True).json()
+    assert reply["prompt_token_ids"] == tokens
+
+
+def test_capabilities_say_what_can_be_asked(server: Any) -> None:
+    found = server.get("/v1/capabilities").json()
+    assert "logprobs_mode" in found["fields"]
+    assert "tools" in found["unsupported_fields"]
+    assert found["stages"] == ["raw_logprobs", "processed_logprobs"]
+    assert found["vocab_size"] == server.service.vocab_size
+    for name in found["unsupported_fields"]:
+        body = {name: {"type": "x"}} if name != "reasoning_effort" else {name: "high"}
+        if name in {"tools", "functions"}:
+            body = {name: [{}]}
+        reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **body)
+        assert reply.status_code == 400, name
+
+
+def test_processors_are_listed_with_their_arguments(server: Any) -> None:
+    found = {one["name"]: one for one in server.get("/v1/logits_processors").json()["data"]}
+    assert "logit_bias" in found["LogitBiasLogitsProcessor"]["args"]["properties"]
+    assert not any(one["registered"] for one in found.values())
+
+
+def test_health_models_and_metrics(server: Any) -> None:
+    assert server.get("/health").json()["status"] == "ok"
+    name = server.get("/v1/models").json()["data"][0]["id"]
+    assert server.get(f"/v1/models/{name}").json()["id"] == name
+    assert server.get("/v1/models/other").status_code == 404
+    text = server.get("/metrics").text
+    assert 'logprobe_step_seconds_total{part="forward"}' in text
+    assert "logprobe_free_slots" in text
