@@ -16,6 +16,7 @@ from logprobe.cli.generate import generate
 from logprobe.cli.info import info
 from logprobe.cli.models import app as models
 from logprobe.cli.score import score
+from logprobe.cli.serve import serve
 from logprobe.errors import BatchError, LogprobeError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(score)
 app.command()(generate)
 app.command()(info)
+app.command()(serve)
 app.add_typer(models)
 
 

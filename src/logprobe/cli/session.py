@@ -36,7 +36,7 @@ def open_llm(model: str) -> Iterator[LLM]:
     typer.echo(f"loading {model} …", err=True)
     from logprobe.llm import LLM
 
-    with _quiet_transformers():
+    with quiet_transformers():
         llm = LLM(model)
     with llm:
         yield llm
@@ -70,7 +70,7 @@ def flags_for(**flags: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bar and advice from standard error while a model loads."""
     from transformers.utils import logging as transformers_logging
 

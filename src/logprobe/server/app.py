@@ -72,9 +72,9 @@ def create_app(
         return failure(told, service)
 
     app.add_exception_handler(HTTPException, not_routed)
-    if settings.cors_origins:
+    if settings.cors_origin:
         from starlette.middleware.cors import CORSMiddleware
 
-        origins = list(settings.cors_origins)
+        origins = list(settings.cors_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

@@ -37,7 +37,7 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
     async def serve(request: HttpRequest) -> Response:
         try:
             if not is_open:
-                check_key(request.headers.get("authorization"), service.settings.api_keys)
+                check_key(request.headers.get("authorization"), service.settings.api_key)
             response = await handler(request, service)
         except ClientGoneError:
             service.metrics.aborted()

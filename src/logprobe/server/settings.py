@@ -15,7 +15,8 @@ class ServerSettings:
     Args:
         host: address to listen on; the default is this machine alone.
         port: 0 takes a free one.
-        api_keys: keys of which a request must bring one as `Authorization: Bearer KEY`; none: open to all.
+        api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
+            to all.
         model_name: the name clients use; `None` takes the model's own.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
@@ -24,13 +25,13 @@ class ServerSettings:
         max_logprob_bytes: estimated bytes of the logprobs of those.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
         drain_s: how long running requests may go on after SIGTERM.
-        cors_origins: web origins that may call; none by default.
+        cors_origin: web origins that may call; none by default.
         log_requests: whether texts of requests are logged.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_key: tuple[str, ...] = ()
     model_name: str | None = None
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
@@ -39,13 +40,13 @@ class ServerSettings:
     max_logprob_bytes: int = 2 << 30
     buffer_rows: int = 100
     drain_s: float = 30.0
-    cors_origins: tuple[str, ...] = ()
+    cors_origin: tuple[str, ...] = ()
     log_requests: bool = False
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
-        require(all(self.api_keys), "api_keys", "a key is empty")
+        require(all(self.api_key), "api_key", "a key is empty")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         for name in (
             "max_body_bytes",

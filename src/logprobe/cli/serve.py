@@ -1,0 +1,53 @@
+"""`logprobe serve`: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from logprobe.cli.flags import takes_settings
+from logprobe.cli.session import DEFAULT_MODEL, flags_for, quiet_transformers
+from logprobe.config import EngineConfig
+from logprobe.models import resolve
+from logprobe.server import ServerSettings
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="A known name, a local folder, a .gguf file, or a Hugging Face id.", envvar="LOGPROBE_MODEL"
+    ),
+]
+
+
+@takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
+def serve(model: _Model = DEFAULT_MODEL, **given: Any) -> None:
+    """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
+
+    Every flag is read from the environment, too. SIGTERM lets requests in progress end.
+    """
+    names = {field.name for field in fields(ServerSettings)}
+    own = {name: _frozen(value) for name, value in given.items() if name in names}
+    engine = {name: _frozen(value) for name, value in given.items() if name not in names}
+    with flags_for():
+        settings = ServerSettings(**{"model_name": model} | _told(own))
+        config = EngineConfig(model=model, **engine)
+    resolve(model)  # a name that does not exist is told before anything heavy is imported
+    typer.echo(f"loading {model} …", err=True)
+    from logprobe.server.run import serve as run
+
+    with quiet_transformers():
+        run(config, settings, ready=_say_ready)
+
+
+def _say_ready(url: str) -> None:
+    typer.echo(f"listening on {url}", err=True)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _told(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

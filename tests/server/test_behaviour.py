@@ -1,0 +1,226 @@
+"""Keys, limits, clients that leave or lag, and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from logprobe.server import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LONG = {"prompt": "the cat", "max_tokens": 120, "ignore_eos": True}
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def stats(server: Any) -> Any:
+    return server.service.engine.stats()
+
+
+def is_idle(server: Any) -> bool:
+    now = stats(server)
+    return now.running == now.waiting == 0 and set(server.service.limits.in_use().values()) == {0}
+
+
+@contextmanager
+def raw_request(server: Any, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A request on a bare socket with a small receive window, so that a slow reader is felt."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    with socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        link.connect((host, int(port)))
+        link.sendall(head.encode() + b"\r\n\r\n" + data)
+        yield link
+
+
+def test_keys_let_in_who_brings_one(new_server: Any) -> None:
+    with new_server(api_key=("one", "two")) as server:
+        assert server.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/v1/capabilities"):
+            refused = server.get(path)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+        for key, status in {"one": 200, "two": 200, "onetwo": 401, "o": 401, "ö": 401}.items():
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
+
+
+def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
+    with new_server(max_body_bytes=1000) as server:
+        reply = server.post("/v1/completions", prompt="a" * 2000)
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_full_server_says_when_to_come_back(new_server: Any) -> None:
+    with new_server(max_requests=2) as server:
+        with raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}):
+            wait_until(lambda: server.service.limits.in_use()["requests"] == 2)
+            reply = server.post("/v1/completions", prompt="a", max_tokens=1)
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "1"
+            assert reply.json()["error"]["type"] == "rate_limit_error"
+        wait_until(lambda: is_idle(server))
+        assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+        never = server.post("/v1/completions", prompt="a", n=3)
+        assert never.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("settings", "body"),
+    [
+        ({"max_tokens_in_flight": 50}, {"max_tokens": 60}),
+        ({"max_logprob_bytes": 10_000}, {"max_tokens": 100, "logprobs": 20}),
+    ],
+)
+def test_tokens_and_bytes_of_logprobs_are_limited(new_server: Any, settings: Any, body: Any) -> None:
+    with new_server(**settings) as server:
+        assert server.post("/v1/completions", prompt="a", **body).status_code == 400
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_frees_its_place_at_once(new_server: Any, is_stream: bool) -> None:
+    with new_server() as server:
+        hold = threading.Event()
+        with held_engine(server, hold):
+            with raw_request(server, "/v1/completions", {**LONG, "stream": is_stream, "n": 3}):
+                wait_until(lambda: server.service.limits.in_use()["requests"] == 3)
+            wait_until(lambda: server.service.limits.in_use()["requests"] == 0)
+        wait_until(lambda: is_idle(server))
+        server.llm.engine._engine.scheduler.check_integrity()
+
+
+@contextmanager
+def held_engine(server: Any, release: threading.Event) -> Iterator[None]:
+    """Slow each step down, so that a request outlives its client."""
+    forward = server.llm.engine._engine.forward
+    run = forward.run
+
+    def slow_run(plan: Any) -> None:
+        release.wait(0.05)
+        run(plan)
+
+    forward.run = slow_run
+    try:
+        yield
+    finally:
+        release.set()
+        del forward.run
+
+
+def test_a_slow_reader_is_paused_and_loses_nothing(new_server: Any) -> None:
+    body = {**LONG, "n": 8, "seed": 3, "logprobs": 20, "return_token_ids": True}
+    with new_server(buffer_rows=4) as server:
+        whole = server.post("/v1/completions", **body).json()
+        with raw_request(server, "/v1/completions", {**body, "stream": True}) as link:
+            wait_until(lambda: stats(server).paused > 0 or is_idle(server))
+            is_paused = stats(server).paused > 0
+            fast = server.post("/v1/completions", prompt="a dog", max_tokens=20)
+            assert fast.status_code == 200
+            link.settimeout(20)
+            data = b""
+            while b"[DONE]" not in data:
+                data += link.recv(1 << 16)
+        assert is_paused, "the reply went out whole before its reader read anything"
+        text = data.decode()
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        for choice in whole["choices"]:
+            told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+            assert [i for one in told for i in one["token_ids"]] == choice["token_ids"]
+            assert "".join(one["text"] for one in told) == choice["text"]
+        wait_until(lambda: is_idle(server))
+
+
+def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(
+    new_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_server() as server:
+        engine = server.llm.engine._engine
+        with monkeypatch.context() as patch:
+
+            def fail(_: Any) -> None:
+                raise RuntimeError("broken weights")
+
+            patch.setattr(engine.forward, "run", fail)
+            reply = server.post("/v1/completions", prompt="zzz new", max_tokens=2)
+            assert reply.status_code == 500
+            assert "broken weights" in reply.json()["error"]["message"]
+            text = server.post("/v1/completions", prompt="zzz new", max_tokens=2, stream=True).text
+            assert json.loads(text.splitlines()[-2][6:])["error"]["type"] == "server_error"
+        assert server.post("/v1/completions", prompt="zzz new", max_tokens=2).status_code == 200
+
+
+def test_a_request_is_logged_only_where_that_is_asked(
+    new_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "logprobe.server")
+    for is_asked in (False, True):
+        with new_server(log_requests=is_asked) as server:
+            server.post("/v1/completions", prompt="a secret", max_tokens=1)
+        assert ("a secret" in caplog.text) == is_asked
+
+
+def test_metrics_count_what_was_done_and_refused(new_server: Any) -> None:
+    with new_server() as server:
+        server.post("/v1/completions", prompt="the cat", max_tokens=3, logprobs=1, ignore_eos=True)
+        server.post("/v1/completions", prompt="the cat", logprobs=99)
+        figures = dict(
+            line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#"
+        )
+    assert figures['logprobe_requests_total{state="length"}'] == "1.0"
+    assert figures["logprobe_completion_tokens_total"] == "3.0"
+    assert figures["logprobe_logprob_rows_total"] == "3.0"
+    assert figures['logprobe_rejected_total{param="logprobs"}'] == "1.0"
+
+
+def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> None:
+    headers = {"Origin": "https://a.example"}
+    for origins, told in {(): None, ("https://a.example",): "https://a.example"}.items():
+        with new_server(cors_origin=origins) as server:
+            reply = httpx.get(f"{server.url}/health", headers=headers)
+            assert reply.headers.get("access-control-allow-origin") == told
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for wrong in ({"port": 70000}, {"max_logprobs": -2}, {"api_key": ("",)}, {"max_requests": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServerSettings(**wrong)
+
+
+def test_a_signal_lets_running_requests_end_and_then_the_server(tiny_model_folder: Path) -> None:
+    program = Path(sys.executable).with_name("logprobe")
+    command = [program, "serve", str(tiny_model_folder), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--model-name", "tiny", "--kv-bytes", "2000000"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "listening" in line).split()[-1]
+        body = {**LONG, "max_tokens": 100, "stream": True, "model": "tiny"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" in rest
+        assert process.wait(timeout=60) == 0
