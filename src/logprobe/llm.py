@@ -58,6 +58,7 @@ class LLM:
         loaded = start_native_engine(self.config)
         self.engine = loaded.engine
         self.text = loaded.text
+        self.processors = loaded.processors  # the instances by name, and what each has cost
         self._bridge = LoopThread()
         self._numbers = itertools.count()
 

@@ -17,6 +17,7 @@ from logprobe.models import Vocabulary, load_tokenizer, resolve
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.engine.backend import EngineBackend
+    from logprobe.processors import Pipeline
 
 logger = logging.getLogger("logprobe")
 
@@ -27,6 +28,8 @@ class LoadedModel:
 
     engine: EngineBackend
     text: TextEdge
+    model: Any = None  # the transformers module, where it lives in this process
+    processors: Pipeline | None = None  # where they run in this process
 
 
 def start_native_engine(config: EngineConfig) -> LoadedModel:
@@ -57,7 +60,8 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
     )
-    return LoadedModel(LocalEngine(engine, capabilities), text)
+    local = LocalEngine(engine, capabilities)
+    return LoadedModel(local, text, forward.model, engine.processing.pipeline)
 
 
 def _warm_up_kernels() -> None:

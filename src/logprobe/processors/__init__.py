@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from logprobe.processors.args import TokenId
     from logprobe.processors.batch import ArgsView, BatchRow, BatchState
-    from logprobe.processors.capture import CaptureLogitsProcessor
+    from logprobe.processors.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
     from logprobe.processors.effects import ProcessorEffect
     from logprobe.processors.grammar import GrammarLogitsProcessor
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
@@ -38,6 +38,7 @@ __all__ = [
     "BatchRow",
     "BatchState",
     "CaptureLogitsProcessor",
+    "GlobalLogprobsCapture",
     "GrammarLogitsProcessor",
     "LogitBiasLogitsProcessor",
     "LogitsProcessor",
@@ -64,6 +65,7 @@ _MODULES = {
     "BatchRow": "batch",
     "BatchState": "batch",
     "CaptureLogitsProcessor": "capture",
+    "GlobalLogprobsCapture": "capture",
     "GrammarLogitsProcessor": "grammar",
     "LogitBiasLogitsProcessor": "logit_bias",
     "LogitsProcessor": "interface",

@@ -117,3 +117,6 @@ class CaptureLogitsProcessor(LogitsProcessor):
 
 def _num_bytes(row: Any) -> int:
     return 0 if row is None else int(row.nbytes)
+
+
+GlobalLogprobsCapture = CaptureLogitsProcessor

@@ -1,0 +1,116 @@
+"""Rows, batches and a small model's facts without a model, and tiny models with processors of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from logprobe.config import EngineConfig
+from logprobe.processors import BatchRow, BatchState, LogitsProcessor, ModelFacts
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from logprobe import LLM
+
+VOCAB_SIZE = 10
+
+
+class Letters:
+    """A tokenizer of ten letters: a = 0 … j = 9."""
+
+    eos_token_id = 9
+    all_special_ids = (9,)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return ["abcdefghij".index(letter) for letter in text if letter in "abcdefghij"]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"abcdefghij"[token_id : token_id + 1]
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode()
+
+
+@pytest.fixture
+def facts() -> ModelFacts:
+    letters = Letters()
+    return ModelFacts(
+        vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({9}), tokenizer=letters, vocabulary=letters
+    )
+
+
+@pytest.fixture
+def make(facts: ModelFacts) -> Callable[[type[LogitsProcessor]], Any]:
+    """Make a processor as the engine does."""
+
+    def make_one(kind: type[LogitsProcessor]) -> Any:
+        processor = kind(EngineConfig())
+        processor.bind(facts)
+        return processor
+
+    return make_one
+
+
+@pytest.fixture
+def row() -> Callable[..., BatchRow]:
+    """A row: request id, arguments, tokens of the prompt, tokens generated."""
+
+    def make_row(name: str, args: Any = None, prompt: Any = (), output: Any = (), **more: Any) -> BatchRow:
+        ids = output if isinstance(output, list) else list(output)
+        params = more.pop("params", SamplingParams())
+        return BatchRow(
+            request_id=name, args=args, prompt_token_ids=prompt, output_token_ids=ids, params=params, **more
+        )
+
+    return make_row
+
+
+@pytest.fixture
+def run() -> Callable[..., torch.Tensor]:
+    """Update a processor with rows and apply it to fixed logits; a second time must give the same."""
+    previous: dict[int, tuple[BatchRow, ...]] = {}
+
+    def run_once(processor: Any, rows: list[BatchRow], logits: torch.Tensor | None = None) -> torch.Tensor:
+        batch = BatchState(rows, previous.get(id(processor), ()))
+        previous[id(processor)] = batch.rows
+        processor.update_state(batch)
+        logits = fixed_logits(len(rows)) if logits is None else logits
+        first, second = processor.apply(logits.clone()), processor.apply(logits.clone())
+        assert torch.equal(first, second), "apply is idempotent"
+        result: torch.Tensor = first
+        return result
+
+    return run_once
+
+
+def fixed_logits(num_rows: int, width: int = VOCAB_SIZE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    return torch.randn(num_rows, width, generator=generator)
+
+
+@pytest.fixture
+def logits() -> Callable[..., torch.Tensor]:
+    return fixed_logits
+
+
+@pytest.fixture(scope="session")
+def new_llm(tiny_model_folder: Path) -> Iterator[Callable[..., LLM]]:
+    """Start the tiny Llama with some processors; all are closed at the end of the session."""
+    from logprobe import LLM
+
+    started: list[LLM] = []
+
+    def start(*processors: str | type, **settings: Any) -> LLM:
+        settings = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 16} | settings
+        started.append(LLM(str(tiny_model_folder), logits_processors=list(processors), **settings))
+        return started[-1]
+
+    yield start
+    for llm in started:
+        llm.close()

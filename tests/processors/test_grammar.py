@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from logprobe import SamplingParams
+from logprobe.errors import ParameterError
+from logprobe.processors import GrammarLogitsProcessor
+from logprobe.processors.args import GrammarArgs
+from logprobe.processors.grammar import grammar_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from logprobe import LLM
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+def wanting_person(**more: Any) -> SamplingParams:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    return SamplingParams(response_format=form, temperature=1.0, **more)
+
+
+def test_only_tokens_that_keep_within_the_regex_are_left(
+    make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any], logits: Callable[..., Any]
+) -> None:
+    processor = make(GrammarLogitsProcessor)
+    args = GrammarArgs(regex="a(b|c)d?")
+    steps: list[tuple[list[int], list[int]]] = [([], [0]), ([0], [1, 2]), ([0, 2], [3, 9]), ([0, 2, 3], [9])]
+    for output, allowed in steps:
+        for one in (processor, make(GrammarLogitsProcessor)):
+            after = run(one, [row("x", args, output=output)])
+            assert after[0].isfinite().nonzero().flatten().tolist() == allowed
+            assert torch.equal(after[0, allowed], logits(1)[0, allowed])
+
+
+def test_a_token_outside_the_grammar_is_an_error(
+    make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match="token 5 is not in the grammar"):
+        run(make(GrammarLogitsProcessor), [row("x", GrammarArgs(regex="ab"), output=[5])])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        GrammarArgs(),
+        GrammarArgs(regex="a", choice=["b"]),
+        GrammarArgs(regex="("),
+        GrammarArgs(ebnf="start: nothing"),
+        GrammarArgs(json_schema="{"),
+        GrammarArgs(json_schema={"type": "nonsense"}),
+    ],
+)
+def test_a_grammar_that_cannot_be_read_is_refused(make: Callable[..., Any], args: GrammarArgs) -> None:
+    with pytest.raises(ParameterError):
+        make(GrammarLogitsProcessor).check_args(args)
+
+
+def test_without_llguidance_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ParameterError, match=r"pip install 'logprobe\[grammar\]'"):
+        grammar_of(GrammarArgs(regex="a"))
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"type": "regex", "regex": "[a-c]{3,5}x"}, "[a-c]{3,5}x"),
+        ({"type": "choice", "choice": ['yes "sir"', "no"]}, 'yes "sir"|no'),
+        ({"type": "ebnf", "ebnf": 'start: "<" ("a" | "b") ">"'}, "<[ab]>"),
+    ],
+)
+def test_the_tiny_model_says_nothing_but_what_the_form_allows(
+    tiny_llm: LLM, form: dict[str, Any], pattern: str
+) -> None:
+    params = SamplingParams(response_format=form, max_tokens=40, n=4, seed=3)
+    for one in tiny_llm.generate([[5, 6]], params)[0].outputs:
+        assert re.fullmatch(pattern, one.text)
+        assert one.finish_reason == "stop"
+
+
+def test_json_of_the_tiny_model_is_valid_whatever_it_says(tiny_llm: LLM) -> None:
+    outs = tiny_llm.generate([[5, 6]] * 8, [wanting_person(max_tokens=80, seed=seed) for seed in range(8)])
+    for out in outs:
+        jsonschema.validate(json.loads(out.outputs[0].text), PERSON)
+    objects = SamplingParams(response_format={"type": "json_object"}, max_tokens=100, seed=1, logit_bias={})
+    text = tiny_llm.generate([[5, 6]], objects)[0].outputs[0].text
+    assert text.startswith("{")
+
+
+@pytest.mark.real_model
+def test_fifty_of_fifty_texts_of_a_real_model_fit_the_schema_and_their_numbers_are_right(
+    real_llm: LLM,
+) -> None:
+    prompt = "Describe a pet as JSON.\n"
+    counts = [-1 if seed < 2 else 0 for seed in range(50)]
+    asked = [
+        wanting_person(max_tokens=48, seed=seed, logprobs=count, logprobs_mode="both")
+        for seed, count in enumerate(counts)
+    ]
+    outs = [out.outputs[0] for out in real_llm.generate([prompt] * 50, asked)]
+    for out in outs:
+        jsonschema.validate(json.loads(out.text), PERSON)
+        assert out.finish_reason == "stop"
+    assert len({out.text for out in outs}) > 25, "the texts differ"
+    head = real_llm.text.encode(prompt).tolist()
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    scores = real_llm.generate([head + out.token_ids for out in outs], scoring)
+    for out, score in zip(outs, scores, strict=True):
+        assert out.logprobs is not None
+        assert out.processed_logprobs is not None
+        assert score.prompt_logprobs is not None
+        taught = list(score.prompt_logprobs.logprobs)[-len(out.token_ids) :]
+        raw = [row[token_id].logprob for row, token_id in zip(out.logprobs, out.token_ids, strict=True)]
+        np.testing.assert_allclose(raw, taught, atol=2e-4)
+    for row in [row for out in outs[:2] for row in out.processed_logprobs or ()]:
+        values = np.array([entry.logprob for entry in row.values()], dtype=np.float64)
+        assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
+        assert 1 <= np.isfinite(values).sum() < len(values), "what is not allowed is impossible"

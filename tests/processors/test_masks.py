@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.processors import (
+    AllowedTokensLogitsProcessor,
+    BannedWordsLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from logprobe.processors.args import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
+from logprobe.processors.masks import word_sequences
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+def possible(logits: torch.Tensor) -> list[list[int]]:
+    return [row.isfinite().nonzero().flatten().tolist() for row in logits]
+
+
+def test_only_the_allowed_tokens_stay_and_keep_their_logits(
+    make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any], logits: Callable[..., Any]
+) -> None:
+    rows = [
+        row("a", AllowedTokensArgs(allowed_token_ids=[7, 2])),
+        row("b", AllowedTokensArgs()),
+        row("c", AllowedTokensArgs(allowed_token_ids=[0])),
+    ]
+    after = run(make(AllowedTokensLogitsProcessor), rows)
+    assert possible(after) == [[2, 7], list(range(10)), [0]]
+    assert after[0, [2, 7]].tolist() == logits(3)[0, [2, 7]].tolist()
+    assert after[1].tolist() == logits(3)[1].tolist()
+
+
+def test_what_ends_a_text_is_impossible_until_enough_tokens_were_generated(
+    make: Callable[..., Any], row: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    params = SamplingParams(stop_token_ids=[4])
+    rows = [row("a", MinTokensArgs(min_tokens=2), output=[1] * count, params=params) for count in range(4)]
+    without_ends = [token_id for token_id in range(10) if token_id not in {4, 9}]
+    processor = make(MinTokensLogitsProcessor)
+    assert possible(run(processor, rows)) == [without_ends] * 2 + [list(range(10))] * 2
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [([], {3}), ([0], {1, 3}), ([0, 1], {2, 3}), ([1, 0], {1, 3}), ([0, 1, 2], {3})],
+)
+def test_the_token_that_would_complete_a_banned_word_is_impossible(
+    make: Callable[..., Any],
+    row: Callable[..., Any],
+    run: Callable[..., Any],
+    output: list[int],
+    banned: set[int],
+) -> None:
+    args = BannedWordsArgs(bad_words=["ab", "d"], bad_words_token_ids=[[0, 1, 2]])
+    after = run(make(BannedWordsLogitsProcessor), [row("x", args, output=output)])
+    assert set(range(10)) - set(possible(after)[0]) == banned
+
+
+def test_a_word_without_tokens_is_refused(make: Callable[..., Any]) -> None:
+    with pytest.raises(ParameterError, match=r"'\?!' has no tokens"):
+        make(BannedWordsLogitsProcessor).check_args(BannedWordsArgs(bad_words=["?!"]))
+
+
+def test_a_word_counts_with_a_leading_space_and_without(tiny_llm: Any) -> None:
+    facts = tiny_llm.engine._engine.processing.pipeline._stages.model
+    encode = facts.encode
+    assert word_sequences(facts, "cat") == ((encode("cat")[0],), (encode(" cat")[0],))
+    # With a space, this word has other tokens in another number: only the plain ones count.
+    assert len(encode(" zq")) != len(encode("zq"))
+    assert word_sequences(facts, "zq") == (tuple(encode("zq")),)
