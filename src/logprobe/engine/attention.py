@@ -41,8 +41,9 @@ class KVPool:
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
         if layer not in self.keys:
-            self.keys[layer] = key.new_empty(self.num_slots, *key.shape[1:])
-            self.values[layer] = value.new_empty(self.num_slots, *value.shape[1:])
+            # Written once here, so that the memory is taken at load and not in the middle of a request.
+            self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
+            self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
         if is_plain_float(key):
             store_rows(key, self.keys[layer], value, self.values[layer], slots)
         else:
@@ -51,8 +52,8 @@ class KVPool:
 
     @property
     def is_readable_in_place(self) -> bool:
-        """Whether the row kernel can read the pool."""
-        return all(map(is_plain_float, self.keys.values()))
+        """Whether the row kernel can read the pool; not before the pool knows what it stores."""
+        return bool(self.keys) and all(map(is_plain_float, self.keys.values()))
 
     @property
     def bytes_per_slot(self) -> int:
@@ -109,10 +110,11 @@ def plan_attention(
     """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
+    longest_row_span = short_span if pool.is_readable_in_place else 0
     start = 0
     for span in plan.tokens:
         context = span.sequence.slots[: span.end]
-        if len(span) <= short_span and pool.is_readable_in_place:
+        if len(span) <= longest_row_span:
             rows.add(start, span.start, context)
         else:
             chunks.append(Chunk(start, start + len(span), _to_device(context, device)))

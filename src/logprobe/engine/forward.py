@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from logprobe.engine.adapters import Adapters
 from logprobe.engine.attention import NAME, AttentionPlan, Chunk, KVPool, plan_attention, pooled_attention
 from logprobe.engine.head import OutputHead
+from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
 from logprobe.engine.weights import choose_layout, pack_
 from logprobe.errors import ParameterError, UnsupportedModelError
-from logprobe.models import load_model
+from logprobe.models import load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
@@ -44,7 +46,10 @@ class NativeForward:
         self.dtype: torch.dtype = self.model.dtype
         self.weights = choose_layout(self.model, config.weights)
         slot_bytes = self._probe()
+        if self.weights == "int8":
+            self._quantise(files)
         self.head = OutputHead(self.model)
+        self.adapters = Adapters(self.model)
         self.num_slots = (config.kv_bytes or DEFAULT_KV_BYTES) // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -63,6 +68,7 @@ class NativeForward:
         token_ids = np.concatenate([span.sequence.token_ids[span.start : span.end] for span in plan.tokens])
         positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
         attention = plan_attention(self.pool, plan, self.device)
+        self.adapters.select(plan.tokens)
         self.hidden.index_copy_(0, attention.slots, self._forward(token_ids, positions, attention))
 
     @torch.inference_mode()
@@ -79,6 +85,16 @@ class NativeForward:
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
+
+    @torch.inference_mode()
+    def _quantise(self, files: ModelFiles) -> None:
+        """Turn the weights to 8 bits, calibrated by the plain forward pass on a short text."""
+        token_ids = np.array(load_tokenizer(files).encode(CALIBRATION_TEXT))
+        positions = np.arange(len(token_ids))
+        slots = torch.from_numpy(positions)
+        plan = AttentionPlan(KVPool(len(slots)), slots, [Chunk(0, len(slots), slots)], None)
+        quantise_(self.model.base_model, lambda: self._forward(token_ids, positions, plan))
+        pack_(self.model)
 
     @torch.inference_mode()
     def _probe(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import nn
 
+from logprobe.errors import ParameterError
 from logprobe.kernels.norm import rms_norm
 
 if TYPE_CHECKING:
@@ -90,11 +91,17 @@ class PackedNorm(nn.Module):
 
 
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:
-    """What `auto` means for a model here: `packed` where it is measured to be faster, else `plain`."""
-    if weights != "auto":
-        return weights
+    """What `auto` means for a model here: `packed` where it is measured to be faster, else `plain`.
+
+    Raises:
+        ParameterError: a layout was asked for that the device or the dtype does not allow.
+    """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     is_packable = bool(linears) and can_pack(linears[0].weight)
+    if weights in {"packed", "int8"} and not is_packable:
+        raise ParameterError("weights", f"{weights} needs float32 on a CPU with oneDNN; use auto or plain")
+    if weights != "auto":
+        return weights
     return "packed" if is_packable and _packed_wins(max(linears, key=_trial_order)) else "plain"
 
 
@@ -106,17 +113,18 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 def pack_(model: nn.Module) -> None:
     """Replace every linear layer and every known gated MLP of a model by its packed form."""
-    for parent, name, module in list(_children(model)):
+    for parent, name, module in list(children(model)):
         if type(module) is nn.Linear:
             setattr(parent, name, PackedLinear(module))
-    for parent, name, module in list(_children(model)):
+    for parent, name, module in list(children(model)):
         if _is_gated_mlp(module):
             setattr(parent, name, PackedGatedMLP(module))
-        elif (norm := _as_packed_norm(module)) is not None:
+        elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
 
 
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every module with its parent and its name there."""
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
@@ -127,7 +135,7 @@ def _epsilon(norm: Any) -> float:
 
 
 @torch.inference_mode()
-def _as_packed_norm(module: Any) -> PackedNorm | None:
+def as_packed_norm(module: Any) -> PackedNorm | None:
     """The packed form of a norm, where one of its two usual forms gives the module's own result."""
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "weight"):
         return None
@@ -142,7 +150,10 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     names = {name for name, _ in module.named_children()}
     if names != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    return type(module.act_fn).__name__ in _ACTIVATIONS
+    is_packed = all(
+        type(child) is PackedLinear for name, child in module.named_children() if name != "act_fn"
+    )
+    return is_packed and type(module.act_fn).__name__ in _ACTIVATIONS
 
 
 def _trial_order(linear: nn.Linear) -> int:

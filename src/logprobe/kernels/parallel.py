@@ -213,6 +213,12 @@ def uint16_at(address: Any, size: Any) -> Any:
 
 
 @njit
+def int8_at(address: Any, size: Any) -> Any:
+    """`size` int8 at an address, as an array."""
+    return carray(_pointer(address), (size,), np.int8)
+
+
+@njit
 def uint8_at(address: Any, size: Any) -> Any:
     """`size` uint8 at an address, as an array: also booleans."""
     return carray(_pointer(address), (size,), np.uint8)

@@ -1,0 +1,87 @@
+"""Linear layers in 8 bits, an opt-in that changes the numbers a little.
+
+Weights have a scale for each output, activations one for each row. Before rounding, each input channel is
+divided by a factor that moves large activations into the weights (SmoothQuant, Xiao et al. 2023), found on
+a short text at load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from logprobe.engine.weights import as_packed_norm, children
+from logprobe.kernels.int8 import quantise_rows, scale_products
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALIBRATION_TEXT = (
+    "The ferry left at 7:45, three minutes late, with forty-two passengers and a crate of oranges. "
+    'Nobody on board spoke; rain ran down the windows. "Is this the way to the museum?" a child asked. '
+    "def area(radius): return 3.14159 * radius ** 2  # square metres\n"
+    "In 1969 the committee published its report: costs had risen by 12.5 % a year, and most of the money "
+    "had gone to roads. Le train arrive à midi. Water boils at 100 °C, but on the mountain it boils sooner."
+)
+
+
+SHARE_OF_INPUTS = 0.55  # of 0.4 to 0.8, what lost the least on SmolLM2 (docs/decisions.md)
+TINY = 1e-5
+
+
+class Int8Linear(nn.Module):
+    """`nn.Linear` in 8 bits: about four times fewer bytes, and the products of 8-bit integers."""
+
+    def __init__(self, linear: nn.Linear, largest_inputs: torch.Tensor) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        weight = linear.weight.detach()
+        inputs, outputs = largest_inputs.clamp_min(TINY), weight.abs().amax(dim=0).clamp_min(TINY)
+        factors = inputs**SHARE_OF_INPUTS / outputs ** (1 - SHARE_OF_INPUTS)
+        self._inverse_factors = 1 / factors  # (in_features,)
+        weight = weight * factors
+        self._scales = (weight.abs().amax(dim=1) / 127).clamp_min(torch.finfo().tiny)
+        self._weight = (weight / self._scales[:, None]).round_().to(torch.int8).t().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) → (..., out_features)."""
+        rows, scales = quantise_rows(x.reshape(-1, self.in_features), self._inverse_factors)
+        out = scale_products(torch._int_mm(rows, self._weight), scales, self._scales)  # noqa: SLF001
+        if self.bias is not None:
+            out += self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def quantise_(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Replace the decoder's linear layers by their 8-bit form, calibrated on what `run` sends through.
+
+    The output head stays in float32: a third of the loss came from there.
+    """
+    largest = _largest_inputs(model, run)
+    for parent, name, module in list(children(model)):
+        if module in largest:
+            assert isinstance(module, nn.Linear)
+            setattr(parent, name, Int8Linear(module, largest[module]))
+        elif (norm := as_packed_norm(module)) is not None:
+            setattr(parent, name, norm)
+
+
+def _largest_inputs(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, torch.Tensor]:
+    """The largest magnitude of each input channel of each linear layer while `run` runs."""
+    largest: dict[nn.Module, torch.Tensor] = {}
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        seen = inputs[0].detach().abs().flatten(0, -2).amax(dim=0)
+        largest[module] = torch.maximum(largest[module], seen) if module in largest else seen
+
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [module.register_forward_pre_hook(note) for module in linears]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return largest

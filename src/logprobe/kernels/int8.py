@@ -1,0 +1,145 @@
+"""The two passes around an 8-bit matrix product (CPU): rows → int8 with a scale each, and int32 → float32.
+
+Each row of activations has its own scale, so that no row's result depends on its neighbours.
+Before it: hidden states. After it: `torch._int_mm`, and then the next layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numba import cfunc, njit
+
+from logprobe.kernels import vectors
+from logprobe.kernels.parallel import (
+    Worker,
+    compile_worker,
+    float32_at,
+    int8_at,
+    int32_at,
+    next_item,
+    parallel_for,
+    task_at,
+)
+from logprobe.kernels.vectors import F32, I32, float_bits, maximum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+(IN, SCALES, OUT, WIDTH, NUM_ROWS, DIRECTION, COLUMNS) = range(2, 9)  # COLUMNS: a factor each
+QUANTISE, DEQUANTISE = 0, 1
+LIMIT = F32(127)
+ROUND = F32(12582912.0)  # 1.5 · 2**23: adding it leaves the nearest integer in the low bits
+BLOCK_ROWS = 8
+VALUES_FOR_THREADS = 1 << 16  # below, starting the threads costs more than they save
+
+
+def quantise_rows(x: Tensor, column_factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row of `x · column_factors` to int8.
+
+    Args:
+        x: (M, K) float32.
+        column_factors: (K,) float32.
+
+    Returns:
+        (M, K) int8 and scales (M,) float32 with x · column_factors ≈ scale · int8.
+    """
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=torch.int8)
+    scales = torch.empty(len(x))
+    _run(
+        [
+            x.data_ptr(),
+            scales.data_ptr(),
+            out.data_ptr(),
+            x.shape[1],
+            len(x),
+            QUANTISE,
+            column_factors.data_ptr(),
+        ]
+    )
+    return out, scales
+
+
+def scale_products(products: Tensor, row_scales: Tensor, column_scales: Tensor) -> Tensor:
+    """Give `products · row_scales · column_scales` as float32: (M, N) int32, (M,), (N,)."""
+    out = torch.empty(products.shape)
+    num_rows, width = products.shape
+    context = [products.data_ptr(), row_scales.data_ptr(), out.data_ptr(), width, num_rows, DEQUANTISE]
+    _run([*context, column_scales.data_ptr()])
+    return out
+
+
+def _run(context: list[int]) -> None:
+    width, num_rows = context[3], context[4]
+    blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
+    parallel_for(worker(), context, blocks, num_threads=1 if width * num_rows < VALUES_FOR_THREADS else None)
+
+
+@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
+def _largest(x: Any, factors: Any) -> Any:
+    largest = F32(0)
+    for i in range(x.size):
+        largest = maximum(largest, abs(x[i] * factors[i]))
+    return largest
+
+
+@njit
+def _round(x: Any, factors: Any, inverse: Any, out: Any) -> None:
+    for i in range(x.size):
+        out[i] = float_bits(x[i] * factors[i] * inverse + ROUND) & I32(0xFF)
+
+
+@njit
+def _scale(x: Any, row_scale: Any, column_scales: Any, out: Any) -> None:
+    for i in range(x.size):
+        out[i] = F32(x[i]) * (row_scale * column_scales[i])
+
+
+@njit
+def _quantise(task: Any, row: Any) -> None:
+    width = task[WIDTH]
+    x = float32_at(task[IN] + 4 * width * row, width)
+    factors = float32_at(task[COLUMNS], width)
+    largest = _largest(x, factors)
+    float32_at(task[SCALES], task[NUM_ROWS])[row] = largest / LIMIT
+    inverse = LIMIT / largest if largest > 0 else F32(0)
+    _round(x, factors, inverse, int8_at(task[OUT] + width * row, width))
+
+
+@njit
+def _dequantise(task: Any, row: Any) -> None:
+    width = task[WIDTH]
+    products = int32_at(task[IN] + 4 * width * row, width)
+    row_scale = float32_at(task[SCALES], task[NUM_ROWS])[row]
+    out = float32_at(task[OUT] + 4 * width * row, width)
+    _scale(products, row_scale, float32_at(task[COLUMNS], width), out)
+
+
+@njit
+def _convert(task: Any) -> None:
+    item = next_item(task)
+    while item >= 0:
+        for row in range(item * BLOCK_ROWS, min(task[NUM_ROWS], (item + 1) * BLOCK_ROWS)):
+            if task[DIRECTION] == QUANTISE:
+                _quantise(task, row)
+            else:
+                _dequantise(task, row)
+        item = next_item(task)
+
+
+def _make_worker(digest: int, *, cache: bool) -> Any:
+    @cfunc("void(voidptr)", cache=cache)
+    def int8_worker(address: Any) -> None:
+        if digest >= 0:
+            _convert(task_at(address))
+
+    return int8_worker
+
+
+@functools.cache
+def worker() -> Worker:
+    """The compiled worker."""
+    return compile_worker(_make_worker, __file__, vectors.__file__)
