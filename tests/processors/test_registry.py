@@ -35,6 +35,11 @@ class Other: pass
 class BadArgs(Good):
     Args = dict
 function = print
+import msgspec
+class Lost(msgspec.Struct):
+    x: "Nowhere"
+class BadTypes(Good):
+    Args = Lost
 """
 
 
@@ -85,6 +90,7 @@ def test_an_entry_point_is_found_by_its_name(module: str, monkeypatch: pytest.Mo
         ("some_processors:function", "is no subclass"),
         ("some_processors:Unfinished", "does not define apply"),
         ("some_processors:BadArgs", "Args must be a msgspec.Struct class"),
+        ("some_processors:BadTypes", "the types of its Args cannot be read: name 'Nowhere' is not defined"),
         (":Good", "malformed; write module.path:ClassName"),
         ("some_processors:", "malformed"),
         ("some_processors:Good:Bad", "malformed"),

@@ -15,6 +15,7 @@ from logprobe import __version__
 from logprobe.cli.generate import generate
 from logprobe.cli.info import info
 from logprobe.cli.models import app as models
+from logprobe.cli.processors import app as processors
 from logprobe.cli.score import score
 from logprobe.cli.serve import serve
 from logprobe.errors import BatchError, LogprobeError
@@ -34,6 +35,7 @@ app.command()(generate)
 app.command()(info)
 app.command()(serve)
 app.add_typer(models)
+app.add_typer(processors)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -57,6 +57,8 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
     args = processor.Args
     is_struct = args is None or (isinstance(args, type) and issubclass(args, msgspec.Struct))
     require(is_struct, _WHERE, f"{given!r}: Args must be a msgspec.Struct class, got {args!r}")
+    if args is not None:
+        _check_types(args, given)
     return processor
 
 
@@ -90,6 +92,14 @@ def built_in_with(key: str) -> str | None:
     """The built-in processor that takes an argument of this name."""
     owners = {arg: name for name in BUILT_INS for arg in keys_of(_args_of(load_processor(name)))}
     return owners.get(key)
+
+
+def _check_types(args: type[msgspec.Struct], given: object) -> None:
+    """Types that cannot be resolved are told at the start instead of at the first request."""
+    try:
+        msgspec.inspect.type_info(args)
+    except (NameError, TypeError, AttributeError) as error:
+        raise ParameterError(_WHERE, f"{given!r}: the types of its Args cannot be read: {error}") from error
 
 
 def _args_of(found: type[LogitsProcessor]) -> type[msgspec.Struct]:

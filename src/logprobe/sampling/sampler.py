@@ -56,7 +56,7 @@ class Sampler:
     8. top-p: of these, the smallest set of largest with at least that share of their mass;
     9. min-p: of these, those at least min-p times as likely as the most likely;
     10. what is left, renormalised, is *processed*;
-    11. one uniform number of the request's own generator picks the token.
+    11. the draw: one uniform number of the request's own generator picks the token.
     """
 
     def sample(

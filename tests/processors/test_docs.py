@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from logprobe.processors.pipeline import Pipeline
+from logprobe.processors.registry import BUILT_INS, describe_processor
+from logprobe.sampling import Sampler
+
+if TYPE_CHECKING:
+    from logprobe import LLM
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "processors.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_of_the_page_run_one_after_the_other(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == 5
+    names: dict[str, object] = {"model": str(tiny_model_folder)}
+    for example in examples:
+        exec(compile(example, "processors.md", "exec", dont_inherit=True), names)  # noqa: S102 - this project's own page
+    for name in ("llm", "favouring", "adapted"):
+        names[name].close()  # type: ignore[attr-defined]
+
+
+def test_the_table_names_every_built_in_with_its_arguments() -> None:
+    rows = dict(re.findall(r"^\| `(\w+LogitsProcessor)` \| (.*) \|$", PAGE, re.MULTILINE))
+    assert list(rows) == list(BUILT_INS)
+    for name, cell in rows.items():
+        keys = describe_processor(name)["args"]["properties"]
+        told = re.findall(r"`(\w+)`", cell)
+        assert set(told) <= set(keys)
+        assert {key for key in keys if not key.endswith("_token_ids")} <= set(told)
+
+
+@pytest.mark.parametrize("doc", [Pipeline.__doc__, Sampler.__doc__], ids=["Pipeline", "Sampler"])
+def test_page_pipeline_and_sampler_tell_the_same_order(doc: str | None) -> None:
+    steps = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", PAGE.split("## The order")[1], re.MULTILINE)]
+    told = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", doc or "", re.MULTILINE)]
+    assert len(steps) == 11
+    assert [re.split(r"[:;.,]", one)[0] for one in told] == [re.split(r"[:;.,]", one)[0] for one in steps]
+
+
+@pytest.mark.real_model
+def test_the_example_program_runs(real_llm: LLM) -> None:
+    del real_llm  # that the model can be had
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "say_it_again.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0] != lines[1]
+    assert lines[2].startswith("SayItAgainLogitsProcessor: ")
