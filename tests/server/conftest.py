@@ -51,6 +51,8 @@ def serving(llm: Any, **settings: Any) -> Iterator[Running]:
     options = ServerSettings(**settings)
     app = create_app(LoadedModel(llm.engine, llm.text), options)
     listener = socket.create_server(("127.0.0.1", 0))
+    # The kernel would else take in megabytes for a reader that reads nothing.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     server = uvicorn.Server(uvicorn_config(app, options))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

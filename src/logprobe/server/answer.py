@@ -5,6 +5,7 @@ Before it: a route's checked request. After it: the socket.
 
 from __future__ import annotations
 
+import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,16 +13,19 @@ from starlette.responses import Response
 
 from logprobe.server.errors import as_api_error
 from logprobe.server.replies import JSON_TYPE, encode
-from logprobe.server.sse import DONE, EventStream, event, while_connected
+from logprobe.server.sse import EventStream, event, while_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.server.errors import ApiError
     from logprobe.server.generation import Generation
     from logprobe.server.pieces import Piece
     from logprobe.server.service import Service
+
+logger = logging.getLogger("logprobe.server")
 
 
 class Shape(Protocol):
@@ -38,6 +42,13 @@ class Shape(Protocol):
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Chunks after all text."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The chunk in which a stream says that it failed."""
+
+    @property
+    def last_words(self) -> bytes:
+        """What ends a stream that went well."""
 
 
 async def answer(
@@ -62,10 +73,14 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
             async for pieces in batches:
                 if data := b"".join(_joined(service, shape.chunks(piece)) for piece in pieces):
                     yield data
-        yield _joined(service, shape.closing()) + DONE
-    except Exception as error:  # noqa: BLE001 - the status is sent already; the client reads the failure here
-        yield event(as_api_error(error).to_json())
+        yield _joined(service, shape.closing()) + shape.last_words
+    except Exception as error:
+        told = as_api_error(error)
+        if told.code == "internal_error":
+            logger.exception("a stream failed")
+        yield _joined(service, iter([shape.failed(told)]))
 
 
 def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
-    return b"".join(event(encode(service, chunk)) for chunk in chunks)
+    """Chunks as events; one that has a type is named by it."""
+    return b"".join(event(encode(service, chunk), chunk.get("type")) for chunk in chunks)

@@ -17,6 +17,7 @@ from logprobe.server.completions import completions
 from logprobe.server.errors import ApiError
 from logprobe.server.guard import endpoint, failure
 from logprobe.server.next_token import next_token_logprobs
+from logprobe.server.responses import create_response, delete_response, get_response
 from logprobe.server.score import score
 from logprobe.server.service import Service
 
@@ -41,6 +42,9 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/logits_processors", facts.logits_processors),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", create_response),
+    ("GET", "/v1/responses/{response_id}", get_response),
+    ("DELETE", "/v1/responses/{response_id}", delete_response),
     ("POST", "/v1/score", score),
     ("POST", "/v1/next_token_logprobs", next_token_logprobs),
     ("POST", "/tokenize", facts.tokenize),

@@ -136,3 +136,49 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stage: Literal["raw"] = "raw"
     dtype: Literal["float32", "float16"] = "float32"
     model: str | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/responses`: text in, text out."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    # Extensions, as in `GenerationBody`.
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    logits_processors_args: dict[str, Any] | None = None
+
+    # OpenAI's, taken only with the value that changes nothing.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    reasoning: dict[str, Any] | None = None
+    background: bool | None = None
+    truncation: str | None = None
+    max_tool_calls: int | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    # OpenAI's fields without effect here.
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None

@@ -20,6 +20,7 @@ from logprobe.server.replies import (
     reply_extensions,
     usage,
 )
+from logprobe.server.sse import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
+    from logprobe.server.errors import ApiError
     from logprobe.server.pieces import Piece
     from logprobe.server.service import Service
 
@@ -46,6 +48,8 @@ async def chat_completions(request: HttpRequest, service: Service) -> Response:
 
 class ChatShape:
     """OpenAI's `chat.completion` and its chunks."""
+
+    last_words = DONE
 
     def __init__(self, service: Service, body: ChatBody, generation: Generation) -> None:
         self._service = service
@@ -83,6 +87,10 @@ class ChatShape:
         if self._has_usage:
             chunk = self._frame("chat.completion.chunk", [])
             yield chunk | {"usage": usage(self._generation)}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error as any reply would carry it."""
+        return error.to_dict()
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return {

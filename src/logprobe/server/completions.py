@@ -24,6 +24,7 @@ from logprobe.server.replies import (
     usage,
 )
 from logprobe.server.rows_json import legacy
+from logprobe.server.sse import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from logprobe.sampling import SamplingParams
+    from logprobe.server.errors import ApiError
     from logprobe.server.pieces import Piece
     from logprobe.server.prompts import Prompt
     from logprobe.server.service import Service
@@ -76,6 +78,8 @@ class Echo:
 class CompletionShape:
     """OpenAI's `text_completion`; chunks have the same form as the whole."""
 
+    last_words = DONE
+
     def __init__(
         self, service: Service, body: CompletionBody, generation: Generation, prompts: Sequence[Prompt]
     ) -> None:
@@ -106,6 +110,10 @@ class CompletionShape:
         """Usage, where it was asked for."""
         if self._has_usage:
             yield self._frame([]) | {"usage": usage(self._generation)}
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error as any reply would carry it."""
+        return error.to_dict()
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from logprobe.server.errors import ApiError, as_api_error, bad_request
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from logprobe.server.bodies import ChatBody, CompletionBody, GenerationBody
+    from logprobe.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
 
 ENGINE_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
 SAMPLING_FIELDS: Final = (
@@ -57,6 +57,11 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "max_tool_calls": (),
+    "conversation": (),
     "response_format": ({"type": "text"},),
 }
 """OpenAI's fields that ask for what this server does not do, and the values that ask for nothing."""
@@ -72,6 +77,8 @@ NO_EFFECT: Final = (
     "parallel_tool_calls",
 )
 """OpenAI's fields that are taken and change nothing."""
+
+LOGPROBS: Final = "message.output_text.logprobs"
 
 REPORTS: Final = ("entropy", "explain", "logprob_token_ids", "logprobs_mode")
 """Extensions that come beside logprobs."""
@@ -89,6 +96,37 @@ def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingPara
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = max(room, 1) if asked is None else asked
     return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=max_tokens)
+
+
+def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> SamplingParams:
+    """What a responses body asks for; `room` is the number of tokens that still fit after the prompt."""
+    unknown = [one for one in body.include or () if one != LOGPROBS]
+    if unknown:
+        raise bad_request("include", f"{unknown[0]!r} is not known here; {LOGPROBS!r} is")
+    check_count("top_logprobs", body.top_logprobs, max_logprobs)
+    if body.top_logprobs and not body.include:
+        raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
+    if body.prompt is not None:
+        raise bad_request("prompt", "templates are not stored here; send input", code="unsupported_parameter")
+    max_tokens = body.max_output_tokens or max(room, 1)
+    logprobs = (body.top_logprobs or 0) if body.include else None
+    names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens", "response_format": "text"}
+    form = _response_format(body.text)
+    return _params(body, max_logprobs, names, logprobs=logprobs, max_tokens=max_tokens, response_format=form)
+
+
+def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
+    form = (text or {}).get("format")
+    unknown = (text or {}).keys() - {"format", "verbosity"}
+    if unknown or (text or {}).get("verbosity") not in {None, "medium"}:
+        raise bad_request("text", "takes format alone", code="unsupported_parameter")
+    if form is None or form in NEUTRAL["response_format"]:
+        return None
+    if not isinstance(form, dict):
+        raise bad_request("text.format", "must be an object with a type")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
 def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingParams:
@@ -124,9 +162,12 @@ def check_neutral(body: Any) -> None:
         raise bad_request(name, "is not supported by this server; leave it out", code="unsupported_parameter")
 
 
-def _params(body: GenerationBody, max_logprobs: int, names: dict[str, str], **fixed: Any) -> SamplingParams:
+def _params(
+    body: GenerationBody | ResponsesBody, max_logprobs: int, names: dict[str, str], **fixed: Any
+) -> SamplingParams:
     check_neutral(body)
-    check_count("prompt_logprobs", body.prompt_logprobs, max_logprobs)
+    prompt_logprobs = getattr(body, "prompt_logprobs", None)
+    check_count("prompt_logprobs", prompt_logprobs, max_logprobs)
     asked = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
     if asked["response_format"] in NEUTRAL["response_format"]:
         asked["response_format"] = None
@@ -136,7 +177,7 @@ def _params(body: GenerationBody, max_logprobs: int, names: dict[str, str], **fi
             message = "is not supported by this engine; leave it out"
             raise bad_request(name, message, code="unsupported_parameter")
         del given[name]
-    reported = fixed["logprobs"] is not None or fixed.get("prompt_logprobs", body.prompt_logprobs) is not None
+    reported = fixed["logprobs"] is not None or fixed.get("prompt_logprobs", prompt_logprobs) is not None
     for name in REPORTS:
         if given.get(name) and not reported:
             raise bad_request(name, "comes beside logprobs; ask for them as well")

@@ -18,6 +18,7 @@ from logprobe.records.chat_json import ChatEncoder
 from logprobe.server.errors import ApiError
 from logprobe.server.limits import Limits
 from logprobe.server.metrics import Metrics
+from logprobe.server.stored import StoredResponses
 from logprobe.transport import StreamingLogprobsCollector
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Service:
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.limits = Limits(settings)
+        self.stored = StoredResponses(settings.max_stored)
         self.metrics = Metrics(model.engine)
         self.collector: StreamingLogprobsCollector[list[Piece]] = StreamingLogprobsCollector(
             settings.buffer_rows, pause=self._pause, resume=self._resume

@@ -24,6 +24,7 @@ class ServerSettings:
         max_tokens_in_flight: prompt tokens and tokens to generate of those.
         max_logprob_bytes: estimated bytes of the logprobs of those.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
+        max_stored: replies of `/v1/responses` kept for later; the oldest go first.
         drain_s: how long running requests may go on after SIGTERM.
         cors_origin: web origins that may call; none by default.
         log_requests: whether texts of requests are logged.
@@ -39,6 +40,7 @@ class ServerSettings:
     max_tokens_in_flight: int = 4 << 20
     max_logprob_bytes: int = 2 << 30
     buffer_rows: int = 100
+    max_stored: int = 256
     drain_s: float = 30.0
     cors_origin: tuple[str, ...] = ()
     log_requests: bool = False
@@ -47,6 +49,7 @@ class ServerSettings:
         require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
         require(all(self.api_key), "api_key", "a key is empty")
+        require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         for name in (
             "max_body_bytes",

@@ -1,0 +1,215 @@
+"""`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that were stored.
+
+Before it: HTTP. After it: a generation and its pieces. Final items carry rows with bytes, events without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.responses import Response
+
+from logprobe.server.answer import answer
+from logprobe.server.bodies import ResponsesBody
+from logprobe.server.decode import read_body
+from logprobe.server.errors import bad_request
+from logprobe.server.fields import responses_params
+from logprobe.server.generation import Generation
+from logprobe.server.prompts import read_messages
+from logprobe.server.replies import JSON_TYPE, num_top
+from logprobe.server.rows_json import content
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.server.errors import ApiError
+    from logprobe.server.pieces import Piece
+    from logprobe.server.service import Service
+    from logprobe.server.stored import Messages
+
+
+async def create_response(request: HttpRequest, service: Service) -> Response:
+    """Answer one request."""
+    body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    service.log_body("responses", body)
+    said = _conversation(body, service)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    ids = read_messages(system + said, service.text)
+    room = service.capabilities.max_model_len + 1 - len(ids)
+    params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+    generation = Generation(service, service.new_id("resp"), [(ids, params)])
+    shape = ResponseShape(service, body, generation, said)
+    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+async def get_response(request: HttpRequest, service: Service) -> Response:
+    """Give a stored response again."""
+    found, _ = service.stored.find(request.path_params["response_id"])
+    return Response(msgspec.json.encode(found), media_type=JSON_TYPE)
+
+
+async def delete_response(request: HttpRequest, service: Service) -> Response:
+    """Forget a stored response."""
+    response_id = request.path_params["response_id"]
+    service.stored.drop(response_id)
+    told = {"id": response_id, "object": "response.deleted", "deleted": True}
+    return Response(msgspec.json.encode(told), media_type=JSON_TYPE)
+
+
+def _conversation(body: ResponsesBody, service: Service) -> Messages:
+    before: Messages = []
+    if body.previous_response_id is not None:
+        _, before = service.stored.find(body.previous_response_id, "previous_response_id")
+    if isinstance(body.input, str):
+        return [*before, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise bad_request("input", "is empty; give a text or messages")
+    for place, item in enumerate(body.input):
+        if item.get("type", "message") != "message":
+            raise bad_request(f"input[{place}].type", "only messages are read", code="unsupported_parameter")
+    return before + [{"role": item.get("role"), "content": item.get("content")} for item in body.input]
+
+
+class ResponseShape:
+    """OpenAI's `response` object and the events that build it."""
+
+    last_words = b""  # the last event says that it is the last
+
+    def __init__(self, service: Service, body: ResponsesBody, generation: Generation, said: Messages) -> None:
+        self._service = service
+        self._body = body
+        self._generation = generation
+        self._said = said
+        self._item_id = generation.reply_id.replace("resp", "msg", 1)
+        self._created_at = service.now()
+        self._pieces: list[Piece] = []
+        self._num_events = 0
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The response, stored unless the client asked not to."""
+        (piece,) = pieces
+        status = "completed" if piece.finish_reason == "stop" else "incomplete"
+        part = self._part(piece.text, self._rows(piece))
+        response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
+        if self._body.store is not False:
+            messages = [*self._said, {"role": "assistant", "content": piece.text}]
+            self._service.stored.keep(response, messages)
+        return response
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """What is known before any text."""
+        yield self._event("response.created", response=self._response("in_progress", []))
+        yield self._event("response.in_progress", response=self._response("in_progress", []))
+        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
+        yield self._part_event("response.content_part.added", part=self._part("", msgspec.Raw(b"[]")))
+
+    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Text with its rows."""
+        self._pieces.append(piece)
+        if piece.text or piece.text_tokens:
+            rows = _without_bytes(self._rows(piece))
+            yield self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Everything once more, whole."""
+        piece = self._joined()
+        response = self.whole([piece])
+        (item,) = response["output"]
+        (part,) = item["content"]
+        rows = _without_bytes(part["logprobs"])
+        yield self._part_event("response.output_text.done", text=piece.text, logprobs=rows)
+        yield self._part_event("response.content_part.done", part=part)
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error event of this interface."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    def _joined(self) -> Piece:
+        last = self._pieces[-1]
+        return replace(
+            last,
+            start=0,
+            text="".join(piece.text for piece in self._pieces),
+            text_tokens=[token for piece in self._pieces for token in piece.text_tokens],
+        )
+
+    def _rows(self, piece: Piece) -> msgspec.Raw:
+        record = piece.completion.logprobs
+        if record is None:
+            return msgspec.Raw(b"[]")
+        return content(self._service.encoder, record, piece.text_tokens, num_top(self._generation))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
+
+    @staticmethod
+    def _part(text: str, rows: msgspec.Raw) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
+
+    def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": parts,
+        }
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body, is_cut = self._body, status == "incomplete"
+        return {
+            "id": self._generation.reply_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._service.model_name,
+            "output": output,
+            "parallel_tool_calls": False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
+            "temperature": self._generation.params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": self._generation.params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        given, made = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
+        return {
+            "input_tokens": given,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": given + made,
+        }
+
+
+def _without_bytes(rows: msgspec.Raw) -> list[dict[str, Any]]:
+    """The rows as events carry them."""
+    found: list[dict[str, Any]] = msgspec.json.decode(bytes(rows))
+    for row in found:
+        for one in (row, *row["top_logprobs"]):
+            del one["bytes"]
+    return found

@@ -1,0 +1,129 @@
+"""Paused requests: they take no step, others go on, and what they held may be used and computed again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.config import EngineConfig
+from logprobe.engine.engine import Engine
+from logprobe.engine.request import Request, RequestOutput
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from logprobe import LLM
+
+
+class SmallForward:
+    """The forward pass of a loaded model with fewer slots."""
+
+    def __init__(self, forward: Any, num_slots: int) -> None:
+        self._forward = forward
+        self.num_slots = num_slots
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)
+
+
+class Stepped:
+    """An engine driven by hand, its slots checked after each step."""
+
+    def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
+        parts = llm.engine._engine
+        forward: Any = SmallForward(parts.forward, num_slots)
+        config = EngineConfig(**settings)
+        self.engine = Engine(config, forward, llm.text, parts.recorder._eos_token_ids)
+        self.outputs: dict[str, RequestOutput] = {}
+
+    def submit(self, name: str, num_prompt: int = 6, num_tokens: int = 12) -> None:
+        request = Request(
+            request_id=name,
+            prompt_token_ids=np.arange(num_prompt, dtype=np.int32) + 5 + sum(name.encode()) % 97,
+            params=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, logprobs=2),
+        )
+        self.outputs[name] = RequestOutput.for_request(request)
+        self.engine.add(request, self.outputs[name])
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.engine.step()
+            self.engine.scheduler.check_integrity()
+
+    def finish(self) -> None:
+        while self.engine.has_work:
+            self.step()
+
+    def ids(self, name: str) -> list[int]:
+        return self.outputs[name].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_llm: LLM) -> dict[str, list[int]]:
+    """The tokens of each request when nothing runs beside it."""
+    found = {}
+    for name in "abc":
+        engine = Stepped(tiny_llm, 200)
+        engine.submit(name)
+        engine.finish()
+        found[name] = engine.ids(name)
+    return found
+
+
+def test_a_paused_request_takes_no_step_and_ends_with_the_same_tokens(
+    tiny_llm: LLM, alone: dict[str, list[int]]
+) -> None:
+    engine = Stepped(tiny_llm, 200)
+    for name in "ab":
+        engine.submit(name)
+    engine.step(3)
+    engine.engine.pause("a", is_paused=True)
+    held = list(engine.ids("a"))
+    engine.finish()
+    assert engine.ids("a") == held
+    assert engine.ids("b") == alone["b"]
+    engine.engine.pause("a", is_paused=False)
+    engine.finish()
+    assert engine.ids("a") == alone["a"]
+
+
+def test_paused_requests_keep_no_place_from_others(tiny_llm: LLM, alone: dict[str, list[int]]) -> None:
+    engine = Stepped(tiny_llm, 200, max_batch_rows=1)
+    engine.submit("a")
+    engine.step(2)
+    engine.engine.pause("a", is_paused=True)
+    engine.submit("b")
+    engine.finish()
+    assert engine.ids("b") == alone["b"]
+    engine.submit("c")
+    engine.step(1)
+    engine.engine.pause("a", is_paused=False)
+    engine.finish()
+    assert engine.ids("a") == alone["a"]
+    assert engine.ids("c") == alone["c"]
+
+
+def test_a_full_pool_takes_its_slots_from_paused_requests(tiny_llm: LLM, alone: dict[str, list[int]]) -> None:
+    engine = Stepped(tiny_llm, 20)
+    engine.submit("a")
+    engine.step(8)
+    engine.engine.pause("a", is_paused=True)
+    engine.submit("b")
+    engine.finish()
+    assert engine.ids("b") == alone["b"]
+    engine.engine.pause("a", is_paused=False)
+    engine.finish()
+    assert engine.ids("a") == alone["a"]
+    assert engine.engine.scheduler.num_preempted > 0
+
+
+def test_a_paused_request_can_be_given_up(tiny_llm: LLM) -> None:
+    engine = Stepped(tiny_llm, 50)
+    engine.submit("a")
+    engine.step(2)
+    engine.engine.pause("a", is_paused=True)
+    engine.engine.abort("a")
+    engine.engine.scheduler.check_integrity()
+    assert engine.outputs["a"].outputs[0].finish_reason == "abort"
+    assert not engine.engine.has_work
