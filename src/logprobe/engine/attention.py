@@ -2,8 +2,8 @@
 
 transformers hands each layer's packed queries, keys and values to the function registered here. It
 writes the keys and values to their slots, then lets every span of tokens attend to its own context:
-prompt chunks through torch's fused attention on gathered slots, short spans (a generated token, the
-end of a mostly cached prompt) through a kernel that reads the pool in place.
+prompt chunks on gathered slots, short spans (a generated token, the end of a mostly cached prompt) through
+a kernel that reads the pool in place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
+from logprobe.kernels.attention_chunk import attend_chunk, can_attend_chunks
 from logprobe.kernels.store import store_rows
 
 if TYPE_CHECKING:
@@ -41,14 +43,21 @@ class KVPool:
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
         if layer not in self.keys:
-            # Written once here, so that the memory is taken at load and not in the middle of a request.
-            self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
-            self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
+            self._make(layer, key, value)
         if is_plain_float(key):
             store_rows(key, self.keys[layer], value, self.values[layer], slots)
         else:
             self.keys[layer].index_copy_(0, slots, key)
             self.values[layer].index_copy_(0, slots, value)
+
+    def make_like(self, other: KVPool) -> None:
+        """Take the memory of every layer now, shaped as another pool's, and not in the middle of a request."""
+        for layer, key in other.keys.items():
+            self._make(layer, key, other.values[layer])
+
+    def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
+        self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
 
     @property
     def is_readable_in_place(self) -> bool:
@@ -84,6 +93,7 @@ class AttentionPlan:
     slots: torch.Tensor  # (num_tokens,) int64
     chunks: list[Chunk]
     rows: RowPlan | None
+    uses_kernels: bool = False  # chunks go through our kernel; else through torch's fused attention
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
@@ -111,6 +121,7 @@ def plan_attention(
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     longest_row_span = short_span if pool.is_readable_in_place else 0
+    uses_kernels = pool.is_readable_in_place and can_attend_chunks()
     start = 0
     for span in plan.tokens:
         context = span.sequence.slots[: span.end]
@@ -120,7 +131,7 @@ def plan_attention(
             chunks.append(Chunk(start, start + len(span), _to_device(context, device)))
         start += len(span)
     slots = np.concatenate([span.sequence.slots[span.start : span.end] for span in plan.tokens])
-    return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build())
+    return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build(), uses_kernels=uses_kernels)
 
 
 def pooled_attention(
@@ -137,42 +148,44 @@ def pooled_attention(
     plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    scale = options.get("scaling") or query.shape[3] ** -0.5
-    window, softcap = options.get("sliding_window"), options.get("softcap")
+    rule = _score_rule(query, options)
     if plan.rows is not None:
-        rule = ScoreRule(scale, window, softcap)
         attend_rows(query[0].transpose(0, 1), keys, values, plan.rows, out, rule)
     for index, chunk in enumerate(plan.chunks):
-        queries = query[:, :, chunk.start : chunk.end]
-        context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)[None]
-        context_values = values.index_select(0, chunk.slots).transpose(0, 1)[None]
-        mask = plan.mask(index, window)
-        attended = _attend(queries, context_keys, context_values, mask, scale=scale, softcap=softcap)
-        out[chunk.start : chunk.end] = attended[0].transpose(0, 1)
+        queries = query[0, :, chunk.start : chunk.end]
+        context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)
+        context_values = values.index_select(0, chunk.slots).transpose(0, 1)
+        if plan.uses_kernels:
+            attended = attend_chunk(queries, context_keys, context_values, rule)
+        else:
+            attended = _attend(queries, context_keys, context_values, plan.mask(index, rule.window), rule)
+        out[chunk.start : chunk.end] = attended.transpose(0, 1)
     return out[None], None
 
 
+def _score_rule(query: torch.Tensor, options: dict[str, Any]) -> ScoreRule:
+    if options.get("s_aux") is not None:
+        raise UnsupportedModelError("attention sinks are not supported; use a model without them")
+    scale = options.get("scaling") or query.shape[3] ** -0.5
+    return ScoreRule(scale, options.get("sliding_window"), options.get("softcap"))
+
+
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
-    if softcap is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-    groups = query.shape[1] // key.shape[1]
+    """The plain twin of `attend_chunk`, on any device and in any dtype: (heads, rows, value_dim)."""
+    if rule.softcap is None:
+        attended = functional.scaled_dot_product_attention(
+            query[None], key[None], value[None],
+            attn_mask=mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True,
+        )  # fmt: skip
+        return attended[0]
+    groups = query.shape[0] // key.shape[0]
     heads = [
-        _attend_softcapped(
-            query[0, head], key[0, head // groups], value[0, head // groups], mask, scale, softcap
-        )
-        for head in range(query.shape[1])
+        _attend_softcapped(rows, key[head // groups], value[head // groups], mask, rule)
+        for head, rows in enumerate(query)
     ]
-    return torch.stack(heads)[None]
+    return torch.stack(heads)
 
 
 def _attend_softcapped(
@@ -180,11 +193,11 @@ def _attend_softcapped(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    rule: ScoreRule,
 ) -> torch.Tensor:
     """One head, scores squashed by softcap · tanh(score / softcap) (Gemma 2)."""
-    scores = torch.tanh((query @ key.T) * (scale / softcap)) * softcap
+    assert rule.softcap is not None
+    scores = torch.tanh((query @ key.T) * (rule.scale / rule.softcap)) * rule.softcap
     if mask is None:
         mask = torch.ones_like(scores, dtype=torch.bool).tril()
     return torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ value

@@ -45,18 +45,20 @@ class NativeForward:
         self.context_len: int = text_config.max_position_embeddings
         self.dtype: torch.dtype = self.model.dtype
         self.weights = choose_layout(self.model, config.weights)
-        slot_bytes = self._probe()
+        probe = self._probe()
         if self.weights == "int8":
             self._quantise(files)
         self.head = OutputHead(self.model)
         self.adapters = Adapters(self.model)
+        slot_bytes = probe.bytes_per_slot + text_config.hidden_size * self.dtype.itemsize
         self.num_slots = (config.kv_bytes or DEFAULT_KV_BYTES) // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
                 "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
             )
         self.pool = KVPool(self.num_slots)
-        self.hidden = torch.empty(
+        self.pool.make_like(probe)
+        self.hidden = torch.zeros(
             self.num_slots, text_config.hidden_size, dtype=self.dtype, device=self.device
         )
 
@@ -97,11 +99,11 @@ class NativeForward:
         pack_(self.model)
 
     @torch.inference_mode()
-    def _probe(self) -> int:
+    def _probe(self) -> KVPool:
         """Prove on a short prompt that pool, attention and head give the model's own logits.
 
         Returns:
-            The bytes that a slot takes, hidden row included.
+            The pool of the probe: what every layer stores for a token.
 
         Raises:
             UnsupportedModelError: the model does not use the attention interface, or the numbers differ.
@@ -130,7 +132,7 @@ class NativeForward:
                 f"{name} computes its logits in a way this engine does not follow "
                 f"(relative difference {difference:.1e})"
             )
-        return pool.bytes_per_slot + hidden.shape[1] * hidden.element_size()
+        return pool
 
 
 def _choose_device(device: str) -> str:

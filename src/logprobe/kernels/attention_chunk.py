@@ -1,0 +1,160 @@
+"""Attention of a prompt chunk (CPU): oneDNN's products with a masked softmax between them.
+
+The chunk goes through in blocks of rows, so that the scores of a block stay in the cache and no block pays
+for context that it may not see. torch's own fused attention does its products by another library, which is
+two to four times slower on some processors (docs/decisions.md).
+Before it: the context gathered from the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import cfunc, njit
+
+from logprobe.kernels import vectors
+from logprobe.kernels.parallel import Worker, compile_worker, float32_at, next_item, parallel_for, task_at
+from logprobe.kernels.vectors import F32, LOWEST, SUMS, ZERO, exponential, maximum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.attention import ScoreRule
+
+(SCORES, NUM_ROWS, WIDTH, BLOCK_ROWS, FIRST_SEEN, WINDOW, SETTINGS) = range(2, 9)
+QUERY_BLOCK = 128
+ITEM_ROWS = 8
+NO_WINDOW = 1 << 30
+_product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - the operator that torch's own compiler emits
+
+
+def can_attend_chunks() -> bool:
+    """Whether torch was built with oneDNN."""
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn
+
+
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
+    """Give each query row's attention over the context that ends with its own position.
+
+    Args:
+        query: (heads, num_rows, key_dim) float32, the last num_rows positions of the context.
+        keys: (kv_heads, context, key_dim) float32.
+        values: (kv_heads, context, value_dim) float32.
+        rule: how scores are made.
+
+    Returns:
+        (heads, num_rows, value_dim) float32.
+    """
+    num_heads, num_rows, _ = query.shape
+    num_kv_heads, context, value_dim = values.shape
+    groups = num_heads // num_kv_heads
+    out = query.new_empty(num_heads, num_rows, value_dim)
+    for start in range(0, num_rows, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, num_rows)
+        last = context - num_rows + end  # the context of the block's last row
+        first = 0 if rule.window is None else max(0, context - num_rows + start + 1 - rule.window)
+        for head in range(num_kv_heads):
+            heads = slice(head * groups, (head + 1) * groups)
+            rows = query[heads, start:end].reshape(groups * (end - start), -1)
+            scores = _product(rows, keys[head, first:last].contiguous(), None, "none", [], "")
+            soften_(scores, end - start, rule)
+            block_values = values[head, first:last].t().contiguous()
+            attended = _product(scores, block_values, None, "none", [], "")
+            out[heads, start:end] = attended.view(groups, end - start, value_dim)
+    return out
+
+
+def soften_(scores: Tensor, block_rows: int, rule: ScoreRule) -> None:
+    """Turn scores into attention weights, in place.
+
+    Row r stands for position r % block_rows of a block whose last row may see every column.
+
+    Args:
+        scores: (rows, columns) float32, contiguous; rows a multiple of block_rows.
+        block_rows: positions of the block.
+        rule: how scores are made.
+    """
+    num_rows, width = scores.shape
+    settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
+    window = NO_WINDOW if rule.window is None else rule.window
+    first_seen = width - block_rows + 1  # columns that the block's first row may see
+    context = [scores.data_ptr(), num_rows, width, block_rows, first_seen, window, settings.ctypes.data]
+    parallel_for(worker(), context, (num_rows + ITEM_ROWS - 1) // ITEM_ROWS)
+
+
+@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
+def _largest(x: Any) -> Any:
+    largest = F32(-np.inf)
+    for i in range(x.size):
+        largest = maximum(largest, x[i])
+    return largest
+
+
+@njit(fastmath=SUMS)
+def _exponentials(x: Any, largest: Any, scale: Any) -> Any:
+    total = ZERO
+    for i in range(x.size):
+        d = (x[i] - largest) * scale
+        d = LOWEST if d < LOWEST else d  # noqa: FURB136 - as in `vectors`
+        e = exponential(d)
+        x[i] = e
+        total += e
+    return total
+
+
+@njit
+def _scale(x: Any, factor: Any) -> None:
+    for i in range(x.size):
+        x[i] *= factor
+
+
+@njit
+def _cap(x: Any, scale: Any, softcap: Any) -> None:
+    for i in range(x.size):
+        x[i] = softcap * F32(math.tanh(x[i] * scale / softcap))
+
+
+@njit
+def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
+    width = task[WIDTH]
+    x = float32_at(task[SCORES] + 4 * width * row, width)
+    end = task[FIRST_SEEN] + row % task[BLOCK_ROWS]
+    start = max(0, end - task[WINDOW])
+    seen = x[start:end]
+    if softcap > 0:
+        _cap(seen, scale, softcap)
+        scale = F32(1)
+    total = _exponentials(seen, _largest(seen), scale)
+    _scale(seen, F32(1) / total)
+    x[:start] = ZERO
+    x[end:] = ZERO
+
+
+@njit
+def _soften_all(task: Any) -> None:
+    settings = float32_at(task[SETTINGS], 2)
+    item = next_item(task)
+    while item >= 0:
+        for row in range(item * ITEM_ROWS, min(task[NUM_ROWS], (item + 1) * ITEM_ROWS)):
+            _soften_row(task, row, settings[0], settings[1])
+        item = next_item(task)
+
+
+def _make_worker(digest: int, *, cache: bool) -> Any:
+    @cfunc("void(voidptr)", cache=cache)
+    def chunk_worker(address: Any) -> None:
+        if digest >= 0:
+            _soften_all(task_at(address))
+
+    return chunk_worker
+
+
+@functools.cache
+def worker() -> Worker:
+    """The compiled worker."""
+    return compile_worker(_make_worker, __file__, vectors.__file__)
