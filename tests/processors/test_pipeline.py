@@ -346,6 +346,15 @@ def test_a_processor_that_cannot_be_made_stops_the_start(start: Callable[..., Pi
         start(Broken)
 
 
+def test_a_check_of_arguments_that_breaks_is_the_processors_failure(start: Callable[..., Pipeline]) -> None:
+    class Broken(Double):
+        def check_args(self, args: Any) -> None:
+            raise KeyError(args)
+
+    with pytest.raises(ProcessorError, match="Broken could not check its arguments: KeyError"):
+        start(Broken).check(SamplingParams(logits_processors_args={"double": True}))
+
+
 def test_logits_processors_must_be_a_list() -> None:
     with pytest.raises(ParameterError, match="logits_processors: must be a list"):
         EngineConfig(logits_processors="LogitBiasLogitsProcessor")  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ class ActiveSample:
 
 @dataclass(slots=True)
 class ProcessedRows:
-    """What the processors made of a step's rows; a failed row is raw."""
+    """What the processors made of a step's rows; a failed row is raw, and so are all where nothing ran."""
 
     logits: Tensor  # (R, V) float32
     errors: dict[int, ProcessorError] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Pipeline:
 
     def check(self, params: Any) -> None:
         """Raise `ParameterError` where a request's arguments can never be served; from any thread."""
-        self._stages.resolve(params)
+        self._stages.check(params)
 
     def open(self, row: BatchRow) -> ActiveSample | None:
         """A new sample's rows, made after the pattern of `row`; None where no processor concerns it."""
@@ -132,8 +132,6 @@ class Pipeline:
             for row in told:
                 effect = RowEffect(stage.name, before[row], run.logits[row].clone())
                 run.effects.setdefault(row, []).append(effect)
-        if run.logits is raw:
-            run.logits = raw.clone()
         for row in run.errors:
             run.logits[row] = raw[row]
         return run

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors import registry
 from logprobe.processors.batch import ArgsView, BatchRow
 from logprobe.processors.convert import check_token_ids, keys_of, to_args
@@ -17,6 +17,8 @@ from logprobe.processors.counters import ProcessorCounter
 from logprobe.processors.fields import field_args
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import msgspec
 
     from logprobe.config import EngineConfig
@@ -85,12 +87,27 @@ class Stages:
         """Index of each stage that concerns a request → its typed arguments.
 
         Raises:
-            ParameterError: arguments that nobody takes, or that can never be served.
+            ParameterError: arguments that nobody takes.
         """
-        found = self._field_args(params)
+        return {place: args for place, args, _ in self._asked(params)}
+
+    def check(self, params: Any) -> None:
+        """Raise `ParameterError` where a request's arguments can never be served; from any thread.
+
+        Raises:
+            ProcessorError: a processor's own check failed otherwise than by a `ValueError`.
+        """
+        for place, args, parameter in self._asked(params):
+            self._check(self.ordered[place], args, parameter)
+
+    def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
+        """Index of a stage, its arguments, and the parameter that gave them."""
+        places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
+        for one in field_args(params):
+            yield places[one.processor], one.args, one.parameter
         if params.logits_processors_args:
-            found |= self._custom_args(params.logits_processors_args)
-        return found
+            for place, args in self._custom_args(params.logits_processors_args).items():
+                yield place, args, CUSTOM_PARAMETER
 
     def _append(self, found: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool) -> None:
         name = found.__name__
@@ -104,15 +121,6 @@ class Stages:
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is found
         self.ordered.append(Stage(name, processor, found.Args, is_registered, is_own, is_invariant, counter))
-
-    def _field_args(self, params: Any) -> dict[int, Any]:
-        places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
-        found = {}
-        for one in field_args(params):
-            place = places[one.processor]
-            self._check(self.ordered[place], one.args, one.parameter)
-            found[place] = one.args
-        return found
 
     def _custom_args(self, given: dict[str, Any]) -> dict[int, Any]:
         values = {key: value for key, value in given.items() if value is not None}
@@ -129,8 +137,6 @@ class Stages:
                 found[place] = ArgsView(values)
             elif own and stage.args_type is not None:
                 found[place] = to_args(own, stage.args_type, CUSTOM_PARAMETER)
-            if place in found:
-                self._check(stage, found[place], CUSTOM_PARAMETER)
         return found
 
     def _check(self, stage: Stage, args: Any, parameter: str) -> None:
@@ -142,6 +148,8 @@ class Stages:
             raise ParameterError(parameter, str(error)) from error
         except ValueError as error:
             raise ParameterError(parameter, f"{stage.name}: {error}") from error
+        except Exception as error:
+            raise ProcessorError(stage.name, f"could not check its arguments: {error!r}") from error
 
     def _unknown(self, key: str) -> str:
         registered = ", ".join(f"{stage.name} ({', '.join(stage.keys)})" for stage in self.registered)
