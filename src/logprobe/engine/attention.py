@@ -51,7 +51,7 @@ class KVPool:
             self.values[layer].index_copy_(0, slots, value)
 
     def make_like(self, other: KVPool) -> None:
-        """Take the memory of every layer now, shaped as another pool's, and not in the middle of a request."""
+        """Take the memory of every layer now, shaped as another pool's, not in the middle of a request."""
         for layer, key in other.keys.items():
             self._make(layer, key, other.values[layer])
 

@@ -111,7 +111,8 @@ def _block_maxima_intrinsic(_typing_context: Any, _address: Any, _bound: Any, _o
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         address, bound, out = arguments
         bounds = _in_every_lane(builder, bound)
-        maxima, count = None, ir.IntType(64)(0)
+        maxima: Any = None
+        count: Any = ir.IntType(64)(0)
         for offset in range(0, BLOCK, LANES):
             values = _load_lanes(builder, address, offset)
             bits = builder.bitcast(builder.fcmp_ordered(">", values, bounds), ir.IntType(LANES))
