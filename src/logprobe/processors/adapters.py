@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, final
 
 import torch
 
 from logprobe.config import require
-from logprobe.processors.batch import ArgsView, BatchRow, BatchState, RowKey
+from logprobe.processors.batch import BatchRow, BatchState, RowKey
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
 from logprobe.processors.matchers import allowed_tokens, as_matcher
 
@@ -108,10 +108,8 @@ def adapt_vllm(
     def make(row: BatchRow, model: ModelFacts) -> Rule:
         return _Batched(processor(model, torch.device("cpu"), False), row)
 
-    checked = getattr(processor, "validate_params", None)
-    return _adapted(
-        name or processor.__name__, args, make, None if checked is None else lambda a: checked(_params(a))
-    )
+    own_check = getattr(processor, "validate_params", lambda _: None)
+    return _adapted(name or processor.__name__, args, make, lambda given: own_check(_params(given)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,55 +207,61 @@ class _Batched:
         return self._processor.apply(scores)  # type: ignore[no-any-return]
 
 
+class PerRequestProcessor(LogitsProcessor):
+    """Gives each request a rule of its own, on a private copy of its row."""
+
+    make_rule: ClassVar[MakeRule]
+    own_check: ClassVar[Callable[[Any], object]]
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._model: ModelFacts | None = None
+        self._rows: tuple[BatchRow, ...] = ()
+        self._rules: dict[RowKey, Rule] = {}
+
+    def bind(self, model: ModelFacts) -> None:
+        """Learn the model's facts, which matchers need."""
+        self._model = model
+
+    def check_args(self, args: Any) -> None:
+        """Ask the other library's own validation, where it has one."""
+        type(self).own_check(args)
+
+    def update_state(self, batch: BatchState) -> None:
+        """Make the rules of new rows, and tell every rule what was observed."""
+        assert self._model is not None, "bind comes first"
+        known, self._rules, self._rows = self._rules, {}, batch.rows
+        for row in batch.rows:
+            self._rules[row.key] = known.get(row.key) or type(self).make_rule(row, self._model)
+            self._rules[row.key].observe(row)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Let each rule change its row."""
+        for place, row in enumerate(self._rows):
+            scores = logits[place : place + 1].clone()
+            changed = self._rules[row.key].change(row, scores)
+            if changed.shape != scores.shape:
+                raise ValueError(f"gave a row of shape {tuple(changed.shape)}")
+            logits[place : place + 1] = changed
+        return logits
+
+
 def _adapted(
     name: str,
     args: type[msgspec.Struct] | None,
     make: MakeRule,
-    check: Callable[[Any], object] | None = None,
+    check: Callable[[Any], object] = lambda _: None,
 ) -> type[LogitsProcessor]:
-    """A processor class that gives each request a rule of its own."""
-
-    @final
-    class Adapted(LogitsProcessor):
-        """Runs one instance of another library's processor a request."""
-
-        Args = args
-
-        def __init__(self, config: EngineConfig) -> None:
-            del config
-            self._model: ModelFacts | None = None
-            self._rows: tuple[BatchRow, ...] = ()
-            self._rules: dict[RowKey, Rule] = {}
-
-        def bind(self, model: ModelFacts) -> None:
-            self._model = model
-
-        def check_args(self, args: Any) -> None:
-            if check is not None:
-                check(args)
-
-        def update_state(self, batch: BatchState) -> None:
-            assert self._model is not None, "bind comes first"
-            known, self._rules, self._rows = self._rules, {}, batch.rows
-            for row in batch.rows:
-                self._rules[row.key] = known.get(row.key) or make(row, self._model)
-                self._rules[row.key].observe(row)
-
-        def apply(self, logits: Tensor) -> Tensor:
-            for place, row in enumerate(self._rows):
-                scores = logits[place : place + 1].clone()
-                changed = self._rules[row.key].change(row, scores)
-                if changed.shape != scores.shape:
-                    raise ValueError(f"gave a row of shape {tuple(changed.shape)}")
-                logits[place : place + 1] = changed
-            return logits
-
-    Adapted.__name__ = Adapted.__qualname__ = name
-    return Adapted
+    members = {
+        "__doc__": f"Runs one {name} of another library a request.",
+        "Args": args,
+        "make_rule": staticmethod(make),
+        "own_check": staticmethod(check),
+    }
+    return type(name, (PerRequestProcessor,), members)
 
 
 __all__ = [
-    "ArgsView",
     "BatchUpdate",
     "adapt_callable",
     "adapt_matcher",
