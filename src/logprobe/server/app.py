@@ -17,6 +17,7 @@ from logprobe.server.completions import completions
 from logprobe.server.errors import ApiError
 from logprobe.server.guard import endpoint, failure
 from logprobe.server.next_token import next_token_logprobs
+from logprobe.server.openapi import document
 from logprobe.server.responses import create_response, delete_response, get_response
 from logprobe.server.score import score
 from logprobe.server.service import Service
@@ -64,11 +65,17 @@ def create_app(
     `processors` are the logits processors that the engine was started with.
     """
     service = Service(model, settings, processors)
-    app = FastAPI(title="logprobe", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="logprobe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     for method, path, handler in ROUTES:
         serve = endpoint(path, handler, service, is_open=path in OPEN)
         app.router.add_route(path, serve, methods=[method])
+
+    async def described(_: HttpRequest, __: Service) -> Response:
+        """Give this interface as an OpenAPI document."""
+        return facts.json_reply(document(ROUTES))
+
+    app.router.add_route("/openapi.json", endpoint("/openapi.json", described, service), methods=["GET"])
 
     async def not_routed(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -1,0 +1,74 @@
+"""The interface as an OpenAPI document, made from the typed bodies and the route table.
+
+Before it: `bodies` and `app.ROUTES`. After it: `GET /openapi.json` and docs/openapi.json.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from logprobe import __version__
+from logprobe.server import bodies, schemas
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {
+    "/v1/chat/completions": bodies.ChatBody,
+    "/v1/completions": bodies.CompletionBody,
+    "/v1/responses": bodies.ResponsesBody,
+    "/v1/score": bodies.ScoreBody,
+    "/v1/next_token_logprobs": bodies.NextTokenBody,
+    "/tokenize": bodies.TokenizeBody,
+    "/detokenize": bodies.DetokenizeBody,
+    "/v1/tokenize": bodies.TokenizeBody,
+    "/v1/detokenize": bodies.DetokenizeBody,
+}
+_REF: Final = "#/components/schemas/{name}"
+
+
+def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """The whole document."""
+    _, parts = msgspec.json.schema_components(set(BODIES.values()), ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for method, path, handler in routes:
+        told = (handler.__doc__ or "").strip().split("\n")[0]
+        template = path.replace(":path", "")
+        paths.setdefault(template, {})[method.lower()] = _operation(method, template, told)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "logprobe", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": parts | schemas.COMPONENTS,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(method: str, path: str, told: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "summary": told,
+        "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
+        "responses": {
+            "200": {"description": "What was asked for.", "content": schemas.contents(method, path)},
+            "default": {
+                "description": "A failure; the message says what to change.",
+                "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
+            },
+        },
+    }
+    if path in BODIES and method == "POST":
+        schema = {"$ref": _REF.format(name=BODIES[path].__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    names = re.findall(r"{(\w+)}", path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    return operation

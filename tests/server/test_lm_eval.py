@@ -1,0 +1,151 @@
+"""lm-evaluation-harness over HTTP finds the scores of its own in-process model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.models import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HARNESS = Path(__file__).parents[2] / ".rivals/lm_eval/bin/lm_eval"
+TOLERANCE = 1e-3
+
+pytestmark = pytest.mark.skipif(
+    not HARNESS.exists(), reason="lm-eval has an environment of its own: `make rivals` builds it"
+)
+
+CHOICES = {
+    "task": "local_choices",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+ROLLING = {
+    "task": "local_rolling",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+}
+QUESTIONS = [
+    ("Question: What colour is the sky on a clear day?\nAnswer:", ["blue", "green", "a dog"], 0),
+    ("Question: Which animal barks?\nAnswer:", ["the cat", "the dog", "the fish"], 1),
+    ("Question: How many legs does a cat have?\nAnswer:", ["two", "three", "four"], 2),
+    ("Question: What do bees make?\nAnswer:", ["honey", "milk and the", "stones"], 0),
+    ("Question: Where do fish live?\nAnswer:", ["in the water", "on the moon"], 0),
+    ("Question: What is frozen water called?\nAnswer:", ["ice", "fire", "sand é"], 0),
+]
+TEXT = " ".join(question.split("\n")[0].removeprefix("Question: ") for question, _, _ in QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a multiple-choice task and a perplexity task on local files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS]
+    documents = [{"text": TEXT}, {"text": f"The dog and the cat. {TEXT}"}, {"text": "One é."}]
+    for task, lines in ((CHOICES, rows), (ROLLING, documents)):
+        data = folder / f"{task['task']}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        # JSON is YAML.
+        (folder / f"{task['task']}.yaml").write_text(json.dumps({**source, "test_split": "test", **task}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluate(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Run the harness; every request's own score, and the metrics."""
+
+    def run(model: str, arguments: str, *flags: str, names: str = "local_choices,local_rolling") -> Any:
+        out = tmp_path_factory.mktemp("out")
+        quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [HARNESS, "run", "--model", model, "--model_args", arguments, "--tasks", names]
+        options = ["--include_path", tasks, "--output_path", out, "--log_samples", *flags]
+        done = subprocess.run(
+            [*command, *options], env=os.environ | quiet, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (found,) = out.rglob("results_*.json")
+        samples = {
+            path.name.split("_2")[0]: [
+                json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()
+            ]
+            for path in out.rglob("samples_*.jsonl")
+        }
+        return {"metrics": json.loads(found.read_text())["results"], "samples": samples}
+
+    return run
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    for task, metrics in want["metrics"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert got["metrics"][task][name] == pytest.approx(value, abs=TOLERANCE, rel=1e-3), (
+                    task,
+                    name,
+                )
+    for task, samples in want["samples"].items():
+        for mine, theirs in zip(got["samples"][task], samples, strict=True):
+            assert_same_scores(mine, theirs)
+
+
+def assert_same_scores(mine: Any, theirs: Any) -> None:
+    """Numbers alike, greediness equal, through whatever lists they are nested in."""
+    if isinstance(theirs, list):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same_scores(one, other)
+    elif theirs in {"True", "False"}:
+        assert mine == theirs
+    else:
+        assert float(mine) == pytest.approx(float(theirs), abs=TOLERANCE, rel=1e-5)
+
+
+def over_http(server: Any, limit: int, *more: str) -> str:
+    base = f"model={server.service.model_name},base_url={server.url}/v1/completions"
+    return ",".join([base, f"max_length={limit + 2}", *more])
+
+
+def test_a_tiny_model_scores_alike_in_process_and_over_http(
+    server: Any, tiny_model_folder: Path, evaluate: Callable[..., Any]
+) -> None:
+    # Its HTTP client puts no BOS before a context; its own model follows the tokenizer unless told.
+    hf = f"pretrained={tiny_model_folder},dtype=float32,add_bos_token=False"
+    want = evaluate("hf", hf, "--device", "cpu")
+    limit = server.service.capabilities.max_model_len
+    # The client takes a BOS of id 0 for none; told by name, it is heard.
+    asked = over_http(server, limit, "num_concurrent=4", "custom_prefix_token_id=0")
+    got = evaluate("local-completions", asked, "--batch_size", "4")
+    assert_same(got, want)
+
+
+def test_the_gguf_client_scores_alike(
+    server: Any, tiny_model_folder: Path, evaluate: Callable[..., Any]
+) -> None:
+    hf = f"pretrained={tiny_model_folder},dtype=float32"
+    want = evaluate("hf", hf, "--device", "cpu", names="local_choices")
+    got = evaluate("gguf", f"base_url={server.url}", names="local_choices")
+    assert_same(got, want)
+
+
+@pytest.mark.real_model
+def test_a_real_model_scores_alike_in_process_and_over_http(
+    real_server: Any, evaluate: Callable[..., Any]
+) -> None:
+    folder = resolve("smollm2").folder
+    want = evaluate("hf", f"pretrained={folder},dtype=float32", "--device", "cpu")
+    limit = real_server.service.capabilities.max_model_len
+    got = evaluate("local-completions", over_http(real_server, limit), "--batch_size", "4")
+    assert_same(got, want)

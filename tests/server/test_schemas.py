@@ -1,0 +1,204 @@
+"""Replies against the published shapes; whatever is sent, the answer is 2xx or a 4xx that says why."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from logprobe.server.app import ROUTES
+from logprobe.server.openapi import BODIES, document
+
+ROOT = Path(__file__).parents[2]
+MESSAGES = [{"role": "user", "content": "the cat é 🐈"}]
+EXTENDED = {
+    "entropy": True,
+    "logprob_token_ids": [3, 4],
+    "return_token_ids": True,
+    "prompt_logprobs": 2,
+    "logprobs_mode": "both",
+    "explain": True,
+    "logit_bias": {"5": -100, "6": 3.5},
+    "temperature": 0.7,
+    "top_k": 5,
+}
+NUM_BODIES = 2000
+
+
+@pytest.fixture(scope="session")
+def schema() -> Any:
+    """Make the validator of one component."""
+    whole = document(ROUTES)
+
+    def validator(name: str) -> Any:
+        return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", **whole})
+
+    return validator
+
+
+def post(server: Any, path: str, body: dict[str, Any]) -> str:
+    reply = httpx.post(server.url + path, json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert "NaN" not in reply.text
+    assert "Infinity" not in reply.text
+    return reply.text
+
+
+def chunks_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("extra", [{}, EXTENDED], ids=["plain", "extended"])
+def test_replies_have_the_published_shapes(server: Any, schema: Any, extra: dict[str, Any]) -> None:
+    chat = {"messages": MESSAGES, "max_tokens": 8, "logprobs": True, "top_logprobs": 4, **extra}
+    text = {"prompt": ["the cat", "a"], "max_tokens": 8, "logprobs": 4, "n": 2, **extra}
+    schema("ChatCompletion").validate(json.loads(post(server, "/v1/chat/completions", chat)))
+    schema("Completion").validate(json.loads(post(server, "/v1/completions", text)))
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in chunks_of(post(server, "/v1/chat/completions", chat | usage)):
+        schema("ChatCompletionChunk").validate(chunk)
+    for chunk in chunks_of(post(server, "/v1/completions", text | usage)):
+        schema("Completion").validate(chunk)
+
+
+def test_other_replies_have_their_shapes(server: Any, schema: Any) -> None:
+    include = ["message.output_text.logprobs"]
+    asked = {"input": "the cat", "max_output_tokens": 4, "include": include, "top_logprobs": 2}
+    schema("Response").validate(json.loads(post(server, "/v1/responses", asked)))
+    schema("Scores").validate(
+        json.loads(post(server, "/v1/score", {"context": "a", "continuations": ["b", " c"]}))
+    )
+    echo = {"prompt": "the cat", "max_tokens": 0, "logprobs": 0, "echo": True}
+    schema("Completion").validate(json.loads(post(server, "/v1/completions", echo)))
+    schema("Models").validate(server.get("/v1/models").json())
+    schema("Error").validate(server.post("/v1/completions").json())
+
+
+def test_the_published_document_is_the_servers_own() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs/openapi_json.py"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(made.stdout) == json.loads((ROOT / "docs/openapi.json").read_text())
+
+
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    10**6,
+    2**31,
+    10**30,
+    -0.5,
+    0.3,
+    1e308,
+    "",
+    "a",
+    "the cat",
+    "é🐈\u0000",
+    "\ud800",
+    [],
+    [1],
+    [[1, 2], [3]],
+    ["a", 1],
+    [None],
+    [[]],
+    {},
+    {"a": 1},
+    {"5": 3},
+    {"5": "x"},
+    {"-1": 1},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+    {"type": "regex", "regex": "("},
+    {"include_usage": True},
+    MESSAGES,
+    [{"role": "user"}],
+    [{"role": "x", "content": [{"type": "text", "text": "a"}]}],
+]
+
+
+def random_body(draw: random.Random, fields: list[str], needed: dict[str, Any]) -> dict[str, Any]:
+    body = dict(needed)
+    for name in draw.sample(fields, draw.randint(0, min(4, len(fields)))):
+        body[name] = draw.choice(VALUES)
+    if draw.random() < 0.1:
+        body.pop(draw.choice(list(body)), None)
+    if draw.random() < 0.05:
+        body["no_such_field"] = draw.choice(VALUES)
+    return body
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
+    "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
+    "/v1/score": {"context": "a", "continuations": ["b"]},
+    "/v1/next_token_logprobs": {"prompts": ["a"]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+
+
+def test_no_body_makes_the_server_fail(server: Any, schema: Any) -> None:
+    draw = random.Random(0)  # noqa: S311 - chooses test inputs
+    error = schema("Error")
+    statuses: set[int] = set()
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for _ in range(NUM_BODIES):
+            path = draw.choice(list(NEEDED))
+            fields = list(BODIES[path].__struct_fields__)
+            body = random_body(draw, fields, NEEDED[path])
+            reply = client.post(path, content=json.dumps(body).encode())
+            statuses.add(reply.status_code)
+            assert reply.status_code < 500, (path, body, reply.text)
+            if reply.status_code >= 400:
+                error.validate(reply.json())
+                assert reply.json()["error"]["message"]
+            elif "text/event-stream" in reply.headers["content-type"]:
+                assert '"error"' not in reply.text, (path, body, reply.text)
+    assert {200, 400} <= statuses
+    server.llm.engine._engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000])
+def test_what_is_no_json_object_is_a_400(server: Any, data: bytes) -> None:
+    for path in NEEDED:
+        reply = httpx.post(server.url + path, content=data)
+        assert reply.status_code == 400, (path, reply.text)
+        assert reply.json()["error"]["code"]
+
+
+def test_schemathesis_finds_no_reply_that_breaks_the_document(server: Any) -> None:
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    whole = schemathesis.openapi.from_dict(document(ROUTES))
+    for operation in whole.get_all_operations():
+        found = operation.ok()
+
+        @given(case=found.as_strategy())
+        @settings(
+            max_examples=10,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        def holds(case: Any) -> None:
+            reply = case.call(base_url=server.url, timeout=60)
+            assert reply.status_code < 500, (case.path, case.body, reply.text)
+
+        holds()
