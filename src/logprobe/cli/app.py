@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from logprobe import __version__
+from logprobe.cli.chat import chat
 from logprobe.cli.generate import generate
 from logprobe.cli.info import info
 from logprobe.cli.models import app as models
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command()(score)
 app.command()(generate)
 app.command()(info)
+app.command()(chat)
 app.command()(serve)
 app.add_typer(models)
 app.add_typer(processors)
