@@ -30,13 +30,10 @@ def nodes(path: Path) -> Iterator[ast.AST]:
 
 
 def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body, without signature and docstring."""
     assert function.end_lineno is not None
-    length = function.end_lineno - function.lineno + 1
-    if ast.get_docstring(function) is None:
-        return length
-    docstring = function.body[0]
-    assert docstring.end_lineno is not None
-    return length - (docstring.end_lineno - docstring.lineno + 1)
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
 
 
 def is_swallowed(handler: ast.ExceptHandler) -> bool:

@@ -98,6 +98,18 @@ def _pack(values: tl.tensor, ids: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _absorb(values: tl.tensor, greatest: tl.tensor, total: tl.tensor, products: tl.tensor) -> tl.tensor:
+    """Greatest value, sum of e**d and sum of d * e**d (d = value - greatest) with one more block."""
+    highest = tl.maximum(greatest, tl.max(values))
+    reference = tl.where(highest == float("-inf"), 0.0, highest)
+    d = tl.where(values == float("-inf"), -1e4, values - reference)  # a NaN stays
+    e = tl.exp(d)
+    shift = tl.where(greatest == float("-inf"), 0.0, greatest - reference).to(tl.float64)
+    products = (products + shift * total) * tl.exp(shift) + tl.sum(d * e).to(tl.float64)
+    return highest, total * tl.exp(shift) + tl.sum(e).to(tl.float64), products
+
+
+@triton.jit
 def _rows_kernel(  # noqa: PLR0913, PLR0915, PLR0917 (a kernel's arrays cannot be grouped)
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -129,14 +141,7 @@ def _rows_kernel(  # noqa: PLR0913, PLR0915, PLR0917 (a kernel's arrays cannot b
         ids = start + tl.arange(0, block)
         values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         count += tl.sum((values > chosen).to(tl.int32))
-        highest = tl.maximum(greatest, tl.max(values))
-        reference = tl.where(highest == float("-inf"), 0.0, highest)
-        d = tl.where(values == float("-inf"), -1e4, values - reference)  # a NaN stays
-        e = tl.exp(d)
-        shift = tl.where(greatest == float("-inf"), 0.0, greatest - reference).to(tl.float64)
-        products = (products + shift * total) * tl.exp(shift) + tl.sum(d * e).to(tl.float64)
-        total = total * tl.exp(shift) + tl.sum(e).to(tl.float64)
-        greatest = highest
+        greatest, total, products = _absorb(values, greatest, total, products)
         if top > 0:
             pairs = tl.where(ids < vocab_size, _pack(values, ids), NOTHING)
             if tl.max(pairs) > tl.min(best):
@@ -156,9 +161,11 @@ def _rows_kernel(  # noqa: PLR0913, PLR0915, PLR0917 (a kernel's arrays cannot b
         columns = tl.arange(0, top)
         wanted = columns < tl.load(num_logprobs + row)
         top_ids = tl.where(is_valid, tl.where(wanted, LOW_BITS - (best & LOW_BITS), 0), 0)
-        top_values = tl.load(base + top_ids).to(tl.float32)
-        tl.store(token_ids + row * width + 1 + columns, top_ids.to(tl.int32), mask=wanted)
-        tl.store(logprobs + row * width + 1 + columns, (top_values - lse).to(tl.float32), mask=wanted)
+        places = row * width + 1 + columns
+        tl.store(token_ids + places, top_ids.to(tl.int32), mask=wanted)
+        tl.store(
+            logprobs + places, (tl.load(base + top_ids).to(tl.float32) - lse).to(tl.float32), mask=wanted
+        )
 
 
 @triton.jit

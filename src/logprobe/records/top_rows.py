@@ -97,8 +97,6 @@ class TopRows:
         per_outside = self._outside_ids.row_nbytes() + self._outside_logprobs.row_nbytes()
         return (self.num_rows - self.num_none) * per_row + self.num_outside * per_outside
 
-    # -- writing -----------------------------------------------------------------------------------------
-
     def append(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
         """Add rows (n, k + 1), column 0 chosen, if this form holds them exactly; say whether it did.
 
@@ -179,8 +177,6 @@ class TopRows:
             self._outside_ids.write(before, ids[places])
             self._outside_logprobs.write(before, logprobs[places])
             self.num_outside += len(places)
-
-    # -- reading -----------------------------------------------------------------------------------------
 
     def key(self, row: int) -> RowKey:
         """Where the chosen token of a row stands."""
@@ -394,8 +390,8 @@ def _flatten(rows: TopColumns, *, repeats_chosen: bool) -> tuple[Array, Array, A
     """Public columns of n rows: the chosen token, then the k best by rank."""
     n, k = rows.top_ids.shape
     ids, logprobs, _ = rows.joined()
-    ranks = np.empty((n, k + 1), np.int64)
-    ranks[:, 0], ranks[:, 1:] = rows.chosen_ranks, np.arange(1, k + 1)
+    others = np.broadcast_to(np.arange(1, k + 1), (n, k))
+    ranks = np.concatenate([rows.chosen_ranks[:, None], others], axis=1)
     if repeats_chosen:
         return ids.ravel(), logprobs.ravel(), ranks.ravel()
     is_shown = np.arange(k + 1) != (rows.places + 1)[:, None]
