@@ -32,7 +32,8 @@ _ACTIVATIONS: Final = {
     "GELUTanh": ("gelu", "tanh"),
     "GELUActivation": ("gelu", "none"),
 }
-_product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - the operator that torch's own compiler emits
+# The operator that torch's own compiler emits; a torch built without oneDNN lacks it, and none calls it.
+_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 class PackedLinear(nn.Module):
@@ -97,7 +98,7 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
         ParameterError: a layout was asked for that the device or the dtype does not allow.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    is_packable = bool(linears) and can_pack(linears[0].weight)
+    is_packable = bool(linears) and all(can_pack(linear.weight) for linear in linears)
     if weights in {"packed", "int8"} and not is_packable:
         raise ParameterError("weights", f"{weights} needs float32 on a CPU with oneDNN; use auto or plain")
     if weights != "auto":
@@ -139,7 +140,10 @@ def as_packed_norm(module: Any) -> PackedNorm | None:
     """The packed form of a norm, where one of its two usual forms gives the module's own result."""
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "weight"):
         return None
-    x = torch.linspace(-3, 3, module.weight.numel(), dtype=module.weight.dtype)[None]
+    if not can_pack(module.weight):
+        return None
+    x = torch.linspace(-3, 3, module.weight.numel())
+    x = torch.stack([x, x / 1000])  # in the second row epsilon counts
     for packed in (PackedNorm(module, offset=0.0), PackedNorm(module, offset=1.0)):
         if torch.allclose(packed(x), module(x), rtol=1e-5, atol=1e-5):
             return packed

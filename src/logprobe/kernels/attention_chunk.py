@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 QUERY_BLOCK = 128
 ITEM_ROWS = 8
 NO_WINDOW = 1 << 30
-_product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001 - the operator that torch's own compiler emits
+# The operator that torch's own compiler emits; a torch built without oneDNN lacks it, and none calls it.
+_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def can_attend_chunks() -> bool:
