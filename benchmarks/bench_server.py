@@ -1,0 +1,219 @@
+"""This measures 32 chat streams at once over HTTP, 20 logprobs a token, beside the same work in process.
+
+Rates are all generated tokens over the time from the first request to the last stream's end. A gap is the
+time between two arrivals of one stream; its 99th percentile is held against the median gap.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from harness import OURS, Arena, Figure, Target, alternate, parse_options, publish
+from process import ENVIRONMENTS, RIVALS, THREADS, RivalError
+
+TOP = 20
+NUM_STREAMS = 32
+NUM_TOKENS = 48
+IN_PROCESS = "in process"
+VLLM_SERVER = "vllm server"
+START_LIMIT_S = 240
+WEIGHTS = "packed"  # the same in both: `auto` is decided by a measurement at each start
+TOPICS = ("lighthouses", "rivers", "bread", "clocks", "bees", "maps", "bridges", "snow")
+
+
+@dataclass
+class Served:
+    """An HTTP server in a process of its own."""
+
+    url: str
+    model: str
+    gaps_ms: list[float] = field(default_factory=list)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """One JSON request."""
+        request = urllib.request.Request(  # noqa: S310 - always our own address
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as reply:  # noqa: S310
+            return json.load(reply)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(command: list[str], port: int, model: str, environment: Mapping[str, str]) -> Iterator[Served]:
+    """Start a server, wait until it is well, and end it with all its children."""
+    log = (ENVIRONMENTS / "server.log").open("ab")
+    common = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, env=os.environ | common | environment, stdout=log, stderr=log, start_new_session=True
+    )
+    served = Served(f"http://127.0.0.1:{port}", model)
+    try:
+        _await_health(served, process)
+        yield served
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.close()
+
+
+def _await_health(served: Served, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RivalError(f"{served.url}: the server ended with code {process.returncode} at its start")
+        try:
+            with urllib.request.urlopen(f"{served.url}/health", timeout=5):  # noqa: S310
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise RivalError(f"{served.url}: the server was not ready in {START_LIMIT_S} s")
+
+
+def conversations(number: int) -> list[list[dict[str, str]]]:
+    """One conversation a stream, none of which is asked twice."""
+    return [
+        [{"role": "user", "content": f"{number}.{stream} Tell me about {TOPICS[stream % len(TOPICS)]}."}]
+        for stream in range(NUM_STREAMS)
+    ]
+
+
+def stream_rate(served: Served, num_tokens: int, number: int) -> float:
+    """Tokens a second over all streams of one round."""
+    bodies = [
+        {
+            "model": served.model,
+            "messages": messages,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": True,
+            "top_logprobs": TOP,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for messages in conversations(number)
+    ]
+    start = time.perf_counter()
+    ends = asyncio.run(_run_all(served, bodies))
+    spent = time.perf_counter() - start
+    for _, times in ends:
+        served.gaps_ms += [1e3 * (b - a) for a, b in pairwise(times[1:])]
+    return sum(count for count, _ in ends) / spent
+
+
+async def _run_all(served: Served, bodies: list[dict[str, Any]]) -> list[tuple[int, list[float]]]:
+    return await asyncio.gather(*(_follow(served, body) for body in bodies))
+
+
+async def _follow(served: Served, body: dict[str, Any]) -> tuple[int, list[float]]:
+    """Read one stream with as little work as can be; its tokens, and when its data came."""
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode() + data)
+    times, tail = [], b""
+    while chunk := await reader.read(1 << 18):
+        times.append(time.perf_counter())
+        tail = (tail + chunk)[-4096:]
+    writer.close()
+    found = re.search(rb'"completion_tokens": ?(\d+)', tail)
+    if found is None or int(found[1]) != body["max_tokens"]:
+        raise RivalError(f"{served.url}: a stream ended early: {tail[-300:]!r}")
+    return int(found[1]), times
+
+
+def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) -> float:
+    """Tokens a second of the same prompts through `LLM.generate`."""
+
+    def inputs(seed: int) -> list[dict[str, Any]]:
+        ids = [ours.post("/tokenize", {"messages": one})["tokens"] for one in conversations(seed)]
+        return [{"prompts": ids, "new_tokens": num_tokens, "logprobs": TOP}]
+
+    job = arena.ask((OURS, "default"), "decode", inputs(number), options={"weights": WEIGHTS})
+    (spent,) = job["timings_s"]
+    return NUM_STREAMS * num_tokens / float(spent)
+
+
+def our_command(folder: Path, port: int) -> list[str]:
+    """Our server, its weights laid out as in the process beside it."""
+    program = str(Path(sys.executable).with_name("logprobe"))
+    return [program, "serve", str(folder), "--port", str(port), "--model-name", "m", "--weights", WEIGHTS]
+
+
+def vllm_command(folder: Path, port: int) -> list[str]:
+    """VLLM's server, compiled, with the logprobs it needs let through."""
+    entry = [str(RIVALS["vllm"].python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    given = ["--port", str(port), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"]
+    return [*entry, *given, "--max-logprobs", str(TOP)]
+
+
+def main() -> None:
+    """Race the servers."""
+    options = parse_options(__doc__ or "")
+    num_tokens = 4 if options.is_smoke else NUM_TOKENS
+    with Arena(options) as arena, contextlib.ExitStack() as stack:
+        port = free_port()
+        ours = stack.enter_context(serving(our_command(arena.model_folder, port), port, "m", {}))
+        contestants = {
+            OURS: partial(stream_rate, ours, num_tokens),
+            IN_PROCESS: partial(in_process_rate, arena, ours, num_tokens),
+        }
+        if "vllm" in options.rivals and RIVALS["vllm"].is_installed:
+            port = free_port()
+            command, environment = vllm_command(arena.model_folder, port), RIVALS["vllm"].environment
+            theirs = stack.enter_context(serving(command, port, "m", environment))
+            contestants[VLLM_SERVER] = partial(stream_rate, theirs, num_tokens)
+        for number, measure in enumerate(contestants.values()):
+            measure(1000 + number)  # warm-up
+        ours.gaps_ms.clear()
+        samples, notes = alternate(contestants, options.rounds)
+    publish(Path(__file__).stem, figures(samples, ours.gaps_ms, [*notes, *arena.missing("vllm")]), options)
+
+
+def figures(samples: Mapping[str, list[float]], gaps_ms: list[float], notes: list[str]) -> list[Figure]:
+    """The rates and the evenness of our streams."""
+    targets = [Target(against=IN_PROCESS, at_least=0.9), Target(against=VLLM_SERVER, at_least=2.0)]
+    name = f"chat streams, {NUM_STREAMS} at once, logprobs {TOP}"
+    rate = Figure(name=name, unit="tokens/s", better="higher", samples=samples, targets=targets, notes=notes)
+    spread = statistics.quantiles(gaps_ms, n=100)[98] / statistics.median(gaps_ms)
+    evenness = Figure(
+        name=f"{name}: 99th percentile of gaps over their median",
+        unit="x",
+        better="lower",
+        samples={OURS: [spread]},
+        targets=[Target(at_most=3.0)],
+    )
+    return [rate, evenness]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Every example of docs/api.md runs, and the page names every route and every field without effect."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+
+from logprobe.server import ServerSettings
+from logprobe.server.app import ROUTES
+from logprobe.server.fields import NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from logprobe import LLM
+
+PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+SHELL = [code for code in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if code.startswith("curl")]
+PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llm: LLM) -> Iterator[str]:
+    """The tiny Llama served."""
+    import uvicorn
+
+    from logprobe.engine.start import LoadedModel
+    from logprobe.server.app import create_app
+    from logprobe.server.run import uvicorn_config
+
+    settings = ServerSettings(model_name="tiny")
+    app = create_app(LoadedModel(tiny_llm.engine, tiny_llm.text), settings)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn_config(app, settings))
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize("code", SHELL, ids=lambda code: code.split()[2].removeprefix("$URL"))
+def test_a_curl_example_is_answered(url: str, code: str, tmp_path: Path) -> None:
+    script = f"URL={url}\n" + code.replace("curl -s", "curl -sS --fail-with-body")
+    done = subprocess.run(
+        ["sh", "-e"], input=script, capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_a_python_example_runs(url: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    names: dict[str, Any] = {"client": client, "url": url, "model": "tiny"}
+    exec(code, names)  # noqa: S102 - our own page
+    assert capsys.readouterr().out
+
+
+def test_the_page_names_every_route_and_field() -> None:
+    for _, path, _ in ROUTES:
+        plain = re.sub(r"/?{.*", "", path).removeprefix("/v1")
+        assert plain in PAGE, path
+    for name in (*NO_EFFECT, *NEUTRAL):
+        assert f"`{name}`" in PAGE or name == "response_format", name
+    openai_own = {"n", "best_of", "temperature", "top_p", "seed", "stop", "logit_bias", "response_format"}
+    penalties = {"presence_penalty", "frequency_penalty"}
+    for name in set(SAMPLING_FIELDS) - openai_own - penalties:
+        assert f"`{name}`" in PAGE, name
