@@ -200,15 +200,14 @@ def test_a_stream_holds_what_the_whole_reply_holds(server: Any, echo: bool) -> N
             assert list(chain(*(one["logprobs"][name] for one in told))) == choice["logprobs"][name]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5])
 def test_offsets_stay_exact_where_a_stop_string_cuts_a_token(client: Any, seed: int) -> None:
     free = create(client, seed=seed, max_tokens=30, logprobs=0).choices[0]
     long = [
         place for place, token in enumerate(free.logprobs.tokens) if len(token) > 1 and "\\x" not in token
     ]
     inside = [place for place in long if place > 2]
-    if not inside:
-        pytest.skip("no token of two characters was drawn")
+    assert inside, "choose a seed that draws a token of two characters"
     stop = free.logprobs.tokens[inside[0]][1:]
     cut = create(client, seed=seed, max_tokens=30, logprobs=0, stop=stop).choices[0]
     assert cut.text == free.text[: free.text.index(stop)]
