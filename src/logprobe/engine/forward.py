@@ -91,7 +91,7 @@ class NativeForward:
     @torch.inference_mode()
     def _quantise(self, files: ModelFiles) -> None:
         """Turn the weights to 8 bits, calibrated by the plain forward pass on a short text."""
-        token_ids = np.array(load_tokenizer(files).encode(CALIBRATION_TEXT))
+        token_ids = np.array(load_tokenizer(files).encode(CALIBRATION_TEXT)[: self.context_len])
         positions = np.arange(len(token_ids))
         slots = torch.from_numpy(positions)
         plan = AttentionPlan(KVPool(len(slots)), slots, [Chunk(0, len(slots), slots)], None)

@@ -1,0 +1,272 @@
+"""The forward pass in each layout of the weights, and the models that it refuses at load."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
+
+from logprobe.config import EngineConfig
+from logprobe.engine import forward as forward_module
+from logprobe.engine.forward import NativeForward
+from logprobe.engine.head import OutputHead
+from logprobe.engine.int8_weights import Int8Linear
+from logprobe.engine.scheduler import Span, StepPlan
+from logprobe.engine.weights import PackedGatedMLP, PackedLinear, PackedNorm
+from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.models import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOLERANCE = 1e-4
+MEAN_KL = 2e-2  # nats; random weights leave rounding nothing to hide behind
+KINDS = ["llama", "gemma2"]
+LENGTHS = [1, 3, 33, 70]
+
+
+class Runner:
+    """Prompts through a forward pass, step by step, each prompt in slots of its own."""
+
+    def __init__(self, folder: Path, weights: str) -> None:
+        config = EngineConfig(model=str(folder), weights=weights, kv_bytes=1 << 19)
+        self.forward = NativeForward(config, resolve(str(folder)))
+
+    def hidden(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> list[torch.Tensor]:
+        """Hidden rows of each prompt, all in one batch; a step runs up to `split` tokens of each."""
+        ends = np.cumsum([len(ids) for ids in prompts])
+        slots = [
+            np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)
+        ]
+        request = SimpleNamespace(adapter=None)
+        sequences: list[Any] = [
+            SimpleNamespace(token_ids=ids, slots=own, request=request)
+            for ids, own in zip(prompts, slots, strict=True)
+        ]
+        for start in range(0, max(map(len, prompts)), split):
+            spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
+            self.forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]))
+        return [self.forward.hidden_rows(own) for own in slots]
+
+    @torch.inference_mode()
+    def logits(self, prompts: list[np.ndarray[Any, Any]], *, split: int = 1000) -> torch.Tensor:
+        """(tokens of all prompts, vocabulary)."""
+        return self.forward.head(torch.cat(self.hidden(prompts, split=split)))
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model_folder: Path, tiny_window_folder: Path) -> dict[str, Path]:
+    return {"llama": tiny_model_folder, "gemma2": tiny_window_folder}
+
+
+@pytest.fixture(scope="module")
+def runner(folders: dict[str, Path]) -> Callable[[str, str], Runner]:
+    made: dict[tuple[str, str], Runner] = {}
+
+    def make(kind: str, weights: str) -> Runner:
+        if (kind, weights) not in made:
+            made[kind, weights] = Runner(folders[kind], weights)
+        return made[kind, weights]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, 280, length).astype(np.int32) for length in LENGTHS]
+
+
+def classes(runner: Runner) -> set[type]:
+    return {type(module) for module in runner.forward.model.modules()}
+
+
+@pytest.mark.parametrize("split", [1000, 20, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_give_the_numbers_of_plain_ones(
+    runner: Callable[[str, str], Runner], prompts: Any, kind: str, split: int
+) -> None:
+    plain, packed = runner(kind, "plain"), runner(kind, "packed")
+    assert {PackedLinear, PackedGatedMLP, PackedNorm} <= classes(packed)
+    assert not {PackedLinear, PackedGatedMLP, PackedNorm} & classes(plain)
+    torch.testing.assert_close(
+        packed.logits(prompts, split=split), plain.logits(prompts), rtol=0, atol=TOLERANCE
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_weights_give_the_numbers_of_transformers(
+    runner: Callable[[str, str], Runner], folders: dict[str, Path], prompts: Any, kind: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation="eager").eval()
+    want = torch.cat([model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in prompts])
+    torch.testing.assert_close(runner(kind, "plain").logits(prompts), want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_weights_stay_near_plain_ones(
+    runner: Callable[[str, str], Runner], prompts: Any, kind: str
+) -> None:
+    int8 = runner(kind, "int8")
+    assert {Int8Linear, PackedNorm} <= classes(int8)
+    want = runner(kind, "plain").logits(prompts).double().log_softmax(-1)
+    got = int8.logits(prompts).double().log_softmax(-1)
+    kl = (want.exp() * (want - got)).sum(-1)
+    assert 0 < kl.mean() < MEAN_KL
+
+
+@pytest.mark.parametrize("weights", ["plain", "packed", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_same_numbers_alone_and_in_a_batch(
+    runner: Callable[[str, str], Runner], prompts: Any, kind: str, weights: str
+) -> None:
+    runs = runner(kind, weights)
+    together = runs.hidden(prompts)
+    for ids, rows in zip(prompts, together, strict=True):
+        torch.testing.assert_close(runs.hidden([ids])[0], rows, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_rows_have_the_same_bits_whatever_runs_beside_them(
+    runner: Callable[[str, str], Runner], prompts: Any, kind: str
+) -> None:
+    runs = runner(kind, "int8")
+    first, other = prompts[2], prompts[3]
+    rows = runs.hidden([first, other])[0]
+    assert torch.equal(runs.hidden([first, other[::-1].copy()])[0], rows)
+
+
+def test_only_the_linear_layers_of_the_decoder_turn_to_8_bits(runner: Callable[[str, str], Runner]) -> None:
+    model = runner("llama", "int8").forward.model
+    assert type(model.lm_head) is PackedLinear
+    kinds = [type(module) for module in model.base_model.modules()]
+    assert kinds.count(Int8Linear) == 7 * model.config.num_hidden_layers
+    assert torch.nn.Linear not in kinds
+
+
+def test_a_calibration_text_longer_than_the_context_is_cut(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    own = NativeForward._forward
+
+    def noted(self: NativeForward, token_ids: Any, positions: Any, attention: Any) -> Any:
+        lengths.append(len(token_ids))
+        return own(self, token_ids, positions, attention)
+
+    monkeypatch.setattr(NativeForward, "_forward", noted)
+    runs = Runner(folders["llama"], "int8")
+    assert max(lengths) == runs.forward.context_len
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("weights", ["plain", "packed"])
+def test_the_head_squashes_logits_as_the_model_does(
+    runner: Callable[[str, str], Runner], weights: str
+) -> None:
+    forward = runner("gemma2", weights).forward
+    hidden = 5 * torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    cap = forward.model.config.final_logit_softcapping
+    want = torch.tanh(forward.model.lm_head(hidden) / cap) * cap
+    got = forward.head(hidden)
+    assert torch.equal(got, want)
+    assert got.abs().max() > 0.9 * cap, "rows that the cap does not bend prove nothing"
+
+
+@torch.inference_mode()
+def test_the_head_leaves_the_model_as_it_is(folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    ids = torch.arange(9)[None]
+    want = model(ids)
+    decoder = model.base_model
+    got = OutputHead(model)(decoder(ids).last_hidden_state[0])
+    assert model.base_model is decoder
+    torch.testing.assert_close(got, want.logits[0])
+    assert torch.equal(model(ids).logits, want.logits)
+
+
+@pytest.mark.parametrize("weights", ["plain", "packed"])
+def test_a_model_that_scales_its_scores_by_itself_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    own = forward_module.pooled_attention
+
+    def off_by_a_tenth(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return own(module, query * 1.1, *rest, **options)
+
+    monkeypatch.setitem(forward_module.AttentionInterface._global_mapping, "logprobe", off_by_a_tenth)
+    with pytest.raises(UnsupportedModelError, match="in a way this engine does not follow"):
+        Runner(folders["llama"], weights)
+
+
+def test_a_model_whose_head_reads_more_than_the_hidden_rows_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaForCausalLM.forward
+
+    def scaled_by_ids(self: Any, input_ids: Any = None, **options: Any) -> Any:
+        out = own(self, input_ids=input_ids, **options)
+        if input_ids is not None:
+            out.logits = out.logits * 1.01
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled_by_ids)
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM computes its logits in a way"):
+        Runner(folders["llama"], "plain")
+
+
+def test_a_model_that_gives_no_numbers_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaAttention.forward
+
+    def spoilt(self: Any, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return own(self, hidden_states * torch.nan, *rest, **options)
+
+    monkeypatch.setattr(LlamaAttention, "forward", spoilt)
+    with pytest.raises(UnsupportedModelError, match="relative difference nan"):
+        Runner(folders["llama"], "plain")
+
+
+def test_a_model_that_keeps_options_from_its_attention_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaAttention.forward
+
+    def without_options(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **_: Any
+    ) -> Any:
+        return own(self, hidden_states, position_embeddings, attention_mask)
+
+    monkeypatch.setattr(LlamaAttention, "forward", without_options)
+    with pytest.raises(UnsupportedModelError, match="does not hand options to its attention"):
+        Runner(folders["llama"], "plain")
+
+
+def test_a_model_with_a_layer_that_does_not_attend_is_refused(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = LlamaAttention.forward
+
+    def first_layer_only(self: Any, hidden_states: Any, *rest: Any, **options: Any) -> Any:
+        if self.layer_idx > 0:
+            return torch.zeros_like(hidden_states), None
+        return own(self, hidden_states, *rest, **options)
+
+    monkeypatch.setattr(LlamaAttention, "forward", first_layer_only)
+    with pytest.raises(UnsupportedModelError, match="only 1 of its layers"):
+        Runner(folders["llama"], "plain")
+
+
+def test_a_pool_without_room_for_two_tokens_is_an_error(folders: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(folders["llama"]), kv_bytes=100)
+    with pytest.raises(ParameterError, match="one token takes") as error:
+        NativeForward(config, resolve(str(folders["llama"])))
+    assert error.value.parameter == "kv_bytes"
