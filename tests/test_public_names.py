@@ -9,6 +9,7 @@ import logprobe
 PUBLIC = {
     "__version__",
     "LLM",
+    "AsyncLM",
     "SamplingParams",
     "FlatLogprobs",
     "Logprob",

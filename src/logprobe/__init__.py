@@ -1,6 +1,6 @@
 """Exact token log-probabilities from open-weights language models.
 
-The way of the data is the order of the folders: `cli` → `llm` → `engine` → `models`, `sampling` →
+The way of the data is the order of the folders: `cli` → `llm`, `async_lm` → `engine` → `models`, `sampling` →
 `kernels` → `records`. The names below load when first used, so that `import logprobe` stays quick.
 """
 
@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from logprobe.async_lm import (
+        AsyncLM as AsyncLM,
+    )
     from logprobe.llm import (
         LLM as LLM,
     )
@@ -55,6 +58,7 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it.
 _HOMES = {
     "LLM": "logprobe.llm",
+    "AsyncLM": "logprobe.async_lm",
     "SamplingParams": "logprobe.sampling",
     "FlatLogprobs": "logprobe.records",
     "Logprob": "logprobe.records",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -19,7 +19,8 @@ from logprobe.progress import progress_bar
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+    from pathlib import Path
     from types import TracebackType
 
     from logprobe.engine.request import Request, RequestOutput
@@ -107,25 +108,47 @@ class LLM:
         ids = self.text.encode(prompt, add_special_tokens=False).tolist()
         return self.generate(ids, params, progress=progress)
 
-    def score(self, pairs: Sequence[tuple[Prompt, Prompt]], *, progress: bool = False) -> list[Score]:
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a local folder; `SamplingParams(lora=name)` then runs on it.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: the name is, or was, another adapter's.
+        """
+        self.engine.add_lora(name, path)
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter; its name is not used again.
+
+        Raises:
+            ParameterError: no such adapter.
+        """
+        self.engine.remove_lora(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded adapters: name → path."""
+        return self.engine.list_loras()
+
+    def score(
+        self, pairs: Sequence[tuple[Prompt, Prompt]], *, progress: bool = False, lora: str | None = None
+    ) -> list[Score]:
         """Score continuations after their contexts; a context that several share is computed once.
 
-        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`).
+        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`); `lora` names
+        an adapter.
 
         Raises:
             ParameterError: an empty continuation, or a pair that is too long; nothing was started then.
             BatchError: some requests failed.
         """
-        from logprobe.engine.request import Request
-
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, lora=lora)
         requests, starts = [], []
         for pair in pairs:
             is_pair = isinstance(pair, tuple | list) and len(pair) == 2
             require(is_pair, "pairs", f"must hold (context, continuation) pairs, got {pair!r:.60}")
             ids, start = self._encode_pair(*pair)
-            name = self._next_id()
-            requests.append(Request(request_id=name, prompt_token_ids=ids, params=params, first_scored=start))
+            request = replace(self._request(ids, params), first_scored=start)
+            requests.append(request)
             starts.append(start)
         outputs = _checked(self._run(requests, progress=progress), "raise")
         return [self._score(output, start) for output, start in zip(outputs, starts, strict=True)]
@@ -146,22 +169,26 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt | IntArray, params: SamplingParams) -> Request:
         from logprobe.engine.request import Request
+        from logprobe.engine.token_ids import as_token_ids
 
-        ids = self.text.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
-        return Request(request_id=self._next_id(), prompt_token_ids=ids, params=params)
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+        name = self._next_id()
+        return Request(request_id=name, prompt_token_ids=ids, params=params, adapter=params.lora)
 
     def _next_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
     def _encode_pair(self, context: Prompt, continuation: Prompt) -> tuple[IntArray, int]:
+        from logprobe.engine.token_ids import as_token_ids
+
         if isinstance(context, str) and isinstance(continuation, str):
             return self.text.encode_pair(context, continuation)
         if isinstance(context, str) or isinstance(continuation, str):
             raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
-        before = _as_ids(context) if len(context) else self.text.prefix()
-        after = _as_ids(continuation)
+        before = as_token_ids(context) if len(context) else self.text.prefix()
+        after = as_token_ids(continuation)
         require(len(after) > 0, "continuation", "is empty; there is nothing to score")
         return np.concatenate([before, after]), len(before)
 
@@ -194,8 +221,7 @@ class LLM:
             advance(output)
             return output
 
-        for request in requests:
-            self.engine.submit(request)
+        self.engine.submit_many(requests)
         return await asyncio.gather(*map(follow, requests))
 
     def _finish(self, output: RequestOutput) -> None:
@@ -221,18 +247,6 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return prompts  # type: ignore[return-value]
-
-
-def _as_ids(prompt: Iterable[int] | str) -> IntArray:
-    try:
-        ids = np.asarray(prompt)
-    except ValueError:  # lists of different lengths within
-        ids = np.array(None)
-    is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
-    require(is_ids, "prompt", f"must be a text or a list of token ids, got {prompt!r:.60}")
-    outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
-    require(not len(outside), "prompt", f"token id {outside} lies outside every vocabulary")
-    return ids.astype(np.int32)
 
 
 def _as_params(

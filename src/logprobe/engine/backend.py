@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     import torch
 
+    from logprobe.engine.adapters import Adapters
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.slots import IntArray
@@ -60,6 +62,25 @@ class EngineBackend(Protocol):
     def submit(self, request: Request) -> None:
         """Check and accept a request; `result` or `stream` must follow it."""
 
+    def submit_many(self, requests: Sequence[Request]) -> None:
+        """Accept requests that enter the same step where they fit, or none where one is refused."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; a new one then joins the next step without delay."""
+
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix that no request stands on."""
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a folder; requests then name it as their `adapter`."""
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter; its weights go once none runs, its name is not used again."""
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded adapters: name → path."""
+
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended."""
 
@@ -92,6 +113,7 @@ class ForwardBackend(Protocol):
     context_len: int
     num_slots: int
     dtype: torch.dtype  # that the logits are computed in
+    adapters: Adapters
 
     def run(self, plan: StepPlan) -> None:
         """Compute the planned tokens; all keys of a layer are stored before any is read."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from logprobe.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -39,6 +39,17 @@ class LoopThread:
             return future.result()
         finally:
             future.cancel()
+
+    def post(self, callback: Callable[..., object], *args: object) -> None:
+        """Call `callback(*args)` on the loop's thread, soon.
+
+        Raises:
+            EngineClosedError: the bridge was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; make a new one")
+            self._loop.call_soon_threadsafe(callback, *args)
 
     def close(self) -> None:
         """Let the work in progress end, then stop the loop and its thread; a second call does nothing."""

@@ -86,6 +86,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise `ParameterError` where a request can never be served; may be called from any thread."""
         check_request(request, self.outputs, max_len=self.max_len, vocab_size=self.forward.vocab_size)
+        self.forward.adapters.check(request.adapter)
         self.processing.check(request.params)
 
     def add(self, request: Request, output: RequestOutput) -> RequestOutput | None:

@@ -20,7 +20,8 @@ from logprobe.engine.request import RequestOutput, end_with_error
 from logprobe.errors import EngineClosedError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from logprobe.engine.backend import Capabilities
     from logprobe.engine.engine import Engine
@@ -61,16 +62,68 @@ class LocalEngine:
             ParameterError: it can never be served.
             EngineClosedError: the engine was closed.
         """
-        self._engine.check(request)
+        self.submit_many([request])
+
+    def submit_many(self, requests: Sequence[Request]) -> None:
+        """Accept requests that enter the same step where they fit, or none of them where one is refused.
+
+        Raises:
+            ParameterError: one can never be served.
+            EngineClosedError: the engine was closed.
+        """
+        for request in requests:
+            self._engine.check(request)
         with self._wake:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; make a new one")
-            is_new = request.request_id not in self._outputs
-            require(is_new, "request_id", f"{request.request_id!r} is in use; give each request its own")
-            output = RequestOutput.for_request(request)
-            self._outputs[request.request_id] = output
-            self._commands.append(partial(self._engine.add, request, output))
+            for request in requests:
+                is_new = request.request_id not in self._outputs
+                require(is_new, "request_id", f"{request.request_id!r} is in use; give each request its own")
+                self._engine.forward.adapters.check(request.adapter)  # it may have gone since
+            for request in requests:
+                output = RequestOutput.for_request(request)
+                self._outputs[request.request_id] = output
+                self._commands.append(partial(self._engine.add, request, output))
             self._wake.notify()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; a new one then joins the next step without delay."""
+        return bool(self._commands) or self._engine.has_work
+
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix that no request stands on."""
+        self._command(self._engine.scheduler.tree.clear)
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter from a folder; requests then name it as their `adapter`.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: the name is, or was, another adapter's.
+        """
+        self._engine.forward.adapters.add(name, path)
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for an adapter; its weights go once none runs, its name is not used again.
+
+        Raises:
+            ParameterError: no such adapter.
+        """
+        with self._wake:
+            self._engine.forward.adapters.hide(name)
+            self._command(partial(self._drop_adapter, name))
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded adapters: name → path."""
+        return self._engine.forward.adapters.paths()
+
+    def _drop_adapter(self, name: str) -> None:
+        running = self._engine.scheduler.sequences()
+        if any(sequence.request.adapter == name for sequence in running):
+            self._command(partial(self._drop_adapter, name))  # look again after the next step
+        else:
+            self._engine.forward.adapters.drop(name)
 
     def check(self, request: Request) -> None:
         """Raise `ParameterError` where a request can never be served."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PACK_ROWS = 32  # the number of rows that oneDNN is told to expect; any other number runs as well
 TRIAL_ROWS = (1, 8, 64)
-NUM_TRIALS = 5
+NUM_TRIALS = 7
+CLEAR_LOSS = 1.5
 
 # transformers' activation class -> oneDNN's name and algorithm for it
 _ACTIVATIONS: Final = {
@@ -92,7 +93,7 @@ class PackedNorm(nn.Module):
 
 
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:
-    """What `auto` means for a model here: `packed` where it is measured to be faster, else `plain`.
+    """What `auto` means for a model here: `packed` unless a trial shows it clearly slower.
 
     Raises:
         ParameterError: a layout was asked for that the device or the dtype does not allow.
@@ -173,7 +174,8 @@ def _packed_wins(linear: nn.Linear) -> bool:
     for num_rows in TRIAL_ROWS:
         x = torch.ones(num_rows, linear.in_features)
         ratios.append(_seconds(packed, x) / _seconds(linear, x))
-    return sum(ratios) < len(ratios)
+    # Another program on the machine disturbs a trial; only a clear loss speaks for the plain layout.
+    return sum(ratios) < CLEAR_LOSS * len(ratios)
 
 
 def _seconds(layer: nn.Module, x: torch.Tensor) -> float:

@@ -60,6 +60,7 @@ class SamplingParams:
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the processors that the engine was started with.
         explain: report what each processor did to the candidates listed, at every position.
+        lora: the adapter to run on, by the name that it was loaded under (`None`: the base model).
     """
 
     n: int = 1
@@ -88,6 +89,7 @@ class SamplingParams:
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
     explain: bool = False
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -142,6 +144,8 @@ class SamplingParams:
         for name in ("ignore_eos", "entropy", "explain"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
+        is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
+        require(is_name, "lora", f"must be an adapter's name or None, got {self.lora!r}")
         is_reported = any(value is not None for value in counts.values())
         for name in ("entropy", "logprob_token_ids"):
             is_asked = bool(getattr(self, name))

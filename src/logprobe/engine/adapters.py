@@ -1,0 +1,156 @@
+"""Adapters in the forward pass: rows of one step, each under the adapter that its request names.
+
+A linear layer that some adapter changes is wrapped once. Each step tells the wrappers which rows run under
+which adapter; rows without one, and steps without any, take the model's own path untouched.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from logprobe.config import require
+from logprobe.models.adapters import load_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from logprobe.engine.scheduler import Span
+    from logprobe.models.adapters import Adapter, LowRank
+
+Groups: TypeAlias = "list[tuple[str, torch.Tensor]]"
+"""Adapter → its rows of the step's packed tokens, (num_rows,) int64."""
+
+
+class StepRows:
+    """Which rows of the present step run under which adapter; shared by all wrappers."""
+
+    def __init__(self) -> None:
+        self.groups: Groups = []
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer, plus each row's own low-rank product."""
+
+    def __init__(self, linear: nn.Module, rows: StepRows) -> None:
+        super().__init__()
+        self.linear = linear
+        self.parts: dict[str, LowRank] = {}
+        self._rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) → (..., out_features)."""
+        out: torch.Tensor = self.linear(x)
+        flat_x, flat_out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        for adapter, rows in self._rows.groups:
+            part = self.parts.get(adapter)  # it may leave this layer alone
+            if part is not None:
+                flat_out.index_add_(0, rows, flat_x.index_select(0, rows) @ part.down @ part.up)
+        return out
+
+    def activated(self, x: torch.Tensor, name: str, algorithm: str) -> torch.Tensor:
+        """`forward` and an activation, for a fused MLP around it; fused itself while no adapter runs."""
+        linear: Any = self.linear
+        if not self._rows.groups:
+            out: torch.Tensor = linear.activated(x, name, algorithm)
+            return out
+        return (
+            functional.silu(self(x)) if name == "swish" else functional.gelu(self(x), approximate=algorithm)
+        )
+
+    def multiplied(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """`forward` times `factor`, likewise."""
+        linear: Any = self.linear
+        if not self._rows.groups:
+            out: torch.Tensor = linear.multiplied(x, factor)
+            return out
+        product: torch.Tensor = self(x)
+        return product.mul_(factor.view_as(product))
+
+
+@final
+class Adapters:
+    """The loaded adapters of one model; loading may happen on any thread while steps run."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._rows = StepRows()
+        self._lock = threading.Lock()
+        # Guarded by `_lock`. A name serves one adapter for good, since caches know adapters by name.
+        self._loaded: dict[str, Adapter] = {}
+        self._gone: set[str] = set()
+
+    def paths(self) -> dict[str, str]:
+        """Name → path of every adapter that requests may use."""
+        with self._lock:
+            return {name: adapter.path for name, adapter in self._loaded.items()}
+
+    def check(self, name: str | None) -> None:
+        """Raise `ParameterError` where a request names an adapter that is not there."""
+        known = self.paths()
+        listed = ", ".join(known) or "none"
+        require(name is None or name in known, "lora", f"no adapter {name!r} is loaded; known: {listed}")
+
+    def add(self, name: str, path: str | Path) -> None:
+        """Load an adapter and make it known.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: the name is no text, or is or was another adapter's.
+        """
+        require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
+        self._check_new(name)
+        adapter = load_adapter(name, path, self._model)
+        with self._lock:
+            require(name not in self._loaded, "name", f"adapter {name!r} is loaded already")
+            for module_name, part in adapter.parts.items():
+                self._wrapped(module_name).parts[name] = part
+            self._loaded[name] = adapter
+
+    def hide(self, name: str) -> None:
+        """Refuse new requests for an adapter; `drop` follows once none runs.
+
+        Raises:
+            ParameterError: no such adapter.
+        """
+        self.check(name)
+        with self._lock:
+            del self._loaded[name]
+            self._gone.add(name)
+
+    def drop(self, name: str) -> None:
+        """Let a hidden adapter's weights go."""
+        for module in self._model.modules():
+            if isinstance(module, AdaptedLinear):
+                module.parts.pop(name, None)
+
+    def select(self, spans: Sequence[Span]) -> None:
+        """Note which rows of the step about to run, spans packed one after another, run under what."""
+        starts: dict[str, list[torch.Tensor]] = {}
+        place = 0
+        for span in spans:
+            adapter = span.sequence.request.adapter
+            if adapter is not None:
+                starts.setdefault(adapter, []).append(torch.arange(place, place + len(span)))
+            place += len(span)
+        device = self._model.device
+        self._rows.groups = [(name, torch.cat(rows).to(device)) for name, rows in starts.items()]
+
+    def _check_new(self, name: str) -> None:
+        with self._lock:
+            require(name not in self._loaded, "name", f"adapter {name!r} is loaded already")
+            require(name not in self._gone, "name", f"{name!r} was another adapter's; choose a new name")
+
+    def _wrapped(self, module_name: str) -> AdaptedLinear:
+        parent_name, _, name = module_name.rpartition(".")
+        parent: Any = self._model.get_submodule(parent_name)
+        module = getattr(parent, name)
+        if not isinstance(module, AdaptedLinear):
+            module = AdaptedLinear(module, self._rows)
+            setattr(parent, name, module)
+        return module

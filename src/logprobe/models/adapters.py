@@ -1,0 +1,134 @@
+"""A LoRA adapter's folder → its matrices by the module that each belongs to (Hu et al. 2021).
+
+peft reads the configuration, matches names, patterns and shapes against an empty copy of the model, and loads
+the weights; the engine takes the matrices from here.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILES = ("adapter_config.json", "adapter_model.safetensors")
+# Options of peft that change more than the linear layers' products, with their neutral values.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "modules_to_save": (None, []),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "trainable_token_indices": (None, []),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """What an adapter adds to one linear layer: `x @ down @ up`, the scale already in `up`."""
+
+    down: torch.Tensor  # (in_features, rank)
+    up: torch.Tensor  # (rank, out_features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter as the forward pass wants it."""
+
+    name: str
+    path: str
+    parts: dict[str, LowRank]  # by the full name of the linear layer
+
+
+def load_adapter(name: str, path: str | Path, model: PreTrainedModel) -> Adapter:
+    """Load a LoRA adapter made for `model`; its weights are safetensors, and no code of the folder is run.
+
+    Raises:
+        ModelNotFoundError: no such folder, or a file is missing.
+        UnsupportedModelError: peft is not installed, or the adapter is no plain LoRA or does not fit.
+    """
+    folder = Path(path)
+    for file in FILES:
+        if not (folder / file).is_file():
+            raise ModelNotFoundError(
+                f"adapter {name!r}: there is no {folder / file}; give a folder with both"
+            )
+    skeleton, weights = _loaded_skeleton(name, folder, model)
+    parts = {
+        module_name: _part(name, module_name, module, model, weights)
+        for module_name, module in skeleton.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    return Adapter(name, str(path), parts)
+
+
+def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model without weights of its own, into which peft has put the adapter, and the adapter's weights."""
+    try:
+        from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
+    except ImportError as error:
+        raise UnsupportedModelError("adapters need peft; pip install 'logprobe[peft]'") from error
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        skeleton = auto.from_config(config, attn_implementation="eager")
+    _check_kind(name, folder)
+    try:
+        adapter = PeftConfig.from_pretrained(str(folder))
+        _check_config(name, adapter, LoraConfig)
+        wrapped = PeftModel.from_pretrained(
+            skeleton, str(folder), config=adapter, low_cpu_mem_usage=True, torch_device="cpu"
+        )
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UnsupportedModelError(f"adapter {name!r} does not fit the model: {reason:.300}") from error
+    return wrapped.get_base_model(), load_peft_weights(str(folder), device="cpu")
+
+
+def _check_kind(name: str, folder: Path) -> None:
+    """Refuse another method before peft reads a configuration that it would only warn of."""
+    try:
+        kind = json.loads((folder / "adapter_config.json").read_bytes()).get("peft_type")
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"adapter {name!r}: adapter_config.json is no JSON object") from error
+    if kind != "LORA":
+        raise UnsupportedModelError(f"adapter {name!r} is {kind}; only LoRA is known")
+
+
+def _check_config(name: str, config: Any, lora: type) -> None:
+    if not isinstance(config, lora):
+        raise UnsupportedModelError(f"adapter {name!r} is {config.peft_type}; only LoRA is known")
+    for option, neutral in NEUTRAL.items():
+        if getattr(config, option, neutral[0]) not in neutral:
+            raise UnsupportedModelError(
+                f"adapter {name!r} uses {option}, which is more than a product of two matrices; merge it "
+                "into the model instead"
+            )
+
+
+def _part(name: str, module_name: str, module: Any, model: Any, weights: dict[str, torch.Tensor]) -> LowRank:
+    head = model.get_output_embeddings()
+    is_linear = type(module.get_base_layer()) is torch.nn.Linear
+    if not is_linear or (head is not None and model.get_submodule(module_name) is head):
+        raise UnsupportedModelError(
+            f"adapter {name!r} changes {module_name}; only linear layers before the head can be adapted"
+        )
+    [key] = module.lora_A
+    prefix = f"base_model.model.{module_name}"
+    down, up = weights.get(f"{prefix}.lora_A.weight"), weights.get(f"{prefix}.lora_B.weight")
+    if down is None or up is None:
+        raise UnsupportedModelError(f"adapter {name!r} has no weights for {module_name}")
+    like = {"dtype": model.dtype, "device": model.device}
+    with torch.no_grad():
+        return LowRank(down.T.to(**like).contiguous(), (up.T * module.scaling[key]).to(**like).contiguous())

@@ -1,0 +1,186 @@
+"""`Desk`: concurrent asks for rows → requests to an engine, each distinct one computed once.
+
+All of it but `ask` happens on the loop of a `LoopThread`, so that no event loop of a caller is ever needed
+to finish another caller's ask: loops may come, die and be cancelled as they like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, final
+
+from logprobe.errors import EngineClosedError, LogprobeError, RequestAbortedError
+from logprobe.next_token.row_cache import Row, RowCache, RowKey, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.backend import EngineBackend
+    from logprobe.engine.bridge import LoopThread
+    from logprobe.engine.request import Request
+
+Waiter: TypeAlias = "Future[Row]"
+
+
+@dataclass(eq=False, slots=True)
+class Computation:
+    """One row on its way, and all who wait for it."""
+
+    request: Request
+    waiters: list[Waiter] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None  # None while it is held
+
+    @property
+    def key(self) -> RowKey:
+        """What it computes."""
+        return key_of(self.request)
+
+
+@final
+class Desk:
+    """Hands asks to the engine: at once while it works, else when `batch_size` wait or `timeout_s` passed."""
+
+    def __init__(
+        self, engine: EngineBackend, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._bridge = bridge
+        self._batch_size = batch_size
+        self._timeout_s = timeout_s
+        # All below belongs to the bridge's loop.
+        self._in_flight: dict[RowKey, Computation] = {}
+        self._held: list[Computation] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed: LogprobeError | None = None
+
+    def ask(self, requests: Sequence[Request]) -> list[Waiter]:
+        """Ask for the rows of checked requests, from any thread; each waiter ends in a row or an error.
+
+        Raises:
+            EngineClosedError: the bridge was closed.
+        """
+        waiters: list[Waiter] = [Future() for _ in requests]
+        if requests:
+            self._bridge.post(self._arrive, requests, waiters)
+        return waiters
+
+    def reset(self) -> None:
+        """End every ask in flight with `RequestAbortedError`."""
+        self._bridge.post(self._end_all, RequestAbortedError("the ask was given up by a reset"))
+
+    def close(self) -> None:
+        """End every ask, those in flight and those that still come, with `EngineClosedError`."""
+        self._bridge.post(self._close)
+
+    def _close(self) -> None:
+        self._closed = EngineClosedError("this AsyncLM was cleaned up; make a new one")
+        self._end_all(self._closed)
+
+    def _arrive(self, requests: Sequence[Request], waiters: Sequence[Waiter]) -> None:
+        for request, waiter in zip(requests, waiters, strict=True):
+            self._accept(request, waiter)
+        if self._closed is not None:
+            self._end_all(self._closed)
+        elif self._engine.is_busy or len(self._held) >= self._batch_size:
+            self._start()
+        elif self._held and self._timer is None:
+            # Armed by the first ask and never again until it fires: later asks cannot push it back.
+            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._start)
+
+    def _accept(self, request: Request, waiter: Waiter) -> None:
+        key = key_of(request)
+        row = self._cache.get(key)  # it may have come since the caller looked
+        if row is not None:
+            _give(waiter, row)
+            return
+        computation = self._in_flight.get(key)
+        if computation is None:
+            computation = self._in_flight[key] = Computation(request)
+            self._held.append(computation)
+        computation.waiters.append(waiter)
+        waiter.add_done_callback(partial(self._on_done, computation))
+
+    def _start(self) -> None:
+        held = self._take_held()
+        if held:
+            self._submit(held)
+
+    def _take_held(self) -> list[Computation]:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held, self._held = self._held, []
+        return held
+
+    def _submit(self, computations: Sequence[Computation]) -> None:
+        try:
+            self._engine.submit_many([computation.request for computation in computations])
+        except LogprobeError as error:
+            if len(computations) == 1:
+                self._end(computations[0], error)
+                return
+            for computation in computations:  # none was accepted: find the ones at fault
+                self._submit([computation])
+            return
+        for computation in computations:
+            computation.task = asyncio.get_running_loop().create_task(self._follow(computation))
+
+    async def _follow(self, computation: Computation) -> None:
+        try:
+            output = await self._engine.result(computation.request.request_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            self._end(computation, error)
+            return
+        row = output.outputs[0].row
+        if row is None:
+            self._end(computation, output.error or RequestAbortedError("the engine gave the ask up"))
+            return
+        row = row.view()  # a view of a read-only array cannot be made writable again
+        self._cache.put(computation.key, row)
+        self._end(computation, row)
+
+    def _end(self, computation: Computation, outcome: Row | Exception) -> None:
+        if self._in_flight.get(computation.key) is computation:
+            del self._in_flight[computation.key]
+        for waiter in computation.waiters:
+            _give(waiter, outcome)
+
+    def _end_all(self, error: LogprobeError) -> None:
+        self._take_held()
+        for computation in list(self._in_flight.values()):
+            if computation.task is not None:
+                computation.task.cancel()
+            self._end(computation, error)
+
+    def _on_done(self, computation: Computation, waiter: Waiter) -> None:
+        """Called in whatever thread a waiter ended, or gave up, in."""
+        if not waiter.cancelled():
+            return
+        try:
+            self._bridge.post(self._leave, computation)
+        except EngineClosedError:
+            return  # and with it every computation has ended
+
+    def _leave(self, computation: Computation) -> None:
+        """Give a row up once nobody waits for it any more."""
+        is_wanted = not all(waiter.cancelled() for waiter in computation.waiters)
+        if is_wanted or self._in_flight.get(computation.key) is not computation:
+            return
+        del self._in_flight[computation.key]
+        if computation.task is not None:
+            computation.task.cancel()
+        else:
+            self._held.remove(computation)
+
+
+def _give(waiter: Waiter, outcome: Row | Exception) -> None:
+    if not waiter.set_running_or_notify_cancel():
+        return  # its owner gave it up
+    if isinstance(outcome, Exception):
+        waiter.set_exception(outcome)
+    else:
+        waiter.set_result(outcome)

@@ -1,0 +1,65 @@
+"""How an AsyncLM ends, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.errors import EngineClosedError, ParameterError
+
+if TYPE_CHECKING:
+    from logprobe import AsyncLM
+
+TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
+
+
+def forward_of(lm: AsyncLM) -> Any:
+    return lm._engine._engine.forward  # type: ignore[attr-defined]
+
+
+def scheduler_of(lm: AsyncLM) -> Any:
+    return lm._engine._engine.scheduler  # type: ignore[attr-defined]
+
+
+def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
+    np.testing.assert_allclose(row, want, atol=tolerance, rtol=0)
+
+
+def test_asking_after_cleanup_is_a_runtime_error_even_for_a_kept_row(new_lm: Any) -> None:
+    lm = new_lm()
+    lm.next_token_logprobs_sync([5])
+    lm.cleanup()
+    lm.cleanup()
+    with pytest.raises(RuntimeError):
+        lm.next_token_logprobs_sync([5])
+    with pytest.raises(RuntimeError):
+        asyncio.run(lm.next_token_logprobs([5]))
+    with pytest.raises(RuntimeError):
+        asyncio.run(lm.sample([5], 2, []))
+
+
+def test_cleanup_ends_every_ask_in_flight(
+    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, gate = new_lm(), threading.Event()
+    run = forward_of(lm).run
+    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(1), run(plan))[1])
+
+    async def ask() -> list[Any]:
+        tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(100 + i, 5))) for i in range(30)]
+        tasks.append(asyncio.create_task(lm.sample([5], 20, [])))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(lm.cleanup)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
+
+
+def test_an_unbounded_cache_is_refused(new_lm: Any) -> None:
+    for bound in (None, -1, float("inf"), True):
+        with pytest.raises(ParameterError, match="cache_bytes"):
+            new_lm(cache_bytes=bound)
