@@ -186,13 +186,18 @@ def test_metrics_count_what_was_done_and_refused(new_server: Any) -> None:
     with new_server() as server:
         server.post("/v1/completions", prompt="the cat", max_tokens=3, logprobs=1, ignore_eos=True)
         server.post("/v1/completions", prompt="the cat", logprobs=99)
+        server.post("/v1/completions", prompt="the cat", max_tokens=2, logit_bias={"5": 1.0}, ignore_eos=True)
         figures = dict(
             line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#"
         )
-    assert figures['logprobe_requests_total{state="length"}'] == "1.0"
-    assert figures["logprobe_completion_tokens_total"] == "3.0"
+    assert figures['logprobe_requests_total{state="length"}'] == "2.0"
+    assert figures["logprobe_completion_tokens_total"] == "5.0"
     assert figures["logprobe_logprob_rows_total"] == "3.0"
     assert figures['logprobe_rejected_total{param="logprobs"}'] == "1.0"
+    bias = '{processor="LogitBiasLogitsProcessor"}'
+    assert figures[f"logprobe_processor_rows_total{bias}"] == "2.0"
+    assert figures[f"logprobe_processor_failures_total{bias}"] == "0.0"
+    assert float(figures[f"logprobe_processor_seconds_total{bias}"]) > 0
 
 
 def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> None:

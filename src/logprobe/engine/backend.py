@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.slots import IntArray
+    from logprobe.processors.counters import ProcessorCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class EngineStats:
     cached_tokens: int  # prompt tokens that were known and not computed again
     preempted: int
     seconds: dict[str, float]  # by part of a step
+    processors: dict[str, ProcessorCounter]  # by name of the logits processor
 
 
 class EngineBackend(Protocol):

@@ -199,6 +199,7 @@ class LocalEngine:
             cached_tokens=scheduler.num_cached_tokens,
             preempted=scheduler.num_preempted,
             seconds=dict(self._engine.clock.seconds),
+            processors=dict(self._engine.processing.pipeline.counters),
         )
 
     def close(self) -> None:

@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from prometheus_client.core import Metric
 
     from logprobe.engine.backend import EngineBackend
     from logprobe.engine.request import RequestOutput
+    from logprobe.processors.counters import ProcessorCounter
 
 
 class Metrics:
@@ -90,3 +91,18 @@ class _EngineFigures:
         for part, spent in stats.seconds.items():
             seconds.add_metric([part], spent)
         yield seconds
+        yield from _processor_figures(stats.processors)
+
+
+def _processor_figures(counters: Mapping[str, ProcessorCounter]) -> Iterator[Metric]:
+    figures = {
+        "seconds": "Seconds in each logits processor.",
+        "rows": "Rows given to each logits processor.",
+        "failures": "Completions that each logits processor failed.",
+    }
+    for figure, told in figures.items():
+        family = CounterMetricFamily(f"logprobe_processor_{figure}", told, labels=["processor"])
+        for name, counter in counters.items():
+            values = {"seconds": counter.seconds, "rows": counter.num_rows, "failures": counter.num_failures}
+            family.add_metric([name], values[figure])
+        yield family
