@@ -54,7 +54,9 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
         f"{server.url}/v1/score", json=asked, headers={"accept": "application/vnd.apache.arrow.stream"}
     )
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
-    assert [row["token_logprobs"] for row in rows] == [one["token_logprobs"] for one in plain]
+    # Two requests: what shares a step may move the last bit of a float32.
+    for row, one in zip(rows, plain, strict=True):
+        assert row["token_logprobs"] == pytest.approx(one["token_logprobs"], abs=1e-5)
     assert rows[0].keys() == plain[0].keys() - {"index"}
 
 
