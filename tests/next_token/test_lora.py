@@ -161,6 +161,18 @@ def test_a_rank_that_does_not_fit_is_an_error_before_any_request(
         fresh.add_new_lora(folder, "odd")
 
 
+def test_an_adapter_with_weights_that_have_no_place_is_refused(
+    fresh: AsyncLM, adapter_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    folder = changed_copy(next(iter(adapter_folders.values())), tmp_path / "a")
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.extra.weight": np.ones(3)}, file)
+    with pytest.raises(ModelError, match=r"no place for base_model\.model\.extra"):
+        fresh.add_new_lora(folder, "odd")
+
+
 def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     new_lm: Any,
     adapter_folders: dict[str, Path],

@@ -19,6 +19,7 @@ from logprobe.errors import ModelNotFoundError, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PREFIX = "base_model.model."  # that peft writes before the names of modules
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Options of peft that change more than the linear layers' products, with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -68,6 +69,11 @@ def load_adapter(name: str, path: str | Path, model: PreTrainedModel) -> Adapter
         for module_name, module in skeleton.named_modules()
         if hasattr(module, "lora_A")
     }
+    placed = {
+        f"{PREFIX}{module_name}.{half}.weight" for module_name in parts for half in ("lora_A", "lora_B")
+    }
+    for key in weights.keys() - placed:
+        raise UnsupportedModelError(f"adapter {name!r} does not fit the model: it has no place for {key}")
     return Adapter(name, str(path), parts)
 
 
@@ -125,7 +131,7 @@ def _part(name: str, module_name: str, module: Any, model: Any, weights: dict[st
             f"adapter {name!r} changes {module_name}; only linear layers before the head can be adapted"
         )
     [key] = module.lora_A
-    prefix = f"base_model.model.{module_name}"
+    prefix = f"{PREFIX}{module_name}"
     down, up = weights.get(f"{prefix}.lora_A.weight"), weights.get(f"{prefix}.lora_B.weight")
     if down is None or up is None:
         raise UnsupportedModelError(f"adapter {name!r} has no weights for {module_name}")

@@ -146,14 +146,14 @@ class Desk:
     def _end(self, computation: Computation, outcome: Row | Exception) -> None:
         if self._in_flight.get(computation.key) is computation:
             del self._in_flight[computation.key]
-        for waiter in computation.waiters:
+        waiters, computation.waiters = computation.waiters, []
+        for waiter in waiters:
             _give(waiter, outcome)
 
     def _end_all(self, error: LogprobeError) -> None:
         self._take_held()
         for computation in list(self._in_flight.values()):
-            if computation.task is not None:
-                computation.task.cancel()
+            self._give_up(computation)
             self._end(computation, error)
 
     def _on_done(self, computation: Computation, waiter: Waiter) -> None:
@@ -171,10 +171,14 @@ class Desk:
         if is_wanted or self._in_flight.get(computation.key) is not computation:
             return
         del self._in_flight[computation.key]
-        if computation.task is not None:
-            computation.task.cancel()
-        else:
+        if computation.task is None:
             self._held.remove(computation)
+        self._give_up(computation)
+
+    def _give_up(self, computation: Computation) -> None:
+        # Its task takes the aborted output then; were it cancelled before its first step, nobody would.
+        if computation.task is not None:
+            self._engine.abort(computation.request.request_id)
 
 
 def _give(waiter: Waiter, outcome: Row | Exception) -> None:

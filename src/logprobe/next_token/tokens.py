@@ -29,6 +29,9 @@ class Token(bytes):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Token) and self.token_id == other.token_id
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self.token_id)
 

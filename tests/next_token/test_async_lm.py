@@ -1,0 +1,330 @@
+"""What `AsyncLM` gives, and how asks become steps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.errors import ParameterError, RequestAbortedError
+
+if TYPE_CHECKING:
+    from logprobe import AsyncLM
+
+TOLERANCE = 2e-5
+
+
+def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of tokens that each step runs."""
+    forward = lm._engine._engine.forward  # type: ignore[attr-defined]
+    run, counts = forward.run, []
+
+    def counted(plan: Any) -> None:
+        counts.append(sum(map(len, plan.tokens)))
+        run(plan)
+
+    monkeypatch.setattr(forward, "run", counted)
+    return counts
+
+
+def test_sync_and_async_single_and_batch_give_the_same_rows(lm: AsyncLM, random_ids: Any) -> None:
+    asked = [random_ids(seed, 4 + seed) for seed in range(5)]
+    rows = asyncio.run(lm.batch_next_token_logprobs(asked))
+    assert rows.shape == (5, lm.vocab_size)
+    assert rows.dtype == np.float32
+    np.testing.assert_array_equal(lm.batch_next_token_logprobs_sync(asked), rows)
+    for ids, row in zip(asked, rows, strict=True):
+        np.testing.assert_array_equal(lm.next_token_logprobs_sync(ids), row)
+        np.testing.assert_array_equal(lm.next_token_logprobs_sync(np.array(ids)), row)
+
+
+def test_a_batch_of_none_is_an_array_of_no_rows(lm: AsyncLM) -> None:
+    assert lm.batch_next_token_logprobs_sync([]).shape == (0, lm.vocab_size)
+
+
+def test_an_empty_prefix_is_the_bos_where_there_is_one(
+    lm: AsyncLM, tiny_window_folder: Any, plain_row: Any
+) -> None:
+    from logprobe import AsyncLM as Class
+
+    np.testing.assert_allclose(lm.next_token_logprobs_sync([]), plain_row([0]), atol=TOLERANCE, rtol=0)
+    with (
+        Class.from_name(str(tiny_window_folder), kv_bytes=1 << 20) as other,
+        pytest.raises(ValueError, match="no BOS"),
+    ):
+        other.next_token_logprobs_sync([])
+
+
+def test_equal_asks_in_flight_are_computed_once(
+    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, counts = random_ids(1, 10), tokens_run(lm, monkeypatch)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(lm.next_token_logprobs(ids) for _ in range(20)))
+
+    rows = asyncio.run(ask())
+    assert sum(counts) == 10
+    assert len({row.__array_interface__["data"][0] for row in rows}) == 1
+
+
+def test_one_token_more_costs_one_token_and_a_known_prefix_none(
+    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_ids(2, 30)
+    lm.next_token_logprobs_sync(ids)
+    counts = tokens_run(lm, monkeypatch)
+    lm.next_token_logprobs_sync([*ids, 7])
+    assert sum(counts) == 1
+    lm.clear_cache()
+    lm.next_token_logprobs_sync(ids[:17])
+    assert sum(counts) == 1
+    lm.clear_kv_cache()
+    lm.next_token_logprobs_sync(ids[:16])
+    assert sum(counts) == 17
+
+
+def test_a_kept_row_costs_no_step_until_it_is_cleared(
+    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = random_ids(3, 5)
+    row = lm.next_token_logprobs_sync(ids)
+    counts = tokens_run(lm, monkeypatch)
+    assert lm.next_token_logprobs_sync(ids) is row
+    assert counts == []
+    lm.clear_cache()
+    assert lm.next_token_logprobs_sync(ids) is not row
+
+
+def test_trie_rows_are_those_of_each_prefix_and_shared_tokens_run_once(
+    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem = random_ids(4, 6)
+    sequences = [[*stem, 8, 9], [*stem, 8, 10], [*stem, 11], stem[:2]]
+    counts = tokens_run(lm, monkeypatch)
+    rows = asyncio.run(lm.trie_logprobs(sequences))
+    assert sum(counts) == 10
+    assert len(rows) == 10
+    for ids, row in rows.items():
+        np.testing.assert_allclose(row, plain_row(ids), atol=TOLERANCE, rtol=0)
+
+
+def test_extend_walks_token_by_token(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
+    ids = random_ids(5, 5)
+
+    async def walk() -> Any:
+        known = await lm.start(ids[:2])
+        for token_id in ids[2:]:
+            known = await lm.extend(known, token_id)
+        return known
+
+    known = asyncio.run(walk())
+    assert known.token_ids.tolist() == ids
+    np.testing.assert_allclose(known.logprobs, plain_row(ids), atol=TOLERANCE, rtol=0)
+
+
+def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -> None:
+    ids = random_ids(6, 5)
+    row = lm.next_token_logprobs_sync(ids)
+    top = asyncio.run(lm.next_token_topk(ids, 9))
+    order = np.lexsort((np.arange(len(row)), -row))[:9]
+    np.testing.assert_array_equal(top.token_ids, order)
+    np.testing.assert_array_equal(top.logprobs, row[order])
+    given = asyncio.run(lm.next_token_logprobs_for(ids, [3, 200, 3]))
+    np.testing.assert_array_equal(given, row[[3, 200, 3]])
+    with pytest.raises(ParameterError, match="given_token_ids"):
+        asyncio.run(lm.next_token_logprobs_for(ids, [lm.vocab_size]))
+    for k in (0, lm.vocab_size + 1):
+        with pytest.raises(ParameterError, match="k"):
+            asyncio.run(lm.next_token_topk(ids, k))
+
+
+def test_samples_follow_the_rows(lm: AsyncLM, random_ids: Any) -> None:
+    prompt = random_ids(7, 6)
+    samples = asyncio.run(lm.batch_sample([prompt] * 2000, 1, [], seed=0))
+    drawn = np.bincount([sample[0] for sample in samples], minlength=lm.vocab_size) / 2000
+    expected = np.exp(lm.next_token_logprobs_sync(prompt).astype(np.float64))
+    error = np.sqrt(expected * (1 - expected) / 2000)
+    assert (np.abs(drawn - expected) <= 5 * error + 1e-3).all()
+
+
+def test_byte_vocab_spells_texts_exactly(lm: AsyncLM) -> None:
+    text = "the cat and the dog, öfter"
+    ids = lm.tokenizer.encode(text)
+    assert b"".join(lm.byte_vocab[i] for i in ids).decode() == text
+    token = lm.byte_vocab[ids[0]]
+    assert token == pickle.loads(pickle.dumps(token))  # noqa: S301 - made here
+    assert token != token.byte_string
+    assert lm.byte_vocab[3] < lm.byte_vocab[4] <= lm.byte_vocab[4]
+    assert lm.byte_vocab[4] > lm.byte_vocab[3] >= lm.byte_vocab[3]
+    assert len({*lm.byte_vocab}) == len(lm.str_vocab) == lm.vocab_size
+
+
+def test_batch_size_starts_an_idle_engine_at_once_and_timeout_a_smaller_batch(
+    new_lm: Any, random_ids: Any
+) -> None:
+    with new_lm(batch_size=4, timeout=0.5) as lm:
+        lm.next_token_logprobs_sync([5])
+
+        def seconds(first: int, count: int) -> float:
+            start = time.perf_counter()
+            lm.batch_next_token_logprobs_sync([random_ids(first + i, 4) for i in range(count)])
+            return time.perf_counter() - start
+
+        assert seconds(100, 4) < 0.45
+        assert seconds(200, 1) >= 0.45
+
+
+def test_a_busy_engine_takes_asks_without_delay(
+    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_lm(batch_size=100, timeout=20.0) as lm:
+        forward = lm._engine._engine.forward
+        run = forward.run
+        monkeypatch.setattr(forward, "run", lambda plan: (time.sleep(0.01), run(plan))[1])
+
+        async def ask() -> None:
+            sample = asyncio.create_task(lm.sample(random_ids(8, 4), 60, []))
+            await asyncio.sleep(0.1)
+            await asyncio.wait_for(lm.next_token_logprobs(random_ids(9, 4)), 5)
+            sample.cancel()
+
+        asyncio.run(ask())
+
+
+def test_the_event_loop_is_not_blocked_while_rows_are_computed(
+    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_lm() as lm:
+        forward = lm._engine._engine.forward
+        run = forward.run
+        monkeypatch.setattr(forward, "run", lambda plan: (time.sleep(0.05), run(plan))[1])
+        gaps: list[float] = []
+
+        async def tick(is_done: asyncio.Event) -> None:
+            while not is_done.is_set():
+                start = time.perf_counter()
+                await asyncio.sleep(0.001)
+                gaps.append(time.perf_counter() - start - 0.001)
+
+        async def ask() -> None:
+            is_done = asyncio.Event()
+            ticker = asyncio.create_task(tick(is_done))
+            for seed in range(10):
+                await lm.batch_next_token_logprobs([random_ids(100 * seed + i, 6) for i in range(8)])
+            is_done.set()
+            await ticker
+
+        asyncio.run(ask())
+    # Each step takes over 50 ms. A shared machine may hold any thread up now and then; a step never does.
+    assert len(gaps) > 100
+    assert np.quantile(gaps, 0.95) < 0.01
+    assert max(gaps) < 0.05
+
+
+def test_reset_ends_every_ask_in_flight_and_later_ones_work(
+    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    forward = lm._engine._engine.forward  # type: ignore[attr-defined]
+    run = forward.run
+
+    async def ask() -> list[Any]:
+        tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(300 + i, 5))) for i in range(40)]
+        await asyncio.sleep(0.05)
+        lm.reset_async_queries()
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        gate.set()
+        return ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
+        assert {type(end) for end in asyncio.run(ask())} == {RequestAbortedError}
+    ids = random_ids(300, 5)
+    np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), plain_row(ids), atol=TOLERANCE, rtol=0)
+
+
+def test_asks_from_many_threads_and_loops_each_get_their_row(
+    lm: AsyncLM, plain_row: Any, random_ids: Any
+) -> None:
+    got: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        asked = [random_ids(400 + (number + place) % 6, 8) for place in range(6)]
+        if number % 2:
+            got[number] = asyncio.run(lm.batch_next_token_logprobs(asked))
+        else:
+            got[number] = [lm.next_token_logprobs_sync(ids) for ids in asked]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(got) == list(range(8))
+    for number, rows in got.items():
+        for place, row in enumerate(rows):
+            want = plain_row(random_ids(400 + (number + place) % 6, 8))
+            np.testing.assert_allclose(row, want, atol=TOLERANCE, rtol=0)
+
+
+def test_dropped_without_cleanup_it_leaves_no_thread_and_no_engine(new_lm: Any) -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    lm = new_lm()
+    lm.next_token_logprobs_sync([5])
+    engine = weakref.ref(lm._engine)
+    del lm
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        gc.collect()
+        left = [t for t in threading.enumerate() if t.ident not in before and t.name.startswith("logprobe")]
+        if not left and engine() is None:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"left behind: {left}, {engine()}")
+
+
+def test_two_front_doors_share_an_engine_and_one_may_leave(
+    tiny_llm: Any, plain_row: Any, random_ids: Any
+) -> None:
+    from logprobe import AsyncLM as Class
+    from logprobe.engine.start import LoadedModel
+
+    ids = random_ids(9, 6)
+    with Class(LoadedModel(tiny_llm.engine, tiny_llm.text)) as lm:
+        np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), plain_row(ids), atol=TOLERANCE, rtol=0)
+    assert tiny_llm.generate([ids])[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("timeout", -1.0), ("timeout", float("nan")), ("engine", "nothing")],
+)
+def test_a_setting_out_of_range_is_named(new_lm: Any, name: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=name):
+        new_lm(**{name: value})
+
+
+@pytest.mark.real_model
+def test_rows_of_the_real_model_equal_a_plain_forward_pass(real_llm: Any, plain_rows_of: Any) -> None:
+    from logprobe import AsyncLM as Class
+    from logprobe.engine.start import LoadedModel
+    from logprobe.models import resolve
+
+    plain = plain_rows_of(resolve("smollm2").folder)
+    texts = ["The capital of France is", "The capital of France", "def main():\n    ", "1 + 1 ="]
+    asked = [real_llm.text.encode(text).tolist() for text in texts]
+    with Class(LoadedModel(real_llm.engine, real_llm.text)) as lm:
+        together = lm.batch_next_token_logprobs_sync(asked * 50)
+        for ids, row in zip(asked * 50, together, strict=True):
+            np.testing.assert_array_equal(row, lm.next_token_logprobs_sync(ids))
+        for ids, row in zip(asked, together, strict=False):
+            np.testing.assert_allclose(row, plain(ids), atol=2e-4, rtol=0)
+            assert np.exp(row.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
