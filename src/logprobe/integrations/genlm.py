@@ -1,0 +1,137 @@
+"""genlm-backend's `AsyncLM` on ours, so that genlm-control and its kin run on this library unchanged.
+
+`PromptedLLM(LogprobeLM.from_name("smollm2"))` hands a model over; `serve_by_name()` makes
+`PromptedLLM.from_name(name, backend="hf")` load it through this library.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self, final
+
+import genlm.backend.llm as genlm_llm
+import torch
+from genlm.backend.llm.base import AsyncLM as GenlmAsyncLM
+from genlm.backend.tokenization import Token as GenlmToken
+
+from logprobe.async_lm import AsyncLM
+from logprobe.errors import UnknownParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+# transformers' names for what `EngineConfig` calls otherwise; others are refused.
+HF_OPTIONS = {"torch_dtype": "dtype", "dtype": "dtype", "device_map": "device"}
+
+
+@final
+class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
+    """An `AsyncLM` as genlm-backend's: rows are torch tensors of their own, tokens genlm's `Token`.
+
+    `lora_name` selects an adapter a call, as in genlm-backend from 0.3.
+    """
+
+    def __init__(self, lm: AsyncLM) -> None:
+        # Not the base's own: it would derive the vocabulary from the tokenizer, less exactly and wide.
+        self.lm = lm
+        self.tokenizer = lm.tokenizer
+        self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in lm.byte_vocab]
+        self.str_vocab = lm.str_vocab
+
+    @classmethod
+    def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
+        """Load a model; `settings` are those of `AsyncLM.from_name`.
+
+        Raises:
+            ModelError: the model cannot be had or used.
+            ParameterError: a setting that cannot be used; of `hf_opts` dtype and device are known.
+        """
+        for option, value in (hf_opts or {}).items():
+            if option not in HF_OPTIONS:
+                raise UnknownParameterError(option, HF_OPTIONS, of="hf_opts")
+            settings[HF_OPTIONS[option]] = str(value).removeprefix("torch.")
+        return cls(AsyncLM.from_name(name, **settings))
+
+    async def next_token_logprobs(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
+        """The distribution of the next token: (V,) float32 tensor, nats."""
+        return torch.tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
+    ) -> Any:
+        """The distributions after each prefix: (n, V) float32 tensor, nats."""
+        return torch.from_numpy(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
+
+    def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
+        """`next_token_logprobs` without an event loop."""
+        return torch.tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
+    ) -> Any:
+        """`batch_next_token_logprobs` without an event loop."""
+        return torch.from_numpy(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
+
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Draw tokens, ending before the first of `eos_token_ids`."""
+        return await self.lm.sample(
+            prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name
+        )
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[Sequence[int]],
+        max_tokens: int,
+        eos_token_ids: Sequence[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """Draw from each prompt at once; with a seed, samples of equal prompts still differ."""
+        return await self.lm.batch_sample(
+            prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, lora=lora_name
+        )
+
+    def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
+        """Load an adapter from a local folder."""
+        self.lm.add_new_lora(lora_path, lora_name)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Refuse new asks for an adapter."""
+        self.lm.remove_lora(lora_name)
+
+    def clear_cache(self) -> None:
+        """Forget the rows kept whole."""
+        self.lm.clear_cache()
+
+    def clear_kv_cache(self) -> None:
+        """Let the engine forget every prefix that no request stands on."""
+        self.lm.clear_kv_cache()
+
+    def reset_async_queries(self) -> None:
+        """End every ask in flight with an error."""
+        self.lm.reset_async_queries()
+
+    def cleanup(self) -> None:
+        """Let the model go."""
+        self.lm.cleanup()
+
+
+@contextmanager
+def serve_by_name() -> Iterator[None]:
+    """While it lasts, `backend="hf"` of genlm-backend and genlm-control names this library."""
+    own = genlm_llm.AsyncTransformer
+    genlm_llm.AsyncTransformer = LogprobeLM
+    try:
+        yield
+    finally:
+        genlm_llm.AsyncTransformer = own
