@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,10 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from logprobe import LLM
+    from logprobe.server import ServerSettings
 
 CONTEXT_LEN = 128
 MERGES = (
@@ -80,6 +85,30 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
+def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    everything = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    configs = {
+        "wide": LoraConfig(r=4, lora_alpha=8, target_modules=everything),
+        "narrow": LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], use_rslora=True),
+    }
+    folders = {}
+    for seed, (name, config) in enumerate(configs.items()):
+        torch.manual_seed(seed)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), config)
+        for key, weight in model.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(weight, std=0.2)
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="session")
 def real_llm() -> Iterator[LLM]:
     """SmolLM2-135M-Instruct in float32; a test that cannot have it is skipped with the reason."""
     from logprobe import LLM
@@ -91,6 +120,40 @@ def real_llm() -> Iterator[LLM]:
         pytest.skip(f"smollm2 cannot be had: {error}")
     with llm:
         yield llm
+
+
+@contextmanager
+def serving(
+    model: Any, settings: ServerSettings, processors: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Serve an engine and its text edge from a thread until the block ends: (address, application)."""
+    import uvicorn
+
+    from logprobe.engine.start import LoadedModel
+    from logprobe.server.app import create_app
+    from logprobe.server.run import uvicorn_config
+
+    app = create_app(LoadedModel(model.engine, model.text), settings, processors)
+    listener = socket.create_server(("127.0.0.1", 0))
+    # The kernel would else take in megabytes for a reader that reads nothing.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    server = uvicorn.Server(uvicorn_config(app, settings))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+@pytest.fixture(scope="session")
+def new_serving() -> Callable[..., Any]:
+    """`serving`, for tests in any folder."""
+    return serving
 
 
 def shape() -> dict[str, Any]:

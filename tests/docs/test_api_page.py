@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,25 +25,10 @@ PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def url(tiny_llm: LLM) -> Iterator[str]:
+def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
     """The tiny Llama served."""
-    import uvicorn
-
-    from logprobe.engine.start import LoadedModel
-    from logprobe.server.app import create_app
-    from logprobe.server.run import uvicorn_config
-
-    settings = ServerSettings(model_name="tiny")
-    app = create_app(LoadedModel(tiny_llm.engine, tiny_llm.text), settings)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn_config(app, settings))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with new_serving(tiny_llm, ServerSettings(model_name="tiny")) as (address, _):
+        yield address
 
 
 @pytest.mark.parametrize("code", SHELL, ids=lambda code: code.split()[2].removeprefix("$URL"))

@@ -103,26 +103,3 @@ def resized(source: Path, folder: Path, **settings: int) -> Path:
     torch.manual_seed(3)
     LlamaForCausalLM(AutoConfig.from_pretrained(source, **settings)).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    everything = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    configs = {
-        "wide": LoraConfig(r=4, lora_alpha=8, target_modules=everything),
-        "narrow": LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], use_rslora=True),
-    }
-    folders = {}
-    for seed, (name, config) in enumerate(configs.items()):
-        torch.manual_seed(seed)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), config)
-        for key, weight in model.named_parameters():
-            if "lora_B" in key:
-                torch.nn.init.normal_(weight, std=0.2)
-        folders[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folders[name])
-    return folders

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,57 +36,42 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
 
-@contextmanager
-def serving(llm: Any, **settings: Any) -> Iterator[Running]:
-    """Serve the model of an `LLM` from a thread until the block ends."""
-    import uvicorn
+@pytest.fixture(scope="session")
+def serve_llm(new_serving: Any) -> Callable[..., Any]:
+    """Serve the model of an `LLM` until the block ends."""
 
-    from logprobe.engine.start import LoadedModel
-    from logprobe.server.app import create_app
-    from logprobe.server.run import uvicorn_config
+    @contextmanager
+    def serve(llm: Any, processors: tuple[Any, ...] = (), **settings: Any) -> Iterator[Running]:
+        with new_serving(llm, ServerSettings(**settings), processors) as (url, app):
+            yield Running(url, llm, app.state.service)
 
-    options = ServerSettings(**settings)
-    app = create_app(LoadedModel(llm.engine, llm.text), options)
-    listener = socket.create_server(("127.0.0.1", 0))
-    # The kernel would else take in megabytes for a reader that reads nothing.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    server = uvicorn.Server(uvicorn_config(app, options))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, app.state.service)
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()
+    return serve
 
 
 @pytest.fixture(scope="session")
-def new_server(tiny_llm: LLM) -> Callable[..., Any]:
+def new_server(tiny_llm: LLM, serve_llm: Any) -> Callable[..., Any]:
     """Make a server with settings of its own on the tiny Llama; a context manager."""
-    return lambda **settings: serving(tiny_llm, **settings)
+    return lambda **settings: serve_llm(tiny_llm, **settings)
 
 
 @pytest.fixture(scope="session")
-def server(tiny_llm: LLM) -> Iterator[Running]:
+def server(new_server: Any) -> Iterator[Running]:
     """The tiny Llama served; logprobs without a cap."""
-    with serving(tiny_llm, max_logprobs=-1) as running:
+    with new_server(max_logprobs=-1) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def capped_server(tiny_llm: LLM) -> Iterator[Running]:
+def capped_server(new_server: Any) -> Iterator[Running]:
     """The tiny Llama served with the settings as they come."""
-    with serving(tiny_llm) as running:
+    with new_server() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def real_server(real_llm: LLM) -> Iterator[Running]:
+def real_server(real_llm: LLM, serve_llm: Any) -> Iterator[Running]:
     """SmolLM2 served."""
-    with serving(real_llm) as running:
+    with serve_llm(real_llm) as running:
         yield running
 
 

@@ -48,6 +48,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: Ids | None = None
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
+    lora: str | None = None
     # Extensions: reports; each adds fields to the reply.
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "both"] | None = None
     logprob_token_ids: Ids | None = None
@@ -127,6 +128,7 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
     model: str | None = None
     unconditional: bool = False
+    lora: str | None = None
 
 
 class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +138,7 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stage: Literal["raw"] = "raw"
     dtype: Literal["float32", "float16"] = "float32"
     model: str | None = None
+    lora: str | None = None
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -164,6 +167,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     logits_processors_args: dict[str, Any] | None = None
+    lora: str | None = None
 
     # OpenAI's, taken only with the value that changes nothing.
     tools: list[Any] | None = None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
     """Answer one chat request."""
     body = await read_body(request, ChatBody, service.settings.max_body_bytes)
-    service.check_model(body.model)
+    service.choose_weights(body)
     service.log_body("chat", body)
     ids = read_messages(body.messages, service.text)
     room = service.capabilities.max_model_len + 1 - len(ids)
@@ -117,7 +117,7 @@ class ChatShape:
             "id": self._generation.reply_id,
             "object": kind,
             "created": self._service.now(),
-            "model": self._service.model_name,
+            "model": self._service.name_of(self._body.lora),
             "choices": choices,
         }
         return reply | {"usage": None} if self._has_usage else reply

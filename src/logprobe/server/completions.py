@@ -44,7 +44,7 @@ PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 async def completions(request: HttpRequest, service: Service) -> Response:
     """Answer one completions request."""
     body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
-    service.check_model(body.model)
+    service.choose_weights(body)
     service.log_body("completions", body)
     params = completion_params(body, max_logprobs=service.settings.max_logprobs)
     prompts = read_prompts(body.prompt, service.text)
@@ -166,7 +166,7 @@ class CompletionShape:
             "id": self._generation.reply_id,
             "object": "text_completion",
             "created": self._service.now(),
-            "model": self._service.model_name,
+            "model": self._service.name_of(self._body.lora),
             "choices": choices,
         }
         return reply | {"usage": None} if self._has_usage else reply

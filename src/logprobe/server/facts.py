@@ -37,14 +37,17 @@ async def health(_: HttpRequest, service: Service) -> Response:
 
 
 async def models(_: HttpRequest, service: Service) -> Response:
-    """List the one model."""
-    return json_reply({"object": "list", "data": [_model(service)]})
+    """List the model, then its adapters, each of which can be asked for by its name."""
+    found = [_model(service), *(_adapter(service, *one) for one in service.engine.list_loras().items())]
+    return json_reply({"object": "list", "data": found})
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
-    """Tell about one model."""
-    service.check_model(request.path_params["model"])
-    return json_reply(_model(service))
+    """Tell about one model or adapter."""
+    name = request.path_params["model"]
+    service.check_model(name)
+    path = service.engine.list_loras().get(name)
+    return json_reply(_model(service) if path is None else _adapter(service, name, path))
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:
@@ -133,3 +136,7 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "logprobe",
         "max_model_len": service.capabilities.max_model_len,
     }
+
+
+def _adapter(service: Service, name: str, path: str) -> dict[str, Any]:
+    return _model(service) | {"id": name, "root": path, "parent": service.model_name}

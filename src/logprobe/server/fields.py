@@ -36,6 +36,7 @@ SAMPLING_FIELDS: Final = (
     "allowed_token_ids",
     "bad_words",
     "logits_processors_args",
+    "lora",
     "response_format",
     "logprobs_mode",
     "logprob_token_ids",

@@ -47,7 +47,9 @@ class Generation:
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
         self.requests = [
-            Request(request_id=f"{reply_id}-{number}", prompt_token_ids=ids, params=params)
+            Request(
+                request_id=f"{reply_id}-{number}", prompt_token_ids=ids, params=params, adapter=params.lora
+            )
             for number, (ids, params) in enumerate(asks)
         ]
         self._cutters: dict[int, Cutter] = {}

@@ -32,9 +32,9 @@ TYPE = "application/vnd.safetensors"
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
     """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order."""
     body = await read_body(request, NextTokenBody, service.settings.max_body_bytes)
-    service.check_model(body.model)
+    service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
-    params = SamplingParams(max_tokens=1)
+    params = SamplingParams(max_tokens=1, lora=body.lora)
     base = service.new_id("next")
     requests = [
         Request(
@@ -44,6 +44,7 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
             else as_ids(prompt, "prompts"),
             params=params,
             wants_row=True,
+            adapter=body.lora,
         )
         for number, prompt in enumerate(body.prompts)
     ]
@@ -54,7 +55,7 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
         outputs = await while_connected(request.receive, service.run_all(requests))
     finally:
         ticket.release()
-    data = _packed(outputs, body.dtype, service.model_name)
+    data = _packed(outputs, body.dtype, service.name_of(body.lora))
     service.metrics.bytes_out.inc(len(data))
     return Response(data, media_type=TYPE)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
     body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
-    service.check_model(body.model)
+    service.choose_weights(body)
     service.log_body("responses", body)
     said = _conversation(body, service)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -179,7 +179,7 @@ class ResponseShape:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.model_name,
+            "model": self._service.name_of(self._body.lora),
             "output": output,
             "parallel_tool_calls": False,
             "previous_response_id": body.previous_response_id,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from logprobe.config import require
 from logprobe.engine.start import start_native_engine
 from logprobe.server.app import create_app
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from logprobe.config import EngineConfig
+    from logprobe.engine.start import LoadedModel
     from logprobe.server.settings import ServerSettings
 
 BACKLOG = 2048
@@ -37,12 +39,14 @@ def serve(
     `ready` is told the address once the server listens.
 
     Raises:
-        ModelError: the model cannot be had or used.
+        ModelError: the model or an adapter cannot be had or used.
+        ParameterError: the settings do not fit the model, or two adapters have one name.
         OSError: the address cannot be listened on.
     """
     with socket.create_server((settings.host, settings.port), backlog=BACKLOG) as listener:
         model = start_native_engine(config)
         try:
+            load_adapters(model, settings)
             app = create_app(model, settings, config.logits_processors)
             host, port = listener.getsockname()[:2]
             if ready is not None:
@@ -50,6 +54,20 @@ def serve(
             run_server(app, settings, listener)
         finally:
             model.engine.close()
+
+
+def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:
+    """Load the adapters that the settings name.
+
+    Raises:
+        ModelError: a folder cannot be read, or does not fit the model.
+        ParameterError: a name is the model's own, or given twice.
+    """
+    own = {settings.model_name, model.engine.capabilities().model}
+    for given in settings.lora:
+        name, _, path = given.partition("=")
+        require(name not in own, "lora", f"{name!r} is the model's own name; choose another")
+        model.engine.add_lora(name, path)
 
 
 def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:

@@ -220,7 +220,7 @@ COMPONENTS: Final[dict[str, Schema]] = {
         },
         more=False,
     ),
-    "Model": _object(_MODEL, {"max_model_len": INTEGER}, more=False),
+    "Model": _object(_MODEL, {"max_model_len": INTEGER, "root": STRING, "parent": STRING}, more=False),
     "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}, more=False),
     "Tokens": _object(
         {"tokens": _list(INTEGER), "count": INTEGER, "max_model_len": INTEGER},

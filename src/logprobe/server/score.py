@@ -44,17 +44,18 @@ class Pair:
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
     body = await read_body(request, ScoreBody, service.settings.max_body_bytes)
-    service.check_model(body.model)
+    service.choose_weights(body)
     service.log_body("score", body)
     pairs = [_pair(body, continuation, service.text) for continuation in body.continuations]
     alone = [_alone(pair, service.text) for pair in pairs] if body.unconditional else []
-    base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0)
+    base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
     requests = [
         Request(
             request_id=f"{base}-{number}",
             prompt_token_ids=pair.token_ids,
             params=params,
             first_scored=pair.start,
+            adapter=body.lora,
         )
         for number, pair in enumerate(pairs + alone)
     ]
@@ -70,23 +71,24 @@ async def score(request: HttpRequest, service: Service) -> Response:
         assert output.prompt_logprobs is not None
         one["unconditional_logprob"] = _sum(output.prompt_logprobs.chosen_entries().logprobs)
         one["pmi"] = one["logprob"] - one["unconditional_logprob"]
-    return _reply(request, service, base, found, sum(len(pair.token_ids) for pair in pairs))
-
-
-def _reply(
-    request: HttpRequest, service: Service, reply_id: str, found: list[dict[str, Any]], num_tokens: int
-) -> Response:
-    if ARROW_TYPE in request.headers.get("accept", ""):
-        return Response(_as_arrow(found), media_type=ARROW_TYPE)
+    num_tokens = sum(len(pair.token_ids) for pair in pairs)
     reply = {
-        "id": reply_id,
+        "id": base,
         "object": "score",
-        "model": service.model_name,
+        "model": service.name_of(body.lora),
         "unit": "nats",
-        "data": [{"index": index, **one} for index, one in enumerate(found)],
+        "data": found,
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
-    return Response(encode(service, reply), media_type=JSON_TYPE)
+    return _reply(request, service, reply)
+
+
+def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Response:
+    found = reply["data"]
+    if ARROW_TYPE in request.headers.get("accept", ""):
+        return Response(_as_arrow(found), media_type=ARROW_TYPE)
+    numbered = [{"index": index, **one} for index, one in enumerate(found)]
+    return Response(encode(service, reply | {"data": numbered}), media_type=JSON_TYPE)
 
 
 def _pair(body: ScoreBody, continuation: str | list[int], text: TextEdge) -> Pair:

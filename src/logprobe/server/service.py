@@ -10,12 +10,12 @@ import itertools
 import logging
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from logprobe.records.chat_json import ChatEncoder
-from logprobe.server.errors import ApiError
+from logprobe.server.errors import ApiError, bad_request
 from logprobe.server.limits import Limits
 from logprobe.server.metrics import Metrics
 from logprobe.server.stored import StoredResponses
@@ -32,8 +32,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("logprobe.server")
 
 
+class Adaptable(Protocol):
+    """A body that may choose an adapter."""
+
+    model: str | None
+    lora: str | None
+
+
 class Service:
-    """One model behind HTTP."""
+    """One model behind HTTP, with its adapters."""
 
     def __init__(
         self, model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
@@ -73,14 +80,32 @@ class Service:
         return f"{prefix}-{self._token}{next(self._numbers):08x}"
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None is the one that is.
+        """Refuse a model that is not served; None is the one that is, an adapter goes by its name.
 
         Raises:
             ApiError: 404.
         """
-        if name is not None and name not in {self.model_name, self.capabilities.model}:
-            message = f"model {name!r} is not served here; use {self.model_name!r}"
+        served = [self.model_name, *self.engine.list_loras()]
+        if name is not None and name not in {*served, self.capabilities.model}:
+            message = f"model {name!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def choose_weights(self, body: Adaptable) -> None:
+        """Settle the adapter of a body: one that stands as `model` is noted as `lora`.
+
+        Raises:
+            ApiError: 404 for a model that is not served, 400 where `model` and `lora` name two adapters.
+        """
+        self.check_model(body.model)
+        if body.model is None or body.model in {self.model_name, self.capabilities.model}:
+            return
+        if body.lora not in {None, body.model}:
+            raise bad_request("lora", f"is {body.lora!r}, but model names the adapter {body.model!r}")
+        body.lora = body.model
+
+    def name_of(self, lora: str | None) -> str:
+        """What replies call the weights that answered: an adapter goes by its own name."""
+        return lora or self.model_name
 
     async def run_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """The outputs of some requests once all have ended; giving up the wait gives them up.

@@ -18,6 +18,8 @@ class ServerSettings:
         api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
             to all.
         model_name: the name clients use; `None` takes the model's own.
+        lora: LoRA adapters to load before the first request, each as NAME=PATH of a local folder; a
+            request names one as `lora`, or as `model`.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
         max_requests: completions in progress or waiting, all requests together.
@@ -34,6 +36,7 @@ class ServerSettings:
     port: int = 8000
     api_key: tuple[str, ...] = ()
     model_name: str | None = None
+    lora: tuple[str, ...] = ()
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
     max_requests: int = 512
@@ -49,6 +52,9 @@ class ServerSettings:
         require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
         require(all(self.api_key), "api_key", "a key is empty")
+        for given in self.lora:
+            name, _, path = given.partition("=")
+            require(name and path, "lora", f"must be NAME=PATH of an adapter's folder, got {given!r}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         for name in (
