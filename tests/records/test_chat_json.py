@@ -50,6 +50,23 @@ def test_chunks_join_to_the_whole(step: Any) -> None:
     assert encoder.content(record[:0]) == b"[]"
 
 
+@pytest.mark.parametrize("k", [0, 1, 3, 20, 70])
+@pytest.mark.parametrize("num_top", [None, 0, 2, 50])
+def test_few_rows_and_many_give_the_same_bytes(step: Any, k: int, num_top: Any) -> None:
+    ids, logprobs, ranks = step(40, k, 90)
+    ids[3, 0], logprobs[3, 0], ranks[3] = 1000, -np.inf, 90
+    if k > 1:
+        logprobs[7, -1], ids[7, 0], logprobs[7, 0], ranks[7] = -np.inf, ids[7, 1], logprobs[7, 1], 1
+    record, encoder = FlatLogprobs(), ChatEncoder(Table(), floor=-123.456)
+    record.append_rows(ids, logprobs, ranks)
+    one_by_one = b",".join(encoder.entries(record, row, row + 1, num_top) for row in range(40))
+    assert b"[" + one_by_one + b"]" == encoder.content(record, num_top)
+    assert (
+        one_by_one.count(b"-123.4")
+        == np.isneginf(logprobs[:, : None if num_top is None else num_top + 1]).sum()
+    )
+
+
 def test_nan_is_null() -> None:
     record = FlatLogprobs([{1: Logprob(np.nan, 1)}])
     assert json.loads(ChatEncoder(Table()).content(record))[0]["logprob"] is None

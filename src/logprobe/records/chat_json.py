@@ -12,23 +12,27 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import ParameterError
+from logprobe.records.selection import chosen_entries, top_entries
+from logprobe.records.top_rows import TopRows
 
 if TYPE_CHECKING:
     from logprobe.records.columns import Array
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.ragged_rows import Entries
+    from logprobe.records.rows import Store
     from logprobe.records.values import TokenTable
 
 IMPOSSIBLE = -9999.0  # what JSON says for -inf, as other servers do
+FEW_ROWS = 8  # up to here rows one by one are quicker than arrays of all of them
 
 
 class ChatEncoder:
     """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once."""
 
     def __init__(self, table: TokenTable, *, floor: float = IMPOSSIBLE) -> None:
-        self._table = table
         self._floor = floor
-        self._parts: dict[int, bytes] = {}  # token id -> all that stands before its number
+        self._floor_json = msgspec.json.encode(float(np.float32(floor)))
+        self._parts = _Parts(table)
 
     def content(self, record: FlatLogprobs, num_top: int | None = None) -> bytes:
         """A JSON array, one entry a position; `num_top` cuts the k best further, None keeps them all.
@@ -38,10 +42,34 @@ class ChatEncoder:
         Raises:
             ParameterError: a position without a chosen token, or a negative num_top.
         """
+        return b"[" + self.entries(record, 0, len(record), num_top) + b"]"
+
+    def entries(self, record: FlatLogprobs, start: int, stop: int, num_top: int | None = None) -> bytes:
+        """The entries of positions [start, stop) as `content` writes them, without the brackets.
+
+        Raises:
+            ParameterError: a position without a chosen token, or a negative num_top.
+        """
         if num_top is not None and num_top < 0:
             raise ParameterError("num_top", f"{num_top} is negative; 0 leaves the top lists empty")
-        chosen, top = record.chosen_entries(), record.top_entries()
-        if len(chosen.token_ids) != len(record):
+        store = record.rows.store
+        if stop - start <= FEW_ROWS and isinstance(store, TopRows) and start >= store.num_none:
+            return b",".join([self._packed_entry(store, row, num_top) for row in range(start, stop)])
+        return self._joined(store, start, stop, num_top)
+
+    def _packed_entry(self, store: TopRows, row: int, num_top: int | None) -> bytes:
+        """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
+        lists = store.lists(row)
+        numbers = msgspec.json.encode((lists.chosen_logprob, *lists.top_logprobs[:num_top]))[1:-1].split(b",")
+        if b"null" in numbers:  # packed rows hold no NaN
+            numbers = [self._floor_json if number == b"null" else number for number in numbers]
+        parts = map(self._parts.__getitem__, (lists.chosen_id, *lists.top_ids[:num_top]))
+        own, *best = map(add, parts, numbers)
+        return b'%b,"top_logprobs":[%b%b]}' % (own, b"},".join(best), b"}" if best else b"")
+
+    def _joined(self, store: Store, start: int, stop: int, num_top: int | None) -> bytes:
+        chosen, top = chosen_entries(store, start, stop), top_entries(store, start, stop)
+        if len(chosen.token_ids) != stop - start:
             raise ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
         pieces, bounds = self._pieces(top), top.offsets.tolist()
         stops = bounds[1:] if num_top is None else [start + num_top for start in bounds[:-1]]
@@ -49,25 +77,30 @@ class ChatEncoder:
             b"},".join(pieces[start : min(stop, end)])
             for start, stop, end in zip(bounds[:-1], stops, bounds[1:], strict=True)
         ]
-        entries = [
+        return b",".join(
             b'%b,"top_logprobs":[%b%b]}' % (piece, listed, b"}" if listed else b"")
             for piece, listed in zip(self._pieces(chosen), lists, strict=True)
-        ]
-        return b"[" + b",".join(entries) + b"]"
+        )
 
     def _pieces(self, entries: Entries) -> list[bytes]:
         """Each entry as a JSON object that is still open."""
-        ids, numbers = entries.token_ids.tolist(), self._numbers(entries.logprobs)
-        parts = self._parts
-        for token_id in set(ids).difference(parts):
-            parts[token_id] = self._part(token_id)
-        return list(map(add, map(parts.__getitem__, ids), numbers))
-
-    def _part(self, token_id: int) -> bytes:
-        text = msgspec.json.encode(self._table.token_text(token_id))
-        own_bytes = msgspec.json.encode(list(self._table.token_bytes(token_id)))
-        return b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
+        parts = map(self._parts.__getitem__, entries.token_ids.tolist())
+        return list(map(add, parts, self._numbers(entries.logprobs)))
 
     def _numbers(self, logprobs: Array) -> list[bytes]:
         finite = np.where(np.isneginf(logprobs), self._floor, logprobs)
         return msgspec.json.encode(finite.tolist())[1:-1].split(b",") if len(finite) else []
+
+
+class _Parts(dict[int, bytes]):
+    """Token id → all that stands before its number, encoded when first asked for."""
+
+    def __init__(self, table: TokenTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> bytes:
+        text = msgspec.json.encode(self._table.token_text(token_id))
+        own_bytes = msgspec.json.encode(list(self._table.token_bytes(token_id)))
+        part = self[token_id] = b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
+        return part

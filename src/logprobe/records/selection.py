@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe.records.ragged_rows import Entries
-from logprobe.records.top_rows import TopColumns, TopRows
+from logprobe.records.top_rows import TopRows
 
 if TYPE_CHECKING:
     from logprobe.records.columns import Array
     from logprobe.records.rows import Store
+    from logprobe.records.top_columns import TopColumns
 
 
 def chosen_entries(store: Store, start: int, stop: int) -> Entries:

@@ -11,7 +11,6 @@ Before it: `FlatLogprobs`. After it: readers of one position or of whole columns
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,28 +30,11 @@ from logprobe.records.row_keys import (
     signs_of,
     write_signs,
 )
+from logprobe.records.top_columns import TopColumns, TopLists
 
 MAX_LIST_K = 64  # up to here one row is quicker as Python values than as an array
 _LARGEST_ID = {2: (1 << 16) - 1, 4: (1 << 31) - 1, 8: (1 << 63) - 1}  # by bytes of the column's type
 _ZERO_AT_LEAST = (0.0).__ge__
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopColumns:
-    """A run of n rows, unpacked."""
-
-    top_ids: Array  # (n, k) uint16, int32 or int64
-    top_logprobs: Array  # (n, k) float32, nats, descending as given
-    places: Array  # (n,) int64: index of the chosen token among the k best; k where it is outside
-    chosen_ids: Array  # (n,)
-    chosen_logprobs: Array  # (n,) float32, nats
-    chosen_ranks: Array  # (n,) int64
-
-    def joined(self) -> tuple[Array, Array, Array]:
-        """Ids and logprobs (n, k + 1), column 0 the chosen token, and its ranks (n,)."""
-        ids = np.concatenate([self.chosen_ids[:, None], self.top_ids], axis=1)
-        logprobs = np.concatenate([self.chosen_logprobs[:, None], self.top_logprobs], axis=1)
-        return ids, logprobs, self.chosen_ranks
 
 
 class TopRows:
@@ -194,14 +176,20 @@ class TopRows:
         place = self._num_outside_before(row - self.num_none)
         return int(self._outside_ids.row(place)), float(self._outside_logprobs.row(place))
 
+    def lists(self, row: int) -> TopLists:
+        """One row, not None, unpacked."""
+        is_outside, place, rank = self.key(row)
+        ids, logprobs = (values.tolist() for values in self.top_row(row))
+        chosen_id, chosen_logprob = self.outside(row) if is_outside else (ids[place], logprobs[place])
+        return TopLists(ids, logprobs, place, chosen_id, chosen_logprob, rank)
+
     def row(self, row: int) -> RowLists:
         """One row, not None, as Python values."""
-        is_outside, place, rank = self.key(row)
-        top_ids, top_logprobs = self.top_row(row)
-        ids, logprobs, ranks = top_ids.tolist(), top_logprobs.tolist(), list(range(1, self.k + 1))
-        chosen_id, chosen_logprob = self.outside(row) if is_outside else (ids[place], logprobs[place])
-        if not (is_outside or self.repeats_chosen):
-            del ids[place], logprobs[place], ranks[place]
+        ids, logprobs, place, chosen_id, chosen_logprob, rank = self.lists(row)
+        ranks = list(range(1, self.k + 1))
+        if not self.repeats_chosen:
+            for column in (ids, logprobs, ranks):
+                del column[place : place + 1]  # none where it is outside
         return RowLists([chosen_id, *ids], [chosen_logprob, *logprobs], [rank, *ranks], None)
 
     def columns(self, start: int, stop: int) -> TopColumns:
@@ -237,7 +225,7 @@ class TopRows:
         if rows is None:
             flat = (np.empty(0, np.uint16), np.empty(0, np.float32), np.empty(0, np.int64))
         else:
-            flat = _flatten(rows, repeats_chosen=self.repeats_chosen)
+            flat = rows.flattened(repeats_chosen=self.repeats_chosen)
         is_none = np.arange(stop - start) < num_none
         return Entries(
             offsets=self.offsets(start, stop) - self.first_entry(start),
@@ -384,15 +372,3 @@ def _agree(logprobs: Array, hits: Array, is_inside: Array) -> bool:
     agreeing = hits & (logprobs[:, 1:] == logprobs[:, :1])
     counts = {int(np.count_nonzero(found)) for found in (is_inside, hits, agreeing)}
     return len(counts) == 1
-
-
-def _flatten(rows: TopColumns, *, repeats_chosen: bool) -> tuple[Array, Array, Array]:
-    """Public columns of n rows: the chosen token, then the k best by rank."""
-    n, k = rows.top_ids.shape
-    ids, logprobs, _ = rows.joined()
-    others = np.broadcast_to(np.arange(1, k + 1), (n, k))
-    ranks = np.concatenate([rows.chosen_ranks[:, None], others], axis=1)
-    if repeats_chosen:
-        return ids.ravel(), logprobs.ravel(), ranks.ravel()
-    is_shown = np.arange(k + 1) != (rows.places + 1)[:, None]
-    return ids[is_shown], logprobs[is_shown], ranks[is_shown]

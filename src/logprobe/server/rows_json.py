@@ -32,7 +32,7 @@ def content(
     encoder: ChatEncoder, record: FlatLogprobs, rows: Sequence[int], num_top: int | None
 ) -> msgspec.Raw:
     """Chat entries of the rows named, in order."""
-    parts = [encoder.content(record[start:stop], num_top)[1:-1] for start, stop in _runs(rows)]
+    parts = [encoder.entries(record, start, stop, num_top) for start, stop in _runs(rows)]
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
