@@ -34,7 +34,19 @@ def test_ids_may_be_texts_as_in_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "bias", [{"x": 1}, {3: "1"}, {-1: 1}, {3: True}, {1.5: 1}, {3: float("inf")}, {3: float("nan")}, [3], 7]
+    "bias",
+    [
+        {"x": 1},
+        {3: "1"},
+        {-1: 1},
+        {3: True},
+        {1.5: 1},
+        {3: float("inf")},
+        {3: float("nan")},
+        {3: 1e39},
+        [3],
+        7,
+    ],
 )
 def test_a_wrong_type_or_a_number_that_is_not_finite_is_refused(bias: Any) -> None:
     with pytest.raises(ParameterError) as raised:

@@ -68,7 +68,7 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
         ({"context": "a", "continuations": []}, "continuations"),
         ({"context": "a", "continuations": [""]}, "continuations"),
         ({"context": "a", "continuations": [[5]]}, "continuations"),
-        ({"context": [5], "continuations": [[99999]]}, "prompt"),
+        ({"context": [5], "continuations": [[99999]]}, "continuations"),
     ],
 )
 def test_a_score_that_cannot_be_is_refused_by_field(server: Any, body: dict[str, Any], param: str) -> None:

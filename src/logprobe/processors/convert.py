@@ -6,9 +6,8 @@ Before it: keyword arguments or JSON. After it: processors, which trust every va
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -18,6 +17,8 @@ from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -100,7 +101,7 @@ def _token_ids(kind: Any, value: Any) -> Iterator[int]:
 
 def _check_finite(parameter: str, value: Any) -> None:
     if isinstance(value, float):
-        require(math.isfinite(value), parameter, f"holds {value}, which is not a finite number")
+        require(abs(value) <= LARGEST_FLOAT, parameter, f"holds {value}, which is not a finite float32")
     elif isinstance(value, dict):
         for item in value.values():
             _check_finite(parameter, item)

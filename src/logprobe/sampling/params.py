@@ -13,14 +13,13 @@ from typing import Any, Final, Literal, cast
 
 from logprobe.config import require, strict_keywords
 from logprobe.errors import ParameterError
-from logprobe.processors.convert import plain
+from logprobe.processors.convert import LARGEST_FLOAT, plain
 from logprobe.processors.fields import field_args
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
 
 
 @strict_keywords

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
     Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
 
+# Route → our parameter → the field of its body that gave it, where the two differ.
+FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/responses": {"prompt": "input", "response_format": "text"},
+    "/v1/score": {"prompt": "continuations"},
+    "/v1/next_token_logprobs": {"prompt": "prompts"},
+}
 CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 
 logger = logging.getLogger("logprobe.server")
@@ -43,7 +50,7 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
-            response = failure(error, service)
+            response = failure(as_api_error(error, FIELD_NAMES.get(path)), service, error)
         service.metrics.replies.labels(path, response.status_code).inc()
         return response
 
@@ -70,11 +77,10 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> None:
         )
 
 
-def failure(error: Exception, service: Service) -> Response:
+def failure(told: ApiError, service: Service, cause: Exception | None = None) -> Response:
     """The reply to a failure; what only a bug of ours can cause goes to the log."""
-    told = as_api_error(error)
     if told.status == 500:
-        logger.error("a request failed", exc_info=error)
+        logger.error("a request failed", exc_info=cause)
     if told.status == 400:
         service.metrics.rejected.labels(told.param or "").inc()
     return Response(told.to_json(), told.status, told.headers, media_type=JSON_TYPE)
