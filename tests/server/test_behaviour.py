@@ -183,21 +183,26 @@ def test_a_request_is_logged_only_where_that_is_asked(
 
 
 def test_metrics_count_what_was_done_and_refused(new_server: Any) -> None:
+    def read() -> dict[str, float]:
+        lines = [line for line in server.get("/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    bias = '{processor="LogitBiasLogitsProcessor"}'
     with new_server() as server:
+        before = read()  # the engine is shared, and counts its processors from its own start
         server.post("/v1/completions", prompt="the cat", max_tokens=3, logprobs=1, ignore_eos=True)
         server.post("/v1/completions", prompt="the cat", logprobs=99)
         server.post("/v1/completions", prompt="the cat", max_tokens=2, logit_bias={"5": 1.0}, ignore_eos=True)
-        figures = dict(
-            line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#"
-        )
-    assert figures['logprobe_requests_total{state="length"}'] == "2.0"
-    assert figures["logprobe_completion_tokens_total"] == "5.0"
-    assert figures["logprobe_logprob_rows_total"] == "3.0"
-    assert figures['logprobe_rejected_total{param="logprobs"}'] == "1.0"
-    bias = '{processor="LogitBiasLogitsProcessor"}'
-    assert figures[f"logprobe_processor_rows_total{bias}"] == "2.0"
-    assert figures[f"logprobe_processor_failures_total{bias}"] == "0.0"
-    assert float(figures[f"logprobe_processor_seconds_total{bias}"]) > 0
+        figures = read()
+    assert figures['logprobe_requests_total{state="length"}'] == 2
+    assert figures["logprobe_completion_tokens_total"] == 5
+    assert figures["logprobe_logprob_rows_total"] == 3
+    assert figures['logprobe_rejected_total{param="logprobs"}'] == 1
+    for name, grown in {"rows": 2, "failures": 0}.items():
+        metric = f"logprobe_processor_{name}_total{bias}"
+        assert figures[metric] - before.get(metric, 0) == grown
+    metric = f"logprobe_processor_seconds_total{bias}"
+    assert figures[metric] > before.get(metric, 0)
 
 
 def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> None:
