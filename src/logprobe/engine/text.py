@@ -61,10 +61,16 @@ class TextEdge:
         num_context = min(len(self.encode(context)), len(whole) - 1)
         return whole, num_context
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """What the model puts before a text; None where it has no such token."""
+        token_id: int | None = self.tokenizer.bos_token_id
+        return token_id
+
     def prefix(self) -> IntArray:
         """What stands before a text that has no context: BOS, or EOS where the model has no BOS."""
         tokenizer = self.tokenizer
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        first = tokenizer.eos_token_id if self.bos_token_id is None else self.bos_token_id
         if first is None:
             raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
         return np.array([first], dtype=np.int32)

@@ -18,9 +18,9 @@ from logprobe.next_token.row_cache import Row, RowCache, RowKey, key_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.backend import EngineBackend
     from logprobe.engine.bridge import LoopThread
     from logprobe.engine.request import Request
+    from logprobe.next_token.seam import RowEngine
 
 Waiter: TypeAlias = "Future[Row]"
 
@@ -44,7 +44,7 @@ class Desk:
     """Hands asks to the engine: at once while it works, else when `batch_size` wait or `timeout_s` passed."""
 
     def __init__(
-        self, engine: EngineBackend, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
+        self, engine: RowEngine, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
     ) -> None:
         self._engine = engine
         self._cache = cache
@@ -77,7 +77,7 @@ class Desk:
         self._bridge.post(self._close)
 
     def _close(self) -> None:
-        self._closed = EngineClosedError("this AsyncLM was cleaned up; make a new one")
+        self._closed = EngineClosedError("this model was cleaned up; make a new one")
         self._end_all(self._closed)
 
     def _arrive(self, requests: Sequence[Request], waiters: Sequence[Waiter]) -> None:

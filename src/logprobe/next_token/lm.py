@@ -1,0 +1,341 @@
+"""`NextTokenLM`: a model asked for next-token distributions, whatever engine answers.
+
+Before it: `AsyncLM` and `RemoteLM`, which say where the engine comes from. After it: the desk, which turns
+concurrent asks into requests to that engine, each distinct one computed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections import Counter
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from logprobe.config import require
+from logprobe.engine.bridge import LoopThread
+from logprobe.engine.request import Request
+from logprobe.engine.token_ids import as_token_ids
+from logprobe.errors import EngineClosedError
+from logprobe.next_token.desk import Desk
+from logprobe.next_token.ends import shut_down, shut_down_elsewhere
+from logprobe.next_token.prefix import KnownPrefix, TopTokens, top_tokens
+from logprobe.next_token.row_cache import RowCache
+from logprobe.next_token.samples import nth_seed, sampled_ids
+from logprobe.next_token.tokens import Token
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from logprobe.engine.slots import IntArray
+    from logprobe.next_token.row_cache import Row
+    from logprobe.next_token.seam import RowEngine, RowModel, Words
+
+    TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+DEFAULT_CACHE_BYTES = 1 << 28
+ROW_PARAMS = SamplingParams(max_tokens=1, temperature=0)  # the draw is not used; this is the cheapest
+
+
+class NextTokenLM:
+    """A model asked for next-token distributions; rows are (V,) float32 log-probabilities in nats, read-only.
+
+    Asks may come from any number of event loops and threads. `token_ids` may be empty where the model has a
+    BOS, which then stands alone. `lora` names an adapter; without it the one of `set_lora` is used.
+
+    Args:
+        loaded: the engine, with its words.
+        cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
+        batch_size: asks that start a step at once where the engine is idle.
+        timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
+        owns_engine: whether `cleanup` closes the engine too.
+
+    Raises:
+        ParameterError: a setting that cannot be used.
+    """
+
+    def __init__(
+        self,
+        loaded: RowModel,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        batch_size: int = 64,
+        timeout: float = 0.001,
+        owns_engine: bool = False,
+    ) -> None:
+        is_count = isinstance(batch_size, int) and batch_size >= 1
+        require(is_count, "batch_size", f"must be a positive number of asks, got {batch_size!r}")
+        is_time = isinstance(timeout, int | float) and 0 <= timeout < threading.TIMEOUT_MAX
+        require(is_time, "timeout", f"must be a number of seconds, 0 or more, got {timeout!r}")
+        self._cache = RowCache(cache_bytes)
+        self._engine: RowEngine = loaded.engine
+        self._text: Words = loaded.text
+        self._lora: str | None = None
+        self._names = itertools.count()
+        self._prefix = f"row-{id(self):x}"
+        self._bridge = LoopThread()
+        self._desk = Desk(self._engine, self._cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
+        # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
+        parts = (self._desk, self._bridge, self._engine if owns_engine else None)
+        self._parts = parts
+        self._finalizer = weakref.finalize(self, shut_down_elsewhere, *parts)
+        self._finalizer.atexit = False
+
+    async def next_token_logprobs(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
+        """The distribution of the token after `token_ids`: (V,) float32, nats, read-only.
+
+        Raises:
+            ParameterError: ids outside the vocabulary, more than the context holds, none without a BOS, or an
+                unknown adapter.
+            EngineError: the engine failed, was closed, or gave the ask up.
+        """
+        [row] = await self._rows([token_ids], self._adapter(lora))
+        return row
+
+    async def batch_next_token_logprobs(
+        self, prefixes: Sequence[TokenIds], *, lora: str | None = None
+    ) -> npt.NDArray[np.float32]:
+        """The distributions after each prefix: (len(prefixes), V) float32, nats; what they share is run once.
+
+        Raises:
+            ParameterError: a prefix that cannot be served; none was asked then.
+            EngineError: the engine failed, was closed, or gave an ask up.
+        """
+        rows = await self._rows(prefixes, self._adapter(lora))
+        if not rows:
+            return np.empty((0, self.vocab_size), dtype=np.float32)
+        return await asyncio.to_thread(np.stack, rows)
+
+    def next_token_logprobs_sync(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
+        """`next_token_logprobs` for callers without an event loop."""
+        return self._bridge.run(self.next_token_logprobs(token_ids, lora=lora))
+
+    def batch_next_token_logprobs_sync(
+        self, prefixes: Sequence[TokenIds], *, lora: str | None = None
+    ) -> npt.NDArray[np.float32]:
+        """`batch_next_token_logprobs` for callers without an event loop."""
+        return self._bridge.run(self.batch_next_token_logprobs(prefixes, lora=lora))
+
+    async def next_token_topk(self, token_ids: TokenIds, k: int, *, lora: str | None = None) -> TopTokens:
+        """The `k` likeliest next tokens, descending, ties by ascending id.
+
+        Raises:
+            ParameterError: as `next_token_logprobs`, or `k` lies outside [1, V].
+        """
+        require(0 < k <= self.vocab_size, "k", f"must lie in [1, {self.vocab_size}], got {k}")
+        return top_tokens(await self.next_token_logprobs(token_ids, lora=lora), k)
+
+    async def next_token_logprobs_for(
+        self, token_ids: TokenIds, given_token_ids: TokenIds, *, lora: str | None = None
+    ) -> npt.NDArray[np.float32]:
+        """The log-probabilities, nats, of these next tokens alone: (len(given_token_ids),) float32.
+
+        Raises:
+            ParameterError: as `next_token_logprobs`, or a given id lies outside the vocabulary.
+        """
+        given = as_token_ids(given_token_ids, "given_token_ids")
+        outside = given[given >= self.vocab_size][:1]
+        limit = f"token id {outside} lies outside the vocabulary [0, {self.vocab_size})"
+        require(not len(outside), "given_token_ids", limit)
+        row = await self.next_token_logprobs(token_ids, lora=lora)
+        return row[given]
+
+    async def trie_logprobs(
+        self, sequences: Iterable[TokenIds], *, lora: str | None = None
+    ) -> dict[tuple[int, ...], Row]:
+        """The row of every node of the token trie that `sequences` span: each of their prefixes → its row.
+
+        The root, which has no token, is left out; ask for it by an empty prefix. A token that many sequences
+        share is run once.
+        """
+        whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
+        nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
+        ordered = sorted(nodes)
+        return dict(zip(ordered, await self._rows(ordered, self._adapter(lora)), strict=True))
+
+    async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix:
+        """A prefix with its row, for `extend`."""
+        ids, adapter = self._as_prompt(token_ids), self._adapter(lora)
+        [row] = await self._rows([ids], adapter)
+        return KnownPrefix(ids, adapter, row)
+
+    async def extend(self, known: KnownPrefix, token_id: int) -> KnownPrefix:
+        """A prefix one token longer, under the same adapter; it costs one token while that is cached."""
+        ids = as_token_ids([*known.token_ids, token_id], "token_id")
+        [row] = await self._rows([ids], known.lora)
+        return KnownPrefix(ids, known.lora, row)
+
+    async def sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Iterable[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        lora: str | None = None,
+    ) -> list[int]:
+        """Draw up to `max_tokens` tokens, ending before the first of `eos_token_ids` or with the context.
+
+        No other token ends it: with no `eos_token_ids` not even the model's own end of text. A temperature of
+        0 takes the likeliest token; the same seed gives the same tokens whatever runs beside.
+
+        Raises:
+            ParameterError: a value that cannot be served.
+            EngineError: the engine failed, was closed, or gave the sample up.
+        """
+        stops = tuple(eos_token_ids)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=stops, ignore_eos=True
+        )
+        self._check_open()
+        request = self._request(self._as_prompt(prompt_token_ids), self._adapter(lora), params)
+        self._engine.submit(request)
+        return sampled_ids(await self._engine.result(request.request_id))
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Iterable[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        lora: str | None = None,
+    ) -> list[list[int]]:
+        """`sample` from each prompt at once; with a seed, samples of equal prompts still differ."""
+        stops = tuple(eos_token_ids)
+        seen: Counter[bytes] = Counter()
+        samples = []
+        for prompt in prompt_token_ids_list:
+            key = as_token_ids(prompt).tobytes()
+            own_seed = None if seed is None else nth_seed(seed, seen[key])
+            seen[key] += 1
+            samples.append(self.sample(prompt, max_tokens, stops, temperature, own_seed, lora=lora))
+        return await asyncio.gather(*samples)
+
+    def set_lora(self, path: str | Path | None = None, name: str = "lora_1") -> None:
+        """Answer asks that name no adapter by this one; those already asked keep theirs.
+
+        Raises:
+            ParameterError: no adapter of that name is loaded, or it came from another path.
+        """
+        self._check_lora(name)
+        loaded_from = self._engine.list_loras()[name]
+        is_same = path is None or loaded_from == str(path)
+        require(is_same, "path", f"adapter {name!r} came from {loaded_from}, not from {path}")
+        self._lora = name
+
+    def clear_lora(self) -> None:
+        """Answer asks that name no adapter by the base model."""
+        self._lora = None
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded adapters: name → path."""
+        return self._engine.list_loras()
+
+    def clear_cache(self) -> None:
+        """Forget the rows kept whole; what the engine knows of prefixes stays."""
+        self._cache.clear()
+
+    def reset_async_queries(self) -> None:
+        """End every ask in flight with `RequestAbortedError`."""
+        self._check_open()
+        self._desk.reset()
+
+    def cleanup(self) -> None:
+        """End what is in flight and let go of all; a second call does nothing, asking afterwards raises."""
+        if self._finalizer.detach() is not None:
+            self._cache.clear()
+            shut_down(*self._parts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cleanup()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.cleanup)
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of every row: the model's, which may exceed the tokenizer's."""
+        return self._engine.capabilities().vocab_size
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._text.tokenizer
+
+    @cached_property
+    def byte_vocab(self) -> list[Token]:
+        """The exact bytes of every id, `byte_vocab[i].token_id == i`; empty for an id of the model only."""
+        return [Token(i, self._text.vocabulary.token_bytes(i)) for i in range(self.vocab_size)]
+
+    @cached_property
+    def str_vocab(self) -> list[str]:
+        r"""Every id as text: bytes that are no whole UTF-8 show as `\xNN`, others as `<id>`."""
+        return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
+
+    async def _rows(self, prefixes: Iterable[TokenIds], adapter: str | None) -> list[Row]:
+        self._check_open()
+        prompts = [self._as_prompt(ids) for ids in prefixes]
+        rows = [self._cache.get((adapter, ids.tobytes())) for ids in prompts]
+        # The longest first: it runs as one chunk, and its own prefixes are then known.
+        missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
+        requests = [self._request(prompts[i], adapter, ROW_PARAMS, wants_row=True) for i in missing]
+        for request in requests:
+            self._engine.check(request)
+        waiters = self._desk.ask(requests)
+        found = await asyncio.gather(*map(asyncio.wrap_future, waiters))
+        for place, row in zip(missing, found, strict=True):
+            rows[place] = row
+        return [row for row in rows if row is not None]
+
+    def _as_prompt(self, token_ids: TokenIds) -> IntArray:
+        ids = as_token_ids(token_ids, "token_ids")
+        if len(ids):
+            return ids
+        bos = self._text.bos_token_id
+        require(bos is not None, "token_ids", "is empty and the model has no BOS; give at least one token")
+        return np.array([bos], dtype=np.int32)
+
+    def _request(
+        self, ids: IntArray, adapter: str | None, params: SamplingParams, *, wants_row: bool = False
+    ) -> Request:
+        name = f"{self._prefix}-{next(self._names)}"
+        return Request(
+            request_id=name, prompt_token_ids=ids, params=params, wants_row=wants_row, adapter=adapter
+        )
+
+    def _adapter(self, lora: str | None) -> str | None:
+        adapter = self._lora if lora is None else lora
+        if adapter is not None:
+            self._check_lora(adapter)  # before a kept row could answer for an adapter that was removed
+        return adapter
+
+    def _check_lora(self, name: str) -> None:
+        known = self._engine.list_loras()
+        listed = ", ".join(known) or "none"
+        require(name in known, "lora", f"no adapter {name!r} is loaded; known: {listed}")
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise EngineClosedError("this model was cleaned up; make a new one")
