@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
 
 _REPLACEMENT = "\ufffd"
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class TextWalk:
     """Decodes tokens one by one and knows at which character each begins."""
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
         self.num_chars = 0  # decided so far
 
     @property
@@ -126,7 +127,7 @@ class Cutter:
         held = b"".join(self._held)
         limit = len(held) - self._held_back(held)
         certain = end = 0
-        check = codecs.getincrementaldecoder("utf-8")("replace")
+        check = _Decoder("replace")
         check.setstate((self._walk.pending, 0))
         for count, part in enumerate(self._held, start=1):
             end += len(part)
