@@ -1,7 +1,7 @@
 """This measures 32 chat streams at once over HTTP, 20 logprobs a token, beside the same work in process.
 
 Rates are all generated tokens over the time from the first request to the last stream's end. A gap is the
-time between two arrivals of one stream; its 99th percentile is held against the median gap.
+time between two arrivals of tokens in one stream; its 99th percentile is held against the median gap.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from harness import OURS, Arena, Figure, Target, alternate, parse_options, publish
 from process import ENVIRONMENTS, RIVALS, THREADS, RivalError
 
@@ -66,7 +67,7 @@ def serving(command: list[str], port: int, model: str, environment: Mapping[str,
     log = (ENVIRONMENTS / "server.log").open("ab")
     common = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(
-        command, env=os.environ | common | environment, stdout=log, stderr=log, start_new_session=True
+        command, env={**os.environ, **common, **environment}, stdout=log, stderr=log, start_new_session=True
     )
     served = Served(f"http://127.0.0.1:{port}", model)
     try:
@@ -121,10 +122,10 @@ def stream_rate(served: Served, num_tokens: int, number: int) -> float:
         for messages in conversations(number)
     ]
     start = time.perf_counter()
-    ends = asyncio.run(_run_all(served, bodies))
+    ends = uvloop.run(_run_all(served, bodies))
     spent = time.perf_counter() - start
     for _, times in ends:
-        served.gaps_ms += [1e3 * (b - a) for a, b in pairwise(times[1:])]
+        served.gaps_ms += [1e3 * (b - a) for a, b in pairwise(times)]
     return sum(count for count, _ in ends) / spent
 
 
@@ -133,22 +134,43 @@ async def _run_all(served: Served, bodies: list[dict[str, Any]]) -> list[tuple[i
 
 
 async def _follow(served: Served, body: dict[str, Any]) -> tuple[int, list[float]]:
-    """Read one stream with as little work as can be; its tokens, and when its data came."""
+    """Read one stream to its end; its tokens, and when some of them came."""
     host, _, port = served.url.removeprefix("http://").partition(":")
-    data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(head.encode() + data)
-    times, tail = [], b""
-    while chunk := await reader.read(1 << 18):
-        times.append(time.perf_counter())
-        tail = (tail + chunk)[-4096:]
-    writer.close()
+    follower = Follower(host, json.dumps(body).encode())
+    await asyncio.get_running_loop().create_connection(lambda: follower, host, int(port))
+    tail = await follower.end
     found = re.search(rb'"completion_tokens": ?(\d+)', tail)
     if found is None or int(found[1]) != body["max_tokens"]:
         raise RivalError(f"{served.url}: a stream ended early: {tail[-300:]!r}")
-    return int(found[1]), times
+    return int(found[1]), follower.times
+
+
+class Follower(asyncio.Protocol):
+    """One stream's reader, which does as little as can be: it shares the processor with the server."""
+
+    def __init__(self, host: str, body: bytes) -> None:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._request = head.encode() + body
+        self._tail = b""
+        self.times: list[float] = []
+        self.end: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        """Ask."""
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Note when tokens came."""
+        if b'"logprob":' in data:
+            self.times.append(time.perf_counter())
+        self._tail = (self._tail + data)[-4096:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Hand over what came last, which tells whether all had come."""
+        del exc
+        if not self.end.done():
+            self.end.set_result(self._tail)
 
 
 def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) -> float:
