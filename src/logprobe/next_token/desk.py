@@ -1,7 +1,7 @@
 """`Desk`: concurrent asks for rows → requests to an engine, each distinct one computed once.
 
-All of it but `ask` happens on the loop of a `LoopThread`, so that no event loop of a caller is ever needed
-to finish another caller's ask: loops may come, die and be cancelled as they like.
+All of it but the gathering of a turn's asks happens on the loop of a `LoopThread`, so that no event loop of
+a caller is ever needed to finish another caller's ask: loops may come, die and be cancelled as they like.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias, final
 
 from logprobe.errors import EngineClosedError, LogprobeError, RequestAbortedError
 from logprobe.next_token.row_cache import Row, RowCache, RowKey, key_of
+from logprobe.next_token.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from logprobe.next_token.seam import RowEngine
 
 Waiter: TypeAlias = "Future[Row]"
+Ask: TypeAlias = "tuple[Request, Waiter]"
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +53,7 @@ class Desk:
         self._bridge = bridge
         self._batch_size = batch_size
         self._timeout_s = timeout_s
+        self._turns: Turns[Ask] = Turns(self._send)
         # All below belongs to the bridge's loop.
         self._in_flight: dict[RowKey, Computation] = {}
         self._held: list[Computation] = []
@@ -58,18 +61,14 @@ class Desk:
         self._closed: LogprobeError | None = None
 
     def ask(self, requests: Sequence[Request]) -> list[Waiter]:
-        """Ask for the rows of checked requests, from any thread; each waiter ends in a row or an error.
-
-        Raises:
-            EngineClosedError: the bridge was closed.
-        """
+        """Ask for the rows of checked requests, in any event loop; each waiter ends in a row or an error."""
         waiters: list[Waiter] = [Future() for _ in requests]
-        if requests:
-            self._bridge.post(self._arrive, requests, waiters)
+        self._turns.add(zip(requests, waiters, strict=True))
         return waiters
 
     def reset(self) -> None:
         """End every ask in flight with `RequestAbortedError`."""
+        self._turns.end()  # what was asked before the reset must meet it
         self._bridge.post(self._end_all, RequestAbortedError("the ask was given up by a reset"))
 
     def close(self) -> None:
@@ -80,8 +79,15 @@ class Desk:
         self._closed = EngineClosedError("this model was cleaned up; make a new one")
         self._end_all(self._closed)
 
-    def _arrive(self, requests: Sequence[Request], waiters: Sequence[Waiter]) -> None:
-        for request, waiter in zip(requests, waiters, strict=True):
+    def _send(self, asks: Sequence[Ask]) -> None:
+        try:
+            self._bridge.post(self._arrive, asks)
+        except EngineClosedError as error:
+            for _, waiter in asks:
+                _give(waiter, error)
+
+    def _arrive(self, asks: Sequence[Ask]) -> None:
+        for request, waiter in asks:
             self._accept(request, waiter)
         if self._closed is not None:
             self._end_all(self._closed)
