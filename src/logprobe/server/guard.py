@@ -66,7 +66,7 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> None:
     """
     if not keys:
         return
-    given = (header or "").removeprefix("Bearer ").encode()
+    given = (header or "").removeprefix("Bearer ").encode("latin-1")  # its own bytes, as they came
     matches = [hmac.compare_digest(given, key.encode()) for key in keys]
     if not any(matches):
         raise ApiError(
