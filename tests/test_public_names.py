@@ -16,6 +16,7 @@ PUBLIC = {
     "LogprobsOnePosition",
     "LogprobsTensors",
     "PromptLogprobs",
+    "RemoteLM",
     "SampleLogprobs",
     "TokenLogprob",
     "TopLogprobs",

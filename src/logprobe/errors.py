@@ -18,6 +18,8 @@
         ├── NonFiniteLogitsError               a row of logits held NaN, +inf, or only -inf
         ├── ProcessorError                     a logits processor failed a request; `.processor` names it
         ├── RequestAbortedError                the caller gave the request up
+        ├── ServerError                        a server answered with a failure of its own, or too late
+        │   └── UnreachableError (ConnectionError) no connection to it, or one that broke
         └── BatchError                         some requests of one call failed; holds all outputs
 
 Each message names the thing at fault and the remedy, in one line.
@@ -118,6 +120,14 @@ class ProcessorError(EngineError):
 
 class RequestAbortedError(EngineError):
     """The caller gave the request up before it ended."""
+
+
+class ServerError(EngineError):
+    """A server answered with a failure of its own, with what cannot be read, or not in time."""
+
+
+class UnreachableError(ServerError, ConnectionError):
+    """No connection to a server, or one that broke before the reply."""
 
 
 class BatchError(EngineError):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from logprobe import AsyncLM
+from logprobe import AsyncLM, RemoteLM
+from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,13 +62,62 @@ def shared_lm(new_lm: Callable[..., AsyncLM]) -> Iterator[AsyncLM]:
         yield lm
 
 
+@pytest.fixture(scope="module")
+def far_lm(shared_lm: AsyncLM, new_serving: Any) -> Iterator[RemoteLM]:
+    """A RemoteLM at a server of the same engine."""
+    with (
+        new_serving(shared_lm._loaded, ServerSettings()) as (url, _),
+        RemoteLM(url, cache_bytes=SETTINGS["cache_bytes"]) as far,
+    ):
+        yield far
+
+
 @pytest.fixture
-def lm(shared_lm: AsyncLM) -> AsyncLM:
-    """An AsyncLM that knows nothing yet."""
+def lm(request: pytest.FixtureRequest, shared_lm: AsyncLM) -> AsyncLM | RemoteLM:
+    """An AsyncLM that knows nothing yet, or where a test asks for "far", a RemoteLM at its engine."""
     shared_lm.clear_cache()
     shared_lm.clear_kv_cache()
     shared_lm.clear_lora()
-    return shared_lm
+    if getattr(request, "param", "near") == "near":
+        return shared_lm
+    far: RemoteLM = request.getfixturevalue("far_lm")
+    far.clear_cache()
+    far.clear_lora()
+    return far
+
+
+@pytest.fixture(scope="module")
+def served(shared_lm: AsyncLM, adapter_folders: dict[str, Path], new_serving: Any) -> Iterator[Any]:
+    """The engine of `shared_lm` with two adapters behind HTTP: (address, service)."""
+    for name, folder in adapter_folders.items():
+        shared_lm.add_new_lora(folder, name)
+    with new_serving(shared_lm._loaded, ServerSettings(model_name="tiny")) as (url, app):
+        yield url, app.state.service
+
+
+@pytest.fixture(scope="module")
+def shared_far(served: Any) -> Iterator[RemoteLM]:
+    with RemoteLM(served[0], batch_size=16, cache_bytes=1 << 20) as far:
+        yield far
+
+
+@pytest.fixture
+def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
+    """A RemoteLM that knows nothing yet, nor does its server's engine."""
+    assert isinstance(lm, AsyncLM)
+    shared_far.clear_cache()
+    shared_far.clear_lora()
+    return shared_far
+
+
+@pytest.fixture
+def gate(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Holds every step of the engine until it is set."""
+    event = threading.Event()
+    forward = lm._loaded.engine._engine.forward
+    run = forward.run
+    monkeypatch.setattr(forward, "run", lambda plan: (event.wait(20), run(plan))[1])
+    return event
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from logprobe import AsyncLM
 
 TOLERANCE = 2e-5
+BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
 
 def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -34,6 +35,7 @@ def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@BOTH
 def test_sync_and_async_single_and_batch_give_the_same_rows(lm: AsyncLM, random_ids: Any) -> None:
     asked = [random_ids(seed, 4 + seed) for seed in range(5)]
     rows = asyncio.run(lm.batch_next_token_logprobs(asked))
@@ -45,6 +47,7 @@ def test_sync_and_async_single_and_batch_give_the_same_rows(lm: AsyncLM, random_
         np.testing.assert_array_equal(lm.next_token_logprobs_sync(np.array(ids)), row)
 
 
+@BOTH
 def test_a_batch_of_none_is_an_array_of_no_rows(lm: AsyncLM) -> None:
     assert lm.batch_next_token_logprobs_sync([]).shape == (0, lm.vocab_size)
 
@@ -116,6 +119,7 @@ def test_trie_rows_are_those_of_each_prefix_and_shared_tokens_run_once(
         np.testing.assert_allclose(row, plain_row(ids), atol=TOLERANCE, rtol=0)
 
 
+@BOTH
 def test_extend_walks_token_by_token(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(5, 5)
 
@@ -130,6 +134,7 @@ def test_extend_walks_token_by_token(lm: AsyncLM, plain_row: Any, random_ids: An
     np.testing.assert_allclose(known.logprobs, plain_row(ids), atol=TOLERANCE, rtol=0)
 
 
+@BOTH
 def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -> None:
     ids = random_ids(6, 5)
     row = lm.next_token_logprobs_sync(ids)
@@ -155,6 +160,7 @@ def test_samples_follow_the_rows(lm: AsyncLM, random_ids: Any) -> None:
     assert (np.abs(drawn - expected) <= 5 * error + 1e-3).all()
 
 
+@BOTH
 def test_byte_vocab_spells_texts_exactly(lm: AsyncLM) -> None:
     text = "the cat and the dog, öfter"
     ids = lm.tokenizer.encode(text)
@@ -251,6 +257,7 @@ def test_reset_ends_every_ask_in_flight_and_later_ones_work(
     np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), plain_row(ids), atol=TOLERANCE, rtol=0)
 
 
+@BOTH
 def test_asks_from_many_threads_and_loops_each_get_their_row(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from logprobe import AsyncLM
 
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
+BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
 
 def forward_of(lm: AsyncLM) -> Any:
@@ -33,6 +34,7 @@ def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
     np.testing.assert_allclose(row, want, atol=tolerance, rtol=0)
 
 
+@BOTH
 def test_prefixes_that_differ_only_in_their_cached_part_keep_their_own_rows(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -50,12 +52,14 @@ def test_prefixes_that_differ_only_in_their_cached_part_keep_their_own_rows(
     assert np.abs(rows[0] - rows[1]).max() > 0.1
 
 
+@BOTH
 def test_sync_after_a_cached_prefix_two_tokens_shorter(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(4, 14)
     lm.next_token_logprobs_sync(ids[:12])
     assert_row(lm.next_token_logprobs_sync(ids), plain_row(ids))
 
 
+@BOTH
 def test_a_cached_prefix_used_twice_and_by_two_siblings_at_once(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -70,6 +74,7 @@ def test_a_cached_prefix_used_twice_and_by_two_siblings_at_once(
         assert_row(row, plain_row(ids))
 
 
+@BOTH
 def test_one_cancelled_waiter_of_eight_leaves_the_seven_alone(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -146,6 +151,7 @@ def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
     scheduler_of(lm).check_integrity()
 
 
+@BOTH
 def test_one_id_out_of_range_fails_alone_of_eight(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     asked = [random_ids(20 + place, 6) for place in range(8)]
     asked[3] = [*asked[3], lm.vocab_size]
@@ -169,6 +175,7 @@ def test_rows_of_a_16_bit_model_sum_to_1(new_lm: Any, random_ids: Any, dtype: st
     assert np.exp(row.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
 
 
+@BOTH
 def test_a_caller_cannot_edit_a_returned_row(lm: AsyncLM, random_ids: Any) -> None:
     ids = random_ids(31, 5)
     row = lm.next_token_logprobs_sync(ids)
@@ -179,6 +186,7 @@ def test_a_caller_cannot_edit_a_returned_row(lm: AsyncLM, random_ids: Any) -> No
     np.testing.assert_array_equal(lm.next_token_logprobs_sync(ids), row)
 
 
+@BOTH
 def test_an_edited_batch_does_not_change_later_answers(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(32, 5)
     lm.batch_next_token_logprobs_sync([ids, ids])[:] = 0.0
@@ -216,6 +224,7 @@ def test_more_asks_than_one_step_can_hold(new_lm: Any, plain_row: Any, random_id
         assert_row(row, plain_row(ids))
 
 
+@BOTH
 def test_prompts_of_very_unequal_cached_length_keep_their_rows(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -243,6 +252,7 @@ def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
     assert_row(lm.next_token_logprobs_sync(random_ids(58, 4)), plain_row(random_ids(58, 4)))
 
 
+@BOTH
 def test_an_asyncio_run_that_died_and_then_another(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(59, 20)
 
@@ -257,6 +267,7 @@ def test_an_asyncio_run_that_died_and_then_another(lm: AsyncLM, plain_row: Any, 
     assert_row(asyncio.run(asyncio.wait_for(lm.next_token_logprobs(ids), 20)), plain_row(ids))
 
 
+@BOTH
 def test_a_loop_closed_under_its_ask_fails_no_other(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(61, 20)
     loop = asyncio.new_event_loop()
@@ -268,6 +279,7 @@ def test_a_loop_closed_under_its_ask_fails_no_other(lm: AsyncLM, plain_row: Any,
     task.get_coro().close()  # type: ignore[union-attr]
 
 
+@BOTH
 def test_a_stop_id_that_is_half_a_character_stops_before_it(lm: AsyncLM, random_ids: Any) -> None:
     half = next(token.token_id for token in lm.byte_vocab if bytes(token) == b"\xc3")
     prompt = random_ids(70, 4)
@@ -285,6 +297,7 @@ def test_sample_without_stop_ids_runs_past_the_models_own_end_of_text(
     assert [len(sample) for sample in samples] == [50] * 3
 
 
+@BOTH
 def test_sample_at_temperature_0_follows_the_likeliest_token(lm: AsyncLM, random_ids: Any) -> None:
     ids = random_ids(72, 4)
     sampled = asyncio.run(lm.sample(ids, 6, [], temperature=0))
@@ -293,6 +306,7 @@ def test_sample_at_temperature_0_follows_the_likeliest_token(lm: AsyncLM, random
         ids = [*ids, token_id]
 
 
+@BOTH
 def test_samples_of_one_prompt_with_one_seed_are_distinct_and_reproducible(
     lm: AsyncLM, random_ids: Any
 ) -> None:
@@ -304,6 +318,7 @@ def test_samples_of_one_prompt_with_one_seed_are_distinct_and_reproducible(
     assert asyncio.run(lm.batch_sample([prompt] * 6, 12, [], seed=6)) != first
 
 
+@BOTH
 def test_logprobs_and_samples_asked_concurrently(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     asked = [random_ids(80 + place, 8) for place in range(6)]
 

@@ -4,11 +4,13 @@ from typing import assert_type
 
 from logprobe import (
     LLM,
+    AsyncLM,
     FlatLogprobs,
     Logprob,
     LogprobsOnePosition,
     LogprobsTensors,
     PromptLogprobs,
+    RemoteLM,
     SamplingParams,
     TokenLogprob,
     TopLogprobs,
@@ -43,6 +45,16 @@ def read_logprobs(llm: LLM) -> float:
     assert_type(chosen, tuple[int, Logprob] | None)
     assert position is not None
     return sum(entry.logprob for entry in position.values())
+
+
+async def ask_rows(near: AsyncLM, url: str) -> float:
+    async with RemoteLM(url, "key", timeout=0.01, request_timeout=30.0) as far:
+        lm: AsyncLM | RemoteLM
+        for lm in (near, far):
+            rows = await lm.batch_next_token_logprobs([[1, 2], [1, 3]], lora="legal")
+            known = await lm.extend(await lm.start([1, 2]), 3)
+            assert_type(await lm.sample([1, 2], 8, [0], seed=1), list[int])
+        return float(rows[0, 5] + known.logprobs[5])
 
 
 def score_pairs(llm: LLM) -> list[bool]:

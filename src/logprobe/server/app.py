@@ -41,6 +41,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/models/{model:path}", facts.model),
     ("GET", "/v1/capabilities", facts.capabilities),
     ("GET", "/v1/logits_processors", facts.logits_processors),
+    ("GET", "/v1/tokenizer", facts.tokenizer),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", create_response),

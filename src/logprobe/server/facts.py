@@ -5,6 +5,7 @@ Before it: HTTP. After it: the service's own knowledge.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,12 @@ async def detokenize(request: HttpRequest, service: Service) -> Response:
         raise bad_request("tokens", f"id {outside[0]} lies outside [0, {service.vocab_size})")
     data = service.text.vocabulary.bytes_of(body.tokens)
     return json_reply({"prompt": data.decode("utf-8", "replace")})
+
+
+async def tokenizer(_: HttpRequest, service: Service) -> Response:
+    """Give the tokenizer whole, as a `tokenizer.json`: every id's bytes, and text to ids without asking."""
+    whole = await asyncio.to_thread(service.text.tokenizer.backend_tokenizer.to_str)
+    return Response(whole, media_type=JSON_TYPE)
 
 
 async def tokenizer_info(_: HttpRequest, service: Service) -> Response:

@@ -1,0 +1,238 @@
+"""`HttpEngine`: a server of this library as an engine that ends requests with rows and samples.
+
+Before it: the desk. After it: `exchanges`. Every exchange runs on a thread of this engine's own. A few with
+rows are on their way at once; what comes meanwhile is gathered for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias, final
+
+from logprobe.engine.admission import check_request
+from logprobe.engine.bridge import LoopThread
+from logprobe.engine.request import CompletionOutput, RequestOutput
+from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.next_token.exchanges import ask_rows, ask_sample, meet
+from logprobe.next_token.link import Link
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.backend import Capabilities
+    from logprobe.engine.request import Request
+    from logprobe.next_token.exchanges import ServerFacts
+
+ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
+MOST_ROWS: Final = 64  # an exchange
+SHARE: Final = 2  # one client takes at most half of what the server lets through
+ID_BYTES: Final = 12  # most that one id takes in JSON
+
+Outcome: TypeAlias = "Future[RequestOutput]"
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """Requests on their way together, and those of them that somebody still waits for."""
+
+    requests: list[Request]
+    wanted: set[str]
+    task: asyncio.Task[None] | None = None
+
+
+@final
+class HttpEngine:
+    """Implements `RowEngine` on the server at `url`.
+
+    Raises:
+        ModelError: httpx is not installed.
+        ParameterError: a value that cannot be used, or the server refuses the key.
+        ServerError: there is no such server, or it failed.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self._link = Link(url, api_key, timeout_s)
+        self._lock = threading.Lock()
+        self._is_closed = False  # guarded by `_lock`, as is whatever is posted to the bridge
+        self._outcomes: dict[str, Outcome] = {}
+        # Both belong to the bridge's loop.
+        self._gathered: list[Request] = []
+        self._exchanges: dict[str, Exchange] = {}
+        self._bridge = LoopThread()
+        try:
+            self._facts = self._bridge.run(meet(self._link))
+        except BaseException:
+            self.close()
+            raise
+        self._most_rows, self._most_tokens = _portion(self._facts)
+        self._sample_room = asyncio.Semaphore(max(self._facts.limits.max_requests // SHARE, 1))
+
+    def fetch(self, path: str) -> bytes:
+        """What the server has at `path`, for callers without an event loop; errors as when it was met."""
+        return self._bridge.run(self._link.get(path))
+
+    def check(self, request: Request) -> None:
+        """Raise `ParameterError` where a request can never be served."""
+        limit, size = self.capabilities().max_model_len, self.capabilities().vocab_size
+        check_request(request, (), max_len=limit, vocab_size=size)
+
+    def submit(self, request: Request) -> None:
+        """Accept a request; `result` must follow it, once.
+
+        Raises:
+            ParameterError: it can never be served.
+            EngineClosedError: the engine was closed.
+        """
+        self.submit_many([request])
+
+    def submit_many(self, requests: Sequence[Request]) -> None:
+        """Accept requests, or none of them where one is refused; errors as `submit`."""
+        for request in requests:
+            self.check(request)
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("this model was cleaned up; make a new one")
+            for request in requests:
+                outcome: Outcome = Future()
+                outcome.set_running_or_notify_cancel()  # ended by the bridge alone, whoever stops waiting
+                self._outcomes[request.request_id] = outcome
+            self._bridge.post(self._arrive, requests)
+
+    @property
+    def is_busy(self) -> bool:
+        """Never: what the server runs is not seen from here, so asks are gathered first."""
+        return False
+
+    def list_loras(self) -> dict[str, str]:
+        """The adapters that the server had when it was met: name → path over there."""
+        return dict(self._facts.loras)
+
+    def capabilities(self) -> Capabilities:
+        """What the server's engine can do."""
+        return self._facts.capabilities
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended; giving up the wait aborts the request."""
+        try:
+            return await asyncio.wrap_future(self._outcomes[request_id])
+        finally:
+            self.abort(request_id)
+            del self._outcomes[request_id]
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; it ends with finish reason `abort`. One that has ended is left alone."""
+        outcome = self._outcomes.get(request_id)
+        if outcome is None or outcome.done():
+            return
+        with self._lock:
+            if not self._is_closed:  # else it ends with all the others
+                self._bridge.post(self._give_up, request_id, outcome)
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError`; a second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._bridge.run(self._end_all())
+        self._bridge.close()
+
+    async def _end_all(self) -> None:
+        self._gathered.clear()
+        tasks = {exchange.task for exchange in self._exchanges.values() if exchange.task is not None}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in list(self._outcomes.values()):
+            _settle(outcome, EngineClosedError("this model was cleaned up; make a new one"))
+        await self._link.close()
+
+    def _arrive(self, requests: Sequence[Request]) -> None:
+        self._gathered += [request for request in requests if request.wants_row]
+        for request in requests:
+            if not request.wants_row:
+                self._begin([request])
+        self._send_gathered()
+
+    def _send_gathered(self) -> None:
+        """Fill the exchanges that may be on their way, each with rows under one adapter."""
+        under_way = {id(one) for one in self._exchanges.values() if one.requests[0].wants_row}
+        for _ in range(ROW_EXCHANGES - len(under_way)):
+            if self._gathered:
+                self._begin(self._take_portion())
+
+    def _take_portion(self) -> list[Request]:
+        taken: list[Request] = []
+        left: list[Request] = []
+        num_tokens = 0
+        for request in self._gathered:
+            num_tokens += len(request.prompt_token_ids) + 1
+            is_alike = request.adapter == self._gathered[0].adapter
+            fits = len(taken) < self._most_rows and num_tokens <= self._most_tokens
+            (taken if not taken or (is_alike and fits) else left).append(request)
+        self._gathered = left
+        return taken
+
+    def _begin(self, requests: list[Request]) -> None:
+        exchange = Exchange(requests, {request.request_id for request in requests})
+        self._exchanges |= dict.fromkeys(exchange.wanted, exchange)
+        exchange.task = asyncio.get_running_loop().create_task(self._follow(exchange))
+
+    async def _follow(self, exchange: Exchange) -> None:
+        ends: Sequence[CompletionOutput | Exception]
+        try:
+            ends = await self._answers(exchange.requests)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            ends = [error] * len(exchange.requests)
+        is_refused = isinstance(ends[0], ParameterError) and len(ends) > 1
+        for request, end in zip(exchange.requests, ends, strict=True):
+            self._exchanges.pop(request.request_id, None)
+            if request.request_id not in exchange.wanted:
+                continue
+            if is_refused:
+                self._begin([request])  # alone, so that only the one at fault hears of it
+            else:
+                _settle(self._outcomes.get(request.request_id), end)
+        self._send_gathered()
+
+    async def _answers(self, requests: Sequence[Request]) -> list[CompletionOutput]:
+        if requests[0].wants_row:
+            return await ask_rows(self._link, requests, self.capabilities().vocab_size)
+        async with self._sample_room:
+            return [await ask_sample(self._link, requests[0])]
+
+    def _give_up(self, request_id: str, outcome: Outcome) -> None:
+        if outcome.done():
+            return
+        _settle(outcome, CompletionOutput(index=0, finish_reason="abort"))
+        self._gathered = [request for request in self._gathered if request.request_id != request_id]
+        exchange = self._exchanges.pop(request_id, None)
+        if exchange is None:
+            return
+        exchange.wanted.discard(request_id)
+        if not exchange.wanted and exchange.task is not None:
+            exchange.task.cancel()  # the server sees its client leave, and gives the requests up
+            self._send_gathered()
+
+
+def _portion(facts: ServerFacts) -> tuple[int, int]:
+    """Rows and prompt tokens that one exchange may hold."""
+    limits = facts.limits
+    row_bytes = 4 * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
+    rows = min(
+        MOST_ROWS, limits.max_requests // (SHARE * ROW_EXCHANGES), limits.max_logprob_bytes // row_bytes
+    )
+    tokens = min(limits.max_tokens_in_flight // (SHARE * ROW_EXCHANGES), limits.max_body_bytes // ID_BYTES)
+    return max(rows, 1), tokens
+
+
+def _settle(outcome: Outcome | None, end: CompletionOutput | Exception) -> None:
+    if outcome is None or outcome.done():  # nobody waits any more
+        return
+    if isinstance(end, Exception):
+        outcome.set_exception(end)
+    else:
+        outcome.set_result(RequestOutput(request_id="", outputs=[end]))

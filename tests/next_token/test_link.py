@@ -1,0 +1,226 @@
+"""Exchanges with servers that fail: each becomes one error that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from logprobe import RemoteLM
+from logprobe.errors import (
+    EngineClosedError,
+    EngineError,
+    LogprobeError,
+    ModelError,
+    ParameterError,
+    PromptTooLongError,
+    ServerError,
+    UnreachableError,
+)
+from logprobe.next_token.link import as_error, retry_after_s
+from logprobe.server import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from logprobe import LLM
+
+
+@contextmanager
+def broken_server(reply: bytes | None) -> Iterator[str]:
+    """A server that takes a request, says `reply` and closes the connection; None says nothing at all."""
+    held = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    link, _ = listener.accept()
+                except OSError:
+                    return
+                link.recv(1 << 16)
+                if reply is None:
+                    held.append(link)
+                else:
+                    link.sendall(reply)
+                    link.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for link in held:
+        link.close()
+
+
+def http(status: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
+    with new_serving(tiny_llm, ServerSettings()) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def far(url: str) -> Iterator[RemoteLM]:
+    with RemoteLM(url, request_timeout=0.5) as lm:
+        yield lm
+
+
+async def ends(lm: RemoteLM) -> list[Any]:
+    """How several asks and a sample end."""
+    asks = [lm.next_token_logprobs([5, place]) for place in range(2, 5)]
+    both = asyncio.gather(*asks, lm.sample([5, 6], 3, []), return_exceptions=True)
+    return await asyncio.wait_for(both, 20)
+
+
+def test_no_server_there_is_an_error_at_once() -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(UnreachableError, match=f"{port}.*is the server up") as raised:
+        RemoteLM(f"http://127.0.0.1:{port}")
+    assert isinstance(raised.value, ConnectionError)
+    assert isinstance(raised.value, EngineError)
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize(
+    ("reply", "word"),
+    [
+        (http("200 OK", b"<html>"), "no server of this library"),
+        (http("200 OK", b"{}"), "no server of this library"),
+        (http("404 Not Found", b"gone"), "is it one"),
+        (http("404 Not Found", b'{"detail": "Not Found"}'), "is it one"),
+    ],
+)
+def test_another_kind_of_server_is_told_as_such(reply: bytes, word: str) -> None:
+    with broken_server(reply) as address, pytest.raises(ServerError, match=word):
+        RemoteLM(address)
+
+
+@pytest.mark.parametrize(
+    "reply", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", b"nonsense\r\n\r\n"]
+)
+def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLM, reply: bytes) -> None:
+    with broken_server(reply) as address:
+        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}
+    assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}, "and now nothing is there"
+
+
+def test_a_server_that_says_nothing_is_an_error_in_time(far: RemoteLM, url: str) -> None:
+    with broken_server(None) as address:
+        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        errors = asyncio.run(ends(far))
+        assert {type(error) for error in errors} == {ServerError}
+        assert all("0.5 s" in str(error) for error in errors)
+    far._engine._link._client.base_url = url  # type: ignore[attr-defined]
+    assert not any(isinstance(end, Exception) for end in asyncio.run(ends(far))), "the next ask works"
+
+
+TABLE = {"logprobs": np.zeros((3, 7), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"\x00" * 20, save(TABLE), save({"other": TABLE["logprobs"]}), b'{"choices": []}'],
+    ids=["nothing", "object", "zeros", "narrow", "unnamed", "no-choice"],
+)
+def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLM, body: bytes) -> None:
+    with broken_server(http("200 OK", body)) as address:
+        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        assert {type(end) for end in asyncio.run(ends(far))} == {ServerError}
+
+
+def test_the_key_is_brought_and_a_wrong_one_named(tiny_llm: LLM, new_serving: Any) -> None:
+    with new_serving(tiny_llm, ServerSettings(api_key=("säsam",))) as (address, _):
+        for key in (None, "wrong"):
+            with pytest.raises(ParameterError, match="api_key"):
+                RemoteLM(address, key)
+        with RemoteLM(address, "säsam") as lm:
+            assert lm.next_token_logprobs_sync([5]).shape == (lm.vocab_size,)
+            assert len(lm.byte_vocab) == lm.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("url", {"url": "127.0.0.1:8000"}),
+        ("url", {"url": "http://[::"}),
+        ("url", {"url": None}),
+        ("request_timeout", {"request_timeout": 0}),
+        ("request_timeout", {"request_timeout": "long"}),
+        ("batch_size", {"batch_size": 0}),
+        ("timeout", {"timeout": -1.0}),
+        ("cache_bytes", {"cache_bytes": None}),
+    ],
+)
+def test_a_setting_out_of_range_is_named_and_leaves_no_thread(
+    url: str, name: str, settings: dict[str, Any]
+) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ParameterError) as raised:
+        RemoteLM(**({"url": url} | settings))
+    assert raised.value.parameter == name
+    assert set(threading.enumerate()) <= before
+
+
+def test_without_httpx_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ModelError, match=r"pip install 'logprobe\[remote\]'"):
+        RemoteLM("http://127.0.0.1:1")
+
+
+def failure(param: str | None, code: str | None = None) -> bytes:
+    message = f"{param}: is wrong" if param else "is wrong"
+    return json.dumps({"error": {"message": message, "type": "t", "param": param, "code": code}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "told"),
+    [
+        (400, failure("lora"), ParameterError, "lora: is wrong"),
+        (400, failure("prompts", "context_length_exceeded"), PromptTooLongError, "prompts: is wrong"),
+        (400, failure(None), ServerError, "GET /: status 400: is wrong"),
+        (404, failure("model"), ParameterError, "model: is wrong"),
+        (401, failure(None, "invalid_api_key"), ParameterError, "api_key: is wrong"),
+        (413, failure(None), ServerError, "GET /: status 413: is wrong"),
+        (500, failure(None, "engine_error"), ServerError, "GET /: status 500: is wrong"),
+        (503, failure(None, "engine_closed"), EngineClosedError, "GET /: is wrong"),
+    ],
+)
+def test_a_failure_becomes_the_error_that_it_would_be_here(
+    status: int, content: bytes, kind: type[LogprobeError], told: str
+) -> None:
+    error = as_error(status, content, "GET /")
+    assert type(error) is kind
+    assert str(error) == told
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("3", 3.0),
+        ("0.5", 0.5),
+        ("0", 0.05),
+        ("-5", 0.05),
+        ("nan", 1.0),
+        ("inf", 1.0),
+        (None, 1.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 1.0),
+    ],
+)
+def test_a_client_waits_as_long_as_it_is_asked_to(header: str | None, seconds: float) -> None:
+    assert retry_after_s(header) == seconds

@@ -1,0 +1,173 @@
+"""How asks of a model behind HTTP end: refused, failed, full, given up, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe import AsyncLM, RemoteLM
+from logprobe.errors import EngineClosedError, ParameterError, ServerError
+from logprobe.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TOLERANCE = 2e-5
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def test_the_one_that_the_server_refuses_fails_alone_of_eight(
+    far: RemoteLM, lm: AsyncLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served[1].engine
+    check = engine.check
+
+    def picky(request: Any) -> None:
+        if 251 in request.prompt_token_ids:
+            raise ParameterError("prompt", "holds 251")
+        check(request)
+
+    monkeypatch.setattr(engine, "check", picky)
+    asked = [random_ids(70 + place, 6) for place in range(8)]
+    bad = [*asked[3], 251]
+
+    async def ask() -> list[Any]:
+        many = (far.next_token_logprobs(bad if place == 3 else asked[place]) for place in range(8))
+        return await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
+
+    ended = asyncio.run(ask())
+    assert isinstance(ended[3], ParameterError)
+    assert str(ended[3]) == "prompts: holds 251"
+    monkeypatch.undo()
+    for place in set(range(8)) - {3}:
+        want = lm.next_token_logprobs_sync(asked[place])
+        np.testing.assert_allclose(ended[place], want, atol=TOLERANCE, rtol=0)
+
+
+def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
+    far: RemoteLM, lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> None:
+        raise MemoryError("no room")
+
+    async def ask() -> list[Any]:
+        rows = [far.next_token_logprobs(random_ids(80 + place, 6)) for place in range(5)]
+        both = asyncio.gather(*rows, far.sample([5, 6], 4, []), return_exceptions=True)
+        return await asyncio.wait_for(both, 20)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm._loaded.engine._engine.forward, "run", broken)
+        errors = asyncio.run(ask())
+    assert {type(error) for error in errors} == {ServerError}
+    assert all("no room" in str(error) for error in errors)
+    assert not any(isinstance(end, Exception) for end in asyncio.run(ask()))
+
+
+def test_a_full_server_is_waited_for(
+    far: RemoteLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, refused = served[1].limits, []
+    admit = limits.admit
+
+    def full_at_first(cost: Any) -> Any:
+        if len(refused) < 3:
+            refused.append(cost)
+            raise ApiError(429, "full", headers={"Retry-After": "0.1"})
+        return admit(cost)
+
+    monkeypatch.setattr(limits, "admit", full_at_first)
+    start = time.monotonic()
+    assert far.next_token_logprobs_sync(random_ids(90, 6)).shape == (far.vocab_size,)
+    assert time.monotonic() - start >= 0.3
+    assert len(refused) == 3
+
+
+def test_one_that_stays_full_is_an_error_in_time(
+    served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any) -> None:
+        raise ApiError(429, "full", headers={"Retry-After": "0.1"})
+
+    monkeypatch.setattr(served[1].limits, "admit", full)
+    with RemoteLM(served[0], request_timeout=0.5) as far:
+
+        async def ask() -> list[Any]:
+            asks = [far.next_token_logprobs(random_ids(91, 6)), far.sample([5], 3, [])]
+            return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 20)
+
+        errors = asyncio.run(ask())
+    assert [type(error) for error in errors] == [ServerError] * 2
+    assert all("0.5 s" in str(error) and "request_timeout" in str(error) for error in errors)
+
+
+def test_what_nobody_waits_for_is_given_up_on_the_server_too(
+    far: RemoteLM, lm: AsyncLM, random_ids: Any, gate: threading.Event
+) -> None:
+    stats = lm._loaded.engine.stats
+
+    async def ask() -> None:
+        tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(110 + i, 6))) for i in range(3)]
+        tasks.append(asyncio.create_task(far.sample([5, 6], 100, [])))
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(ask())
+    engine: Any = far._engine
+    wait_until(lambda: not engine._exchanges and not engine._gathered)
+    gate.set()
+    wait_until(lambda: stats().running == stats().waiting == 0)
+    far.next_token_logprobs_sync(random_ids(111, 3))
+    assert not engine._outcomes
+    assert far._desk._in_flight == {}
+
+
+def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
+    served: Any, lm: AsyncLM, random_ids: Any, gate: threading.Event
+) -> None:
+    far = RemoteLM(served[0])
+
+    async def ask() -> list[Any]:
+        tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(120 + i, 5))) for i in range(80)]
+        tasks.append(asyncio.create_task(far.sample([5], 20, [])))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(far.cleanup)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
+    gate.set()
+    far.cleanup()
+    for again in (lambda: far.next_token_logprobs_sync([5]), lambda: asyncio.run(far.sample([5], 2, []))):
+        with pytest.raises(RuntimeError):
+            again()
+    assert lm.next_token_logprobs_sync([5]).shape == (lm.vocab_size,), "the server goes on"
+
+
+def test_dropped_without_cleanup_it_leaves_no_thread(served: Any) -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    far = RemoteLM(served[0])
+    far.next_token_logprobs_sync([5])
+    engine = weakref.ref(far._engine)
+    del far
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        gc.collect()
+        left = [t for t in threading.enumerate() if t.ident not in before and t.name == "logprobe-loop"]
+        if not left and engine() is None:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"left behind: {left}, {engine()}")
