@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logprobe.engine import forward as forward_module
-from logprobe.engine.attention import plan_attention
+from logprobe.engine.attention import is_short, plan_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,16 +55,20 @@ def assert_prompt_equals(output: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
-@pytest.mark.parametrize("short_span", [0, 3, 16, 1000])
+@pytest.mark.parametrize(
+    "rule",
+    [lambda _rows, _context: False, lambda rows, _context: rows <= 3, is_short, lambda _rows, _context: True],
+    ids=["chunks", "three", "short", "rows"],
+)
 @pytest.mark.parametrize("max_batch_tokens", [5, 37, 256])
 def test_any_split_into_chunks_and_rows_equals_transformers(
     make: Callable[..., Any],
     expected: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
-    short_span: int,
+    rule: Callable[[int, int], bool],
     max_batch_tokens: int,
 ) -> None:
-    plan = functools.partial(plan_attention, short_span=short_span)
+    plan = functools.partial(plan_attention, is_short=rule)
     monkeypatch.setattr(forward_module, "plan_attention", plan)
     engine = make(500, max_batch_tokens=max_batch_tokens)
     rng = np.random.default_rng(0)

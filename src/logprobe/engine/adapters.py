@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from logprobe.config import require
+from logprobe.engine.weights import added
 from logprobe.models.adapters import load_adapter
 
 if TYPE_CHECKING:
@@ -46,12 +47,15 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) → (..., out_features)."""
         out: torch.Tensor = self.linear(x)
-        flat_x, flat_out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        self.adapt_(out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return out
+
+    def adapt_(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what the adapters make of `x`, (num_tokens, in_features), to `out`, one row a token too."""
         for adapter, rows in self._rows.groups:
             part = self.parts.get(adapter)  # it may leave this layer alone
             if part is not None:
-                flat_out.index_add_(0, rows, flat_x.index_select(0, rows) @ part.down @ part.up)
-        return out
+                out.index_add_(0, rows, x.index_select(0, rows) @ part.down @ part.up)
 
     def activated(self, x: torch.Tensor, name: str, algorithm: str) -> torch.Tensor:
         """`forward` and an activation, for a fused MLP around it; fused itself while no adapter runs."""
@@ -71,6 +75,13 @@ class AdaptedLinear(nn.Module):
             return out
         product: torch.Tensor = self(x)
         return product.mul_(factor.view_as(product))
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`forward` plus `residual`, likewise."""
+        if not self._rows.groups:
+            return added(self.linear, x, residual)
+        product: torch.Tensor = self(x)
+        return product.add_(residual)
 
 
 @final

@@ -21,10 +21,14 @@ from logprobe.kernels.attention_chunk import attend_chunk, can_attend_chunks
 from logprobe.kernels.store import store_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from logprobe.engine.scheduler import StepPlan
 
 NAME = "logprobe"
-SHORT_SPAN = 16  # spans of at most so many tokens go through the row kernel (measured: docs/decisions.md)
+# Below, the row kernel is the faster one (measured: docs/decisions.md).
+FEW_ROWS = 4
+FEW_SCORES = 4096
 
 
 def is_plain_float(tensor: torch.Tensor) -> bool:
@@ -40,15 +44,20 @@ class KVPool:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
-    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
+    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, for tokens of the shape (kv_heads, dim) of these."""
         if layer not in self.keys:
             self._make(layer, key, value)
+        return self.keys[layer], self.values[layer]
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
+        keys, values = self.layer(layer, key, value)
         if is_plain_float(key):
-            store_rows(key, self.keys[layer], value, self.values[layer], slots)
+            store_rows(key, keys, value, values, slots)
         else:
-            self.keys[layer].index_copy_(0, slots, key)
-            self.values[layer].index_copy_(0, slots, value)
+            keys.index_copy_(0, slots, key)
+            values.index_copy_(0, slots, value)
 
     def make_like(self, other: KVPool) -> None:
         """Take the memory of every layer now, shaped as another pool's, not in the middle of a request."""
@@ -94,6 +103,7 @@ class AttentionPlan:
     chunks: list[Chunk]
     rows: RowPlan | None
     uses_kernels: bool = False  # chunks go through our kernel; else through torch's fused attention
+    rules: dict[int, ScoreRule] = field(default_factory=dict)  # as each layer's module stated them
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
@@ -114,18 +124,23 @@ class AttentionPlan:
         return self.masks[key]
 
 
+def is_short(num_rows: int, context: int) -> bool:
+    """Whether the last `num_rows` tokens of a context are attended row by row."""
+    return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
+
+
 def plan_attention(
-    pool: KVPool, plan: StepPlan, device: str, *, short_span: int = SHORT_SPAN
+    pool: KVPool, plan: StepPlan, device: str, *, is_short: Callable[[int, int], bool] = is_short
 ) -> AttentionPlan:
     """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
-    longest_row_span = short_span if pool.is_readable_in_place else 0
-    uses_kernels = pool.is_readable_in_place and can_attend_chunks()
+    is_readable = pool.is_readable_in_place
+    uses_kernels = is_readable and can_attend_chunks()
     start = 0
     for span in plan.tokens:
         context = span.sequence.slots[: span.end]
-        if len(span) <= longest_row_span:
+        if is_readable and is_short(len(span), len(context)):
             rows.add(start, span.start, context)
         else:
             chunks.append(Chunk(start, start + len(span), _to_device(context, device)))
@@ -146,13 +161,18 @@ def pooled_attention(
     plan: AttentionPlan = options["logprobe_plan"]
     layer = module.layer_idx
     plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    plan.rules[layer] = _score_rule(query, options)
+    return attend(plan, layer, query[0].transpose(0, 1), plan.rules[layer])[None], None
+
+
+def attend(plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+    """Let a step's queries, (num_tokens, heads, key_dim), see the pool: (num_tokens, heads, value_dim)."""
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
-    out = query.new_empty(query.shape[2], query.shape[1], value.shape[3])
-    rule = _score_rule(query, options)
+    out = query.new_empty(*query.shape[:2], values.shape[2])
     if plan.rows is not None:
-        attend_rows(query[0].transpose(0, 1), keys, values, plan.rows, out, rule)
+        attend_rows(query, keys, values, plan.rows, out, rule)
     for index, chunk in enumerate(plan.chunks):
-        queries = query[0, :, chunk.start : chunk.end]
+        queries = query[chunk.start : chunk.end].transpose(0, 1)
         context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)
         context_values = values.index_select(0, chunk.slots).transpose(0, 1)
         if plan.uses_kernels:
@@ -160,7 +180,7 @@ def pooled_attention(
         else:
             attended = _attend(queries, context_keys, context_values, plan.mask(index, rule.window), rule)
         out[chunk.start : chunk.end] = attended.transpose(0, 1)
-    return out[None], None
+    return out
 
 
 def _score_rule(query: torch.Tensor, options: dict[str, Any]) -> ScoreRule:

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from logprobe.engine.adapters import Adapters
 from logprobe.engine.attention import NAME, AttentionPlan, Chunk, KVPool, plan_attention, pooled_attention
+from logprobe.engine.fused import fuse_
 from logprobe.engine.head import OutputHead
 from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
 from logprobe.engine.weights import choose_layout, pack_
@@ -111,13 +112,15 @@ class NativeForward:
         name = type(self.model).__name__
         token_ids = np.arange(PROBE_TOKENS) % self.vocab_size
         expected = self.model(input_ids=torch.from_numpy(token_ids)[None].to(self.device), use_cache=False)
-        if self.weights == "packed":
-            pack_(self.model)
         self.model.set_attn_implementation(NAME)
         pool = KVPool(PROBE_TOKENS)
         slots = torch.arange(PROBE_TOKENS, device=self.device)
         plan = AttentionPlan(pool, slots, [Chunk(0, PROBE_TOKENS, slots)], None)
         try:
+            if self.weights != "plain":
+                fuse_(self.model)
+            if self.weights == "packed":
+                pack_(self.model)
             hidden = self._forward(token_ids, np.arange(PROBE_TOKENS), plan)
         except (TypeError, KeyError) as error:
             raise UnsupportedModelError(f"{name} does not hand options to its attention: {error}") from error

@@ -63,6 +63,12 @@ class PackedLinear(nn.Module):
         out: torch.Tensor = _product.binary(rows, factors, self._weight, self.bias, "mul")
         return out.view(*x.shape[:-1], self.out_features)
 
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus `residual`, likewise."""
+        rows, summands = x.reshape(-1, self.in_features), residual.view(-1, self.out_features)
+        out: torch.Tensor = _product.binary(rows, summands, self._weight, self.bias, "add")
+        return out.view(*x.shape[:-1], self.out_features)
+
 
 class PackedGatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))` on packed weights; activation and product are fused into them."""
@@ -74,9 +80,17 @@ class PackedGatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden size) → (..., hidden size)."""
-        gate = self.gate_proj.activated(x, *self._activation)
-        out: torch.Tensor = self.down_proj(self.up_proj.multiplied(x, gate))
+        out: torch.Tensor = self.down_proj(self._inner(x))
         return out
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The result plus `residual`, in one pass over it."""
+        return added(self.down_proj, self._inner(x), residual)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj.activated(x, *self._activation)
+        inner: torch.Tensor = self.up_proj.multiplied(x, gate)
+        return inner
 
 
 class PackedNorm(nn.Module):
@@ -90,6 +104,13 @@ class PackedNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., width) → (..., width)."""
         return rms_norm(x, self._factor, self._epsilon)
+
+
+def added(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`module(x) + residual`, in the module's own pass where it has one."""
+    fused = getattr(module, "added", None)
+    out: torch.Tensor = module(x).add_(residual) if fused is None else fused(x, residual)
+    return out
 
 
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:

@@ -1,0 +1,121 @@
+"""Fused decoder layers: which models get them, and that the numbers stay transformers' own."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from logprobe.config import EngineConfig
+from logprobe.engine import fused as fused_module
+from logprobe.engine.forward import NativeForward
+from logprobe.engine.fused import FusedLayer
+from logprobe.engine.scheduler import Span, StepPlan
+from logprobe.models import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOLERANCE = 1e-4
+LAYERS = 4
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+# Model → settings that make it special, and how many of its layers are of the usual form.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama": ({"attention_bias": True, "mlp_bias": True}, LAYERS),
+    "Qwen2": ({}, LAYERS),  # biases of the projections
+    "Qwen3": ({"head_dim": 16}, LAYERS),  # norms of the heads
+    "Mistral": ({"sliding_window": 9}, LAYERS),
+    "SmolLM3": ({"no_rope_layers": [1, 1, 0, 1]}, LAYERS - 1),  # a layer without rotation
+    "Granite": ({"residual_multiplier": 0.3, "attention_multiplier": 0.2}, 0),
+    "Olmo2": ({}, 0),  # norms after the parts
+    "Glm": ({"head_dim": 12, "partial_rotary_factor": 0.5}, 0),  # half of a head rotates
+    "Ernie4_5": ({"head_dim": 12}, 0),  # neighbours rotate, not halves
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[[str], Path]:
+    """A small random model of a kind."""
+
+    def make(kind: str) -> Path:
+        path = tmp_path_factory.mktemp(kind)
+        config = getattr(transformers, f"{kind}Config")(**SHAPE, **MODELS[kind][0])
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        for name, weight in model.named_parameters():
+            torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
+        model.save_pretrained(path)
+        for file in tiny_model_folder.glob("tokenizer*"):
+            shutil.copy(file, path)
+        return path
+
+    return make
+
+
+def run(forward: NativeForward, prompts: list[Any], *, split: int) -> Any:
+    """Log-probabilities of all tokens of all prompts, `split` tokens of each prompt a step."""
+    ends = np.cumsum([len(ids) for ids in prompts])
+    places = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
+    request = SimpleNamespace(adapter=None)
+    sequences: list[Any] = [
+        SimpleNamespace(token_ids=ids, slots=own, request=request)
+        for ids, own in zip(prompts, places, strict=True)
+    ]
+    for start in range(0, max(map(len, prompts)), split):
+        spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
+        forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]))
+    with torch.inference_mode():
+        rows = forward.hidden_rows(np.concatenate(places))
+        return forward.head(rows).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_layers_of_the_usual_form_are_fused_and_give_the_numbers_of_transformers(
+    folder: Callable[[str], Path], kind: str
+) -> None:
+    path = folder(kind)
+    forward = NativeForward(
+        EngineConfig(model=str(path), weights="packed", kv_bytes=1 << 21), resolve(str(path))
+    )
+    kinds = [type(layer) for layer in forward.model.base_model.layers]
+    assert kinds.count(FusedLayer) == MODELS[kind][1]
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 280, length).astype(np.int32) for length in (1, 7, 40, 90)]
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        rows = [model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in prompts]
+    want = torch.cat(rows).double().log_softmax(-1)
+    for split in (1, 13, 1000):
+        torch.testing.assert_close(run(forward, prompts, split=split), want, rtol=0, atol=TOLERANCE)
+
+
+def test_plain_weights_leave_the_layers_as_they_are(tiny_model_folder: Path) -> None:
+    name = str(tiny_model_folder)
+    forward = NativeForward(EngineConfig(model=name, weights="plain", kv_bytes=1 << 21), resolve(name))
+    assert not any(isinstance(module, FusedLayer) for module in forward.model.modules())
+
+
+def test_a_layer_whose_trial_differs_stays_as_it_is(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = fused_module.rotate_and_store
+    monkeypatch.setattr(fused_module, "rotate_and_store", lambda *args: own(*args) * 1.001)
+    name = str(tiny_model_folder)
+    forward = NativeForward(EngineConfig(model=name, weights="packed", kv_bytes=1 << 21), resolve(name))
+    assert not any(isinstance(module, FusedLayer) for module in forward.model.modules())
