@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from harness import OURS, Arena, Figure, Target, alternate, parse_options, publish
+from harness import OURS, Arena, Figure, Measure, Target, alternate, parse_options, publish
 from process import ENVIRONMENTS, RIVALS, THREADS, RivalError
 
 TOP = 20
@@ -33,6 +33,7 @@ NUM_TOKENS = 48
 IN_PROCESS = "in process"
 VLLM_SERVER = "vllm server"
 START_LIMIT_S = 240
+REST_S = 4.0  # vLLM's worker spins on a core for three seconds after its last request
 WEIGHTS = "packed"  # the same in both: `auto` is decided by a measurement at each start
 TOPICS = ("lighthouses", "rivers", "bread", "clocks", "bees", "maps", "bridges", "snow")
 
@@ -173,6 +174,12 @@ class Follower(asyncio.Protocol):
             self.end.set_result(self._tail)
 
 
+def rested(measure: Measure, number: int) -> float:
+    """Measure once the contestant of before has come to rest."""
+    time.sleep(REST_S)
+    return measure(number)
+
+
 def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) -> float:
     """Tokens a second of the same prompts through `LLM.generate`."""
 
@@ -205,7 +212,7 @@ def main() -> None:
     with Arena(options) as arena, contextlib.ExitStack() as stack:
         port = free_port()
         ours = stack.enter_context(serving(our_command(arena.model_folder, port), port, "m", {}))
-        contestants = {
+        contestants: dict[str, Measure] = {
             OURS: partial(stream_rate, ours, num_tokens),
             IN_PROCESS: partial(in_process_rate, arena, ours, num_tokens),
         }
@@ -214,6 +221,7 @@ def main() -> None:
             command, environment = vllm_command(arena.model_folder, port), RIVALS["vllm"].environment
             theirs = stack.enter_context(serving(command, port, "m", environment))
             contestants[VLLM_SERVER] = partial(stream_rate, theirs, num_tokens)
+            contestants = {name: partial(rested, measure) for name, measure in contestants.items()}
         for number, measure in enumerate(contestants.values()):
             measure(1000 + number)  # warm-up
         ours.gaps_ms.clear()
