@@ -17,6 +17,8 @@ from logprobe.engine.weights import added
 from logprobe.kernels.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from logprobe.kernels.attention import ScoreRule
 
     Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -77,7 +79,7 @@ class FusedAttention(nn.Module):
         return parts
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.unflatten(1, (self._kv_heads, -1))
+        return rows.view(len(rows), self._kv_heads, -1)
 
 
 class FusedLayer(nn.Module):
@@ -146,12 +148,14 @@ def _fused(layer: Any, rotary_embedding: nn.Module) -> FusedLayer | None:
     return fused if difference <= TRIAL_TOLERANCE else None
 
 
-def _join(linears: list[nn.Linear]) -> nn.Linear:
+def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One layer whose outputs are those of several, one after another."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     num_outputs = sum(linear.out_features for linear in linears)
     joined = nn.Linear(linears[0].in_features, num_outputs, bias=False, device="meta")
-    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    joined.weight = nn.Parameter(
+        torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False
+    )
     if biases:
         joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return joined
