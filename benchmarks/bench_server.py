@@ -7,17 +7,10 @@ time between two arrivals of tokens in one stream; its 99th percentile is held a
 import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,77 +18,16 @@ from typing import Any
 
 import uvloop
 from harness import OURS, Arena, Figure, Measure, Target, alternate, parse_options, publish
-from process import ENVIRONMENTS, RIVALS, THREADS, RivalError
+from process import RIVALS, RivalError
+from servers import MODEL_NAME, TOP, Served, our_program, serving, vllm_program
 
-TOP = 20
 NUM_STREAMS = 32
 NUM_TOKENS = 48
 IN_PROCESS = "in process"
 VLLM_SERVER = "vllm server"
-START_LIMIT_S = 240
 REST_S = 4.0  # vLLM's worker spins on a core for three seconds after its last request
 WEIGHTS = "packed"  # the same in both: `auto` is decided by a measurement at each start
 TOPICS = ("lighthouses", "rivers", "bread", "clocks", "bees", "maps", "bridges", "snow")
-
-
-@dataclass
-class Served:
-    """An HTTP server in a process of its own."""
-
-    url: str
-    model: str
-    gaps_ms: list[float] = field(default_factory=list)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """One JSON request."""
-        request = urllib.request.Request(  # noqa: S310 - always our own address
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=600) as reply:  # noqa: S310
-            return json.load(reply)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-@contextlib.contextmanager
-def serving(command: list[str], port: int, model: str, environment: Mapping[str, str]) -> Iterator[Served]:
-    """Start a server, wait until it is well, and end it with all its children."""
-    log = (ENVIRONMENTS / "server.log").open("ab")
-    common = {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, env={**os.environ, **common, **environment}, stdout=log, stderr=log, start_new_session=True
-    )
-    served = Served(f"http://127.0.0.1:{port}", model)
-    try:
-        _await_health(served, process)
-        yield served
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
-
-
-def _await_health(served: Served, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RivalError(f"{served.url}: the server ended with code {process.returncode} at its start")
-        try:
-            with urllib.request.urlopen(f"{served.url}/health", timeout=5):  # noqa: S310
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise RivalError(f"{served.url}: the server was not ready in {START_LIMIT_S} s")
 
 
 def conversations(number: int) -> list[list[dict[str, str]]]:
@@ -110,7 +42,7 @@ def stream_rate(served: Served, num_tokens: int, number: int) -> float:
     """Tokens a second over all streams of one round."""
     bodies = [
         {
-            "model": served.model,
+            "model": MODEL_NAME,
             "messages": messages,
             "max_tokens": num_tokens,
             "temperature": 0,
@@ -192,41 +124,31 @@ def in_process_rate(arena: Arena, ours: Served, num_tokens: int, number: int) ->
     return NUM_STREAMS * num_tokens / float(spent)
 
 
-def our_command(folder: Path, port: int) -> list[str]:
-    """Our server, its weights laid out as in the process beside it."""
-    program = str(Path(sys.executable).with_name("logprobe"))
-    return [program, "serve", str(folder), "--port", str(port), "--model-name", "m", "--weights", WEIGHTS]
-
-
-def vllm_command(folder: Path, port: int) -> list[str]:
-    """VLLM's server, compiled, with the logprobs it needs let through."""
-    entry = [str(RIVALS["vllm"].python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    given = ["--port", str(port), "--served-model-name", "m", "--dtype", "float32", "--max-model-len", "2048"]
-    return [*entry, *given, "--max-logprobs", str(TOP)]
-
-
 def main() -> None:
     """Race the servers."""
     options = parse_options(__doc__ or "")
     num_tokens = 4 if options.is_smoke else NUM_TOKENS
+    notes: list[str] = []
     with Arena(options) as arena, contextlib.ExitStack() as stack:
-        port = free_port()
-        ours = stack.enter_context(serving(our_command(arena.model_folder, port), port, "m", {}))
+        ours = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
         contestants: dict[str, Measure] = {
             OURS: partial(stream_rate, ours, num_tokens),
             IN_PROCESS: partial(in_process_rate, arena, ours, num_tokens),
         }
         if "vllm" in options.rivals and RIVALS["vllm"].is_installed:
-            port = free_port()
-            command, environment = vllm_command(arena.model_folder, port), RIVALS["vllm"].environment
-            theirs = stack.enter_context(serving(command, port, "m", environment))
-            contestants[VLLM_SERVER] = partial(stream_rate, theirs, num_tokens)
+            try:
+                theirs = stack.enter_context(serving(vllm_program(arena.model_folder)))
+                contestants[VLLM_SERVER] = partial(stream_rate, theirs, num_tokens)
+            except RivalError as error:
+                notes.append(f"{VLLM_SERVER} is left out: {error}")
+        if len(contestants) > 2:
             contestants = {name: partial(rested, measure) for name, measure in contestants.items()}
         for number, measure in enumerate(contestants.values()):
             measure(1000 + number)  # warm-up
         ours.gaps_ms.clear()
-        samples, notes = alternate(contestants, options.rounds)
-    publish(Path(__file__).stem, figures(samples, ours.gaps_ms, [*notes, *arena.missing("vllm")]), options)
+        samples, more = alternate(contestants, options.rounds)
+    notes += [*more, *arena.missing("vllm")]
+    publish(Path(__file__).stem, figures(samples, ours.gaps_ms, notes), options)
 
 
 def figures(samples: Mapping[str, list[float]], gaps_ms: list[float], notes: list[str]) -> list[Figure]:

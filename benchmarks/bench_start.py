@@ -1,6 +1,7 @@
 """This measures the time from starting a process to its first token, on a converted model.
 
 `logprobe generate` is the command line; the others are a script that loads the model and asks for one token.
+A server's first token is the first one streamed over HTTP with its logprobs.
 """
 
 import subprocess
@@ -10,11 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from harness import OURS, Arena, Contestant, Figure, Measure, Target, alternate, parse_options, publish
-from process import RIVALS, RivalProcess
+from process import RIVALS, RivalError, RivalProcess
 from prompts import prompts
+from servers import MODEL_NAME, Program, our_program, serving, vllm_program
 
 LIBRARY = "logprobe, library"
 WANTED = (OURS, "vllm", "transformers")
+VLLM_SERVER = "vllm server"
+LIMIT_S = 6.0
 
 
 def command_s(arena: Arena) -> float:
@@ -58,16 +62,50 @@ def figure(arena: Arena) -> Figure:
         unit="s",
         better="lower",
         samples=samples,
-        targets=[Target(at_most=6.0)],
+        targets=[Target(at_most=LIMIT_S)],
         notes=[*notes, *arena.missing(*WANTED)],
     )
 
 
+def served_s(program: Program, _number: int) -> float:
+    """Seconds from starting a server to the first token of its first stream."""
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 5,
+        "stream": True,
+    }
+    started = time.perf_counter()
+    with serving(program) as served, served.open("/v1/chat/completions", body) as reply:
+        if any(b'"logprob":' in line for line in reply):
+            return time.perf_counter() - started
+    raise RivalError(f"{program.words[0]}: the stream ended without a token")
+
+
+def server_figure(arena: Arena) -> Figure:
+    """Seconds to a server's first token."""
+    contestants: dict[str, Measure] = {OURS: partial(served_s, our_program(arena.model_folder))}
+    if "vllm" in arena.options.rivals and RIVALS["vllm"].is_installed:
+        contestants[VLLM_SERVER] = partial(served_s, vllm_program(arena.model_folder))
+    samples, notes = alternate(contestants, min(arena.options.rounds, 3))
+    return Figure(
+        name="server start to first streamed token",
+        unit="s",
+        better="lower",
+        samples=samples,
+        targets=[Target(at_most=LIMIT_S)],
+        notes=[*notes, *arena.missing("vllm")],
+    )
+
+
 def main() -> None:
-    """Run the figure."""
+    """Run the figures."""
     options = parse_options(__doc__ or "")
     with Arena(options) as arena:
-        figures = [figure(arena)]
+        figures = [figure(arena), server_figure(arena)]
     publish(Path(__file__).stem, figures, options)
 
 
