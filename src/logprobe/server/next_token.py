@@ -5,6 +5,7 @@ Before it: HTTP. After it: one engine request a prompt; those of all clients sha
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +56,8 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
         outputs = await while_connected(request.receive, service.run_all(requests))
     finally:
         ticket.release()
-    data = _packed(outputs, body.dtype, service.name_of(body.lora))
+    # Megabytes are copied: elsewhere, so that other clients' streams go on.
+    data = await asyncio.to_thread(_packed, outputs, body.dtype, service.name_of(body.lora))
     service.metrics.bytes_out.inc(len(data))
     return Response(data, media_type=TYPE)
 
