@@ -1,8 +1,8 @@
 """Any asks, in any order, at once or not, given up or not: each row is its prefix's own.
 
 Rows are held against a pass in float64. A plain float32 pass is off by 2e-5 nats on this model too: its last
-hidden state is off by 1e-6 of its length, which is 8, and the head's rows are 4 long. So the bound is a part of
-the row's largest log-probability, near 20 nats here.
+hidden state is off by 1e-6 of its length, which is 8, and the head's rows are 4 long. So the bound is a part
+of the row's largest log-probability, near 20 nats here.
 """
 
 from __future__ import annotations
