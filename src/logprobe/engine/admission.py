@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from logprobe.config import require
-from logprobe.errors import PromptTooLongError
+from logprobe.errors import ParameterError, PromptTooLongError
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -42,4 +42,5 @@ def _check_given(name: str, ids: tuple[int, ...] | list[int] | None, vocab_size:
 
 def _check_ids(name: str, ids: IntArray, vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)][:1]
-    require(len(outside) == 0, name, f"token id {outside} lies outside the vocabulary [0, {vocab_size})")
+    if len(outside):  # numpy takes longer to print an array than all the rest here
+        raise ParameterError(name, f"token id {outside} lies outside the vocabulary [0, {vocab_size})")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.config import require
+from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
     from logprobe.engine.slots import IntArray
@@ -25,5 +26,6 @@ def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
     is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
     require(is_ids, name, f"must be a list of token ids, got {prompt!r:.60}")
     outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
-    require(not len(outside), name, f"token id {outside} lies outside every vocabulary")
+    if len(outside):  # numpy takes longer to print an array than all the rest here
+        raise ParameterError(name, f"token id {outside} lies outside every vocabulary")
     return ids.astype(np.int32)
