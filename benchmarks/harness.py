@@ -178,13 +178,18 @@ class Arena:
         return self._running[name].ask({**common, "inputs": list(inputs), **job})
 
     def ask_warm(
-        self, contestant: Contestant, verb: str, inputs_of: Callable[[int], Sequence[Inputs]], seed: int
+        self,
+        contestant: Contestant,
+        verb: str,
+        inputs_of: Callable[[int], Sequence[Inputs]],
+        seed: int,
+        **job: Any,
     ) -> dict[str, Any]:
         """Give the job ``inputs_of(seed)``; a contestant's first one of its kind runs other inputs before."""
         kind = (contestant, verb, inputs_of)
         warm_up = () if kind in self._warm else inputs_of(WARM_UP_SEED)
         self._warm.add(kind)
-        return self.ask(contestant, verb, [*warm_up, *inputs_of(seed)], warm_up=len(warm_up))
+        return self.ask(contestant, verb, [*warm_up, *inputs_of(seed)], warm_up=len(warm_up), **job)
 
     def close(self, name: str) -> None:
         """End one rival, so that its next job starts it afresh."""

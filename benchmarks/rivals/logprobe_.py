@@ -1,22 +1,34 @@
-"""This project through its public API, run as just another rival process."""
+"""This project through its public API, run as just another rival process.
 
+The first job's verb chooses the front door: `AsyncLM` for next-token rows, `LLM` for all else.
+"""
+
+import asyncio
+import time
 from typing import Any
 
 from protocol import Read, TokenIds, extend_all, serve
 
-from logprobe import LLM, SamplingParams
+from logprobe import LLM, AsyncLM, SamplingParams
+
+TICK_S = 0.001
 
 
-class Logprobe:
-    """One engine for all verbs."""
+def refuse_variants(variant: str) -> None:
+    """Refuse what there is not: the defaults are the only variant."""
+    if variant != "default":
+        raise ValueError(f"variant {variant!r}: only 'default' is there")
+
+
+class Offline:
+    """`LLM`: one engine for all its verbs."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._llm = LLM(job["model_folder"], **job.get("options", {}))
 
     def use(self, variant: str) -> None:
-        """Refuse what there is not: the defaults are the only variant."""
-        if variant != "default":
-            raise ValueError(f"variant {variant!r}: only 'default' is there")
+        """Refuse what there is not."""
+        refuse_variants(variant)
 
     def close(self) -> None:
         """Free the engine."""
@@ -53,15 +65,70 @@ class Logprobe:
         scores = self._llm.score([(context, tail) for tail in continuations])
         return lambda: [float(score.logprob) for score in scores]
 
+
+class NextToken:
+    """`AsyncLM`: whole rows; its caches start each call empty."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._lm = AsyncLM.from_name(job["model_folder"], **job.get("options", {}))
+
+    def use(self, variant: str) -> None:
+        """Refuse what there is not."""
+        refuse_variants(variant)
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._lm.cleanup()
+
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
-        """One request a prefix and round, over the whole vocabulary."""
-        params = SamplingParams(max_tokens=1, temperature=0, logprobs=-1, ignore_eos=True)
-        outputs: list[Any] = []
+        """All prefixes of a round in one call, round after round."""
+        self._forget()
+        rows = asyncio.run(self._in_batches(prefixes, rounds))
+        return lambda: rows.argmax(-1).tolist()
+
+    def event_loop_stall(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
+        """Each prefix by a task of its own, beside one that only ticks: how long it was kept waiting, ms."""
+        self._forget()
+        stall_s = asyncio.run(self._watched(prefixes, rounds))
+        return lambda: 1000 * stall_s
+
+    def _forget(self) -> None:
+        self._lm.clear_cache()
+        self._lm.clear_kv_cache()
+
+    async def _in_batches(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Any:
+        rows: Any = None
         for tokens in rounds:
-            outputs = self._llm.generate(prefixes, params, progress=False)
+            rows = await self._lm.batch_next_token_logprobs(prefixes)
             prefixes = extend_all(prefixes, tokens)
-        return lambda: [int(output.outputs[0].token_ids[0]) for output in outputs]
+        return rows
+
+    async def _watched(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> float:
+        watch = asyncio.create_task(longest_stall())
+        await asyncio.sleep(TICK_S)  # it ticks before the work begins
+        for tokens in rounds:
+            await asyncio.gather(*map(self._lm.next_token_logprobs, prefixes))
+            prefixes = extend_all(prefixes, tokens)
+        watch.cancel()
+        return await watch
+
+
+async def longest_stall() -> float:
+    """Until cancelled: the most seconds between a tick's due time and its turn in the event loop."""
+    worst = 0.0
+    try:
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            worst = max(worst, time.perf_counter() - due)
+    except asyncio.CancelledError:
+        return worst
+
+
+def open_front_door(job: dict[str, Any]) -> Offline | NextToken:
+    """What answers the first job's verb, and those after it."""
+    return NextToken(job) if hasattr(NextToken, job["verb"]) else Offline(job)
 
 
 if __name__ == "__main__":
-    serve(Logprobe, packages=("logprobe", "torch", "transformers", "numba"))
+    serve(open_front_door, packages=("logprobe", "torch", "transformers", "numba"))

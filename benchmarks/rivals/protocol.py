@@ -42,6 +42,10 @@ def _next_token_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return len(output) == len(asked["prefixes"])
 
 
+def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
+    return bool(asked["rounds"]) and output >= 0
+
+
 # verb -> does the output hold everything that was asked for? Each rival's methods carry the same names, do
 # the work and return a function that reads its numbers out, called after the clock has stopped:
 #   decode(prompts, new_tokens, logprobs): chosen token ids, one list a prompt; end-of-text is ignored
@@ -49,11 +53,13 @@ def _next_token_is_complete(output: Any, asked: dict[str, Any]) -> bool:
 #   shared_prefix(context, continuations): summed logprobs (nats), one a continuation
 #   next_token(prefixes, rounds): in each round every prefix is asked for its whole next-token row and is then
 #       extended by that round's tokens; the likeliest token of the last round's rows is read out
+#   event_loop_stall(prefixes, rounds): the same work; the longest that the event loop kept a task waiting, ms
 COMPLETENESS: dict[str, Check] = {
     "decode": _decode_is_complete,
     "score": _score_is_complete,
     "shared_prefix": _shared_prefix_is_complete,
     "next_token": _next_token_is_complete,
+    "event_loop_stall": _event_loop_stall_is_complete,
 }
 
 

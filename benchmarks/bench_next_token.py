@@ -1,0 +1,157 @@
+"""This measures whole next-token rows a second: 64 prefixes of 32 tokens sharing 24, extended token by token.
+
+Each round asks every prefix for its row and then extends it by a token of its own. A default form that takes
+seconds a row runs fewer rounds. The floor is one reading of the weights a round. Beside it: over HTTP, and
+how long single asks keep the event loop from another task.
+"""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import (
+    OURS,
+    WARM_UP_SEED,
+    Arena,
+    Contestant,
+    Figure,
+    Target,
+    alternate,
+    parse_options,
+    publish,
+)
+from machine import read_bandwidth, weight_bytes
+from prompts import prompts
+from protocol import extend_all
+from servers import our_program, serving
+
+from logprobe import RemoteLM
+
+NUM_PREFIXES, PREFIX_LEN, SHARED_LEN, NUM_ROUNDS = 64, 32, 24, 16
+FEWER_ROUNDS = {"genlm default": 4, "vllm default": 1}
+HTTP = f"{OURS} over HTTP"
+WANTED = (OURS, "genlm", "vllm")
+TARGETS = [
+    Target(against="genlm best", at_least=10.0),
+    Target(against="vllm best", at_least=4.0),
+    Target(against="vllm default", at_least=20.0),
+]
+WEIGHTS = "packed"  # the same in process and served: `auto` is decided by a measurement at each start
+
+
+def num_prefixes(arena: Arena) -> int:
+    """Prefixes asked at once."""
+    return 4 if arena.options.is_smoke else NUM_PREFIXES
+
+
+def asked(arena: Arena, num_rounds: int, seed: int) -> dict[str, Any]:
+    """One call: prefixes that nobody has seen, and the tokens that extend them after each round."""
+    count = num_prefixes(arena)
+    own_len = PREFIX_LEN - SHARED_LEN
+    [shared] = prompts(arena.model_folder, 1, SHARED_LEN, seed)
+    tails = prompts(arena.model_folder, count, own_len + num_rounds, seed + 500)
+    rounds = [[tail[own_len + number] for tail in tails] for number in range(num_rounds)]
+    return {"prefixes": [[*shared, *tail[:own_len]] for tail in tails], "rounds": rounds}
+
+
+class InProcess:
+    """A contestant that is asked in its own process."""
+
+    def __init__(self, arena: Arena, contestant: Contestant, num_rounds: int) -> None:
+        self._arena, self._contestant, self._num_rounds = arena, contestant, num_rounds
+        self._job = {"options": {"weights": WEIGHTS}} if contestant[0] == OURS else {}
+
+    def inputs(self, seed: int) -> list[dict[str, Any]]:
+        """One call; a warm-up is short."""
+        num_rounds = min(2, self._num_rounds) if seed == WARM_UP_SEED else self._num_rounds
+        return [asked(self._arena, num_rounds, seed)]
+
+    def rate(self, number: int) -> float:
+        """Rows a second."""
+        job = self._arena.ask_warm(self._contestant, "next_token", self.inputs, number, **self._job)
+        num_rows = self._num_rounds * len(job["output"])
+        return num_rows / float(job["timings_s"][0])
+
+    def stall(self, number: int) -> float:
+        """Milliseconds for which the event loop was stopped at most."""
+        job = self._arena.ask_warm(
+            self._contestant, "event_loop_stall", self.inputs, 100 + number, **self._job
+        )
+        return float(job["output"])
+
+
+class OverHttp:
+    """Our server, asked by `RemoteLM`; it has one thread of this process beside the server's two."""
+
+    def __init__(self, arena: Arena, lm: RemoteLM, num_rounds: int) -> None:
+        self._arena, self._lm, self._num_rounds = arena, lm, num_rounds
+        asyncio.run(self._ask_rounds(**asked(arena, min(2, num_rounds), WARM_UP_SEED)))
+
+    def rate(self, number: int) -> float:
+        """Rows a second."""
+        inputs = asked(self._arena, self._num_rounds, number)
+        started = time.perf_counter()
+        asyncio.run(self._ask_rounds(**inputs))
+        return self._num_rounds * len(inputs["prefixes"]) / (time.perf_counter() - started)
+
+    async def _ask_rounds(self, prefixes: list[list[int]], rounds: list[list[int]]) -> None:
+        for tokens in rounds:
+            await self._lm.batch_next_token_logprobs(prefixes)
+            prefixes = extend_all(prefixes, tokens)
+
+
+def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int, floor: float) -> Figure:
+    """Rows a second of all."""
+    fewer = {label: min(count, num_rounds) for label, count in FEWER_ROUNDS.items()}
+    contestants = {
+        label: InProcess(arena, one, fewer.get(label, num_rounds)).rate
+        for label, one in arena.labels(*WANTED).items()
+    }
+    contestants[HTTP] = OverHttp(arena, remote, num_rounds).rate
+    samples, notes = alternate(contestants, arena.options.rounds)
+    told = [f"{label} ran {count} of the {num_rounds} rounds" for label, count in fewer.items()]
+    return Figure(
+        name=f"next-token rows, {num_prefixes(arena)} prefixes of {PREFIX_LEN} tokens sharing {SHARED_LEN}",
+        unit="rows/s",
+        better="higher",
+        samples=samples,
+        targets=TARGETS,
+        floor=floor,
+        notes=[
+            *notes,
+            *arena.missing(*WANTED),
+            *(one for one in told if one.partition(" ran")[0] in samples),
+        ],
+    )
+
+
+def stall_figure(arena: Arena, num_rounds: int) -> Figure:
+    """How long the event loop was stopped while each prefix was asked by a task of its own."""
+    ours = InProcess(arena, (OURS, "default"), num_rounds)
+    samples, _ = alternate({OURS: ours.stall}, arena.options.rounds)
+    return Figure(
+        name="longest stall of the event loop in all rounds",
+        unit="ms",
+        better="lower",
+        samples=samples,
+        targets=[Target(at_most=10.0)],
+    )
+
+
+def main() -> None:
+    """Run both figures."""
+    options = parse_options(__doc__ or "")
+    num_rounds = 2 if options.is_smoke else NUM_ROUNDS
+    with Arena(options) as arena, contextlib.ExitStack() as stack:
+        floor = num_prefixes(arena) * read_bandwidth() / weight_bytes(arena.model_folder)
+        stall = stall_figure(arena, num_rounds)
+        served = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
+        remote = stack.enter_context(RemoteLM(served.url))
+        rate = rate_figure(arena, remote, num_rounds, floor)
+    publish(Path(__file__).stem, [rate, stall], options)
+
+
+if __name__ == "__main__":
+    main()
