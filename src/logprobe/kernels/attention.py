@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = NDArray[Any]
 NO_WINDOW = 1 << 30
+ROWS_FOR_WHOLE_ITEMS = 8
 
 
 @dataclass(slots=True)
@@ -84,11 +85,14 @@ def attend_rows(
 
     query = query.contiguous()
     settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
+    # All heads of a slot lie together; apart they only serve to keep every thread busy.
+    parts = 1 if len(plan.queries) >= ROWS_FOR_WHOLE_ITEMS else keys.shape[1]
     context = [
         *(tensor.data_ptr() for tensor in (query, keys, values, out)),
         *(array.ctypes.data for array in (plan.queries, plan.begins, plan.lengths, plan.slots, settings)),
         len(plan.queries), len(plan.slots),
         query.shape[1], keys.shape[1], keys.shape[2], values.shape[2],
         NO_WINDOW if rule.window is None else rule.window,
+        parts,
     ]  # fmt: skip
-    parallel_for(worker(), context, len(plan.queries) * keys.shape[1])
+    parallel_for(worker(), context, len(plan.queries) * parts)

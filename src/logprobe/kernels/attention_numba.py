@@ -1,7 +1,8 @@
-"""The compiled form of `attend_rows`: an item is one row with one key/value head and its group of queries.
+"""The compiled form of `attend_rows`: an item is one row, with all its heads where there are rows enough.
 
 Two passes over the context: scores with their maximum, then weights and the weighted sum of the values. Each
-key and each value is read once for the whole group of query heads that share it.
+key and each value is read once for the whole group of query heads that share it. The slots of a context may
+lie anywhere, which no processor foresees: each is fetched some slots ahead of its turn.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import numpy as np
 from numba import cfunc, njit
 
 from logprobe.kernels import vectors
-from logprobe.kernels.parallel import Worker, compile_worker, float32_at, int32_at, next_item, task_at
+from logprobe.kernels.parallel import (
+    Worker,
+    compile_worker,
+    float32_at,
+    int32_at,
+    next_item,
+    prefetch_line,
+    task_at,
+)
 from logprobe.kernels.vectors import F32, LOWEST, SUMS, exponential, maximum
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
@@ -35,8 +44,11 @@ from logprobe.kernels.vectors import F32, LOWEST, SUMS, exponential, maximum
     KEY_DIM,
     VALUE_DIM,
     WINDOW,
-) = range(2, 18)
+    PARTS,  # of the key/value heads, an item each: 1, or as many as there are heads
+) = range(2, 19)
 FLOAT = 4  # bytes
+LINE = 64  # bytes of a cache line
+AHEAD = 8  # slots between the one that is read and the one that is fetched
 
 
 @njit(fastmath=SUMS)
@@ -65,39 +77,73 @@ def _soften(scores: Any, best: Any) -> Any:
 
 
 @njit
-def _attend(task: Any, row: Any, head: Any, scores: Any) -> None:
+def _prefetch(address: Any, num_bytes: Any) -> None:
+    for offset in range(0, num_bytes, LINE):
+        prefetch_line(address + offset)
+
+
+@njit
+def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
+    """Scores of all queries of some key/value heads against the keys in `slots`."""
+    settings, dim, count = float32_at(task[SETTINGS], 2), task[KEY_DIM], slots.size
+    groups, pool_row = task[HEADS] // task[KV_HEADS], FLOAT * task[KV_HEADS] * dim
+    keys = task[KEYS] + FLOAT * heads[0] * dim
+    num_heads = heads[1] - heads[0]
+    for j in range(count):
+        ahead = np.int64(slots[min(j + AHEAD, count - 1)])
+        _prefetch(keys + pool_row * ahead, FLOAT * num_heads * dim)
+        place = keys + pool_row * np.int64(slots[j])
+        for h in range(num_heads):
+            key = float32_at(place + FLOAT * h * dim, dim)
+            for g in range(h * groups, (h + 1) * groups):
+                score = _dot(float32_at(query + FLOAT * g * dim, dim), key) * settings[0]
+                if settings[1] > 0:
+                    score = settings[1] * F32(math.tanh(score / settings[1]))
+                scores[g * count + j] = score
+
+
+@njit
+def _normalise(own: Any) -> None:
+    best = F32(-np.inf)
+    for j in range(own.size):
+        best = maximum(best, own[j])
+    inverse = F32(1) / _soften(own, best)
+    for j in range(own.size):
+        own[j] *= inverse
+
+
+@njit
+def _sum_values(task: Any, slots: Any, out: Any, heads: Any, scores: Any) -> None:
+    """Each query's values, weighted."""
+    dim, count = task[VALUE_DIM], slots.size
+    groups, pool_row = task[HEADS] // task[KV_HEADS], FLOAT * task[KV_HEADS] * dim
+    values = task[VALUES] + FLOAT * heads[0] * dim
+    num_heads = heads[1] - heads[0]
+    for j in range(count):
+        ahead = np.int64(slots[min(j + AHEAD, count - 1)])
+        _prefetch(values + pool_row * ahead, FLOAT * num_heads * dim)
+        place = values + pool_row * np.int64(slots[j])
+        for h in range(num_heads):
+            value = float32_at(place + FLOAT * h * dim, dim)
+            for g in range(h * groups, (h + 1) * groups):
+                _add_scaled(float32_at(out + FLOAT * g * dim, dim), scores[g * count + j], value)
+
+
+@njit
+def _attend(task: Any, row: Any, heads: Any, scores: Any) -> None:
     lengths, begins = int32_at(task[LENGTHS], task[NUM_ROWS]), int32_at(task[BEGINS], task[NUM_ROWS])
-    settings, rows = float32_at(task[SETTINGS], 2), int32_at(task[ROWS], task[NUM_ROWS])
-    key_dim, value_dim = task[KEY_DIM], task[VALUE_DIM]
-    groups = task[HEADS] // task[KV_HEADS]
     start = max(0, lengths[row] - task[WINDOW])
     count = lengths[row] - start
-    slots = int32_at(task[SLOTS] + 4 * (begins[row] + start), count)
-    first_head = np.int64(rows[row]) * task[HEADS] + head * groups
-    query = task[QUERY] + FLOAT * first_head * key_dim
-    out = task[OUT] + FLOAT * first_head * value_dim
-    for j in range(count):
-        place = np.int64(slots[j]) * task[KV_HEADS] + head
-        key = float32_at(task[KEYS] + FLOAT * place * key_dim, key_dim)
-        for g in range(groups):
-            score = _dot(float32_at(query + FLOAT * g * key_dim, key_dim), key) * settings[0]
-            if settings[1] > 0:
-                score = settings[1] * F32(math.tanh(score / settings[1]))
-            scores[g * count + j] = score
-    for g in range(groups):
-        own = scores[g * count : (g + 1) * count]
-        best = F32(-np.inf)
-        for j in range(count):
-            best = maximum(best, own[j])
-        inverse = F32(1) / _soften(own, best)
-        for j in range(count):
-            own[j] *= inverse
-        float32_at(out + FLOAT * g * value_dim, value_dim)[:] = F32(0)
-    for j in range(count):
-        place = np.int64(slots[j]) * task[KV_HEADS] + head
-        value = float32_at(task[VALUES] + FLOAT * place * value_dim, value_dim)
-        for g in range(groups):
-            _add_scaled(float32_at(out + FLOAT * g * value_dim, value_dim), scores[g * count + j], value)
+    slots = int32_at(task[SLOTS] + FLOAT * (begins[row] + start), count)
+    groups = task[HEADS] // task[KV_HEADS]
+    place = np.int64(int32_at(task[ROWS], task[NUM_ROWS])[row]) * task[HEADS] + heads[0] * groups
+    num_queries = (heads[1] - heads[0]) * groups
+    out = task[OUT] + FLOAT * place * task[VALUE_DIM]
+    _score(task, slots, task[QUERY] + FLOAT * place * task[KEY_DIM], heads, scores)
+    for g in range(num_queries):
+        _normalise(scores[g * count : (g + 1) * count])
+    float32_at(out, num_queries * task[VALUE_DIM])[:] = F32(0)
+    _sum_values(task, slots, out, heads, scores)
 
 
 @njit
@@ -106,10 +152,13 @@ def _attend_all(task: Any) -> None:
     longest = np.int64(0)
     for length in lengths:
         longest = max(longest, np.int64(length))
-    scores = np.empty(longest * (task[HEADS] // task[KV_HEADS]), dtype=np.float32)
+    parts, groups = task[PARTS], task[HEADS] // task[KV_HEADS]
+    scores = np.empty(longest * groups * (task[KV_HEADS] // parts), dtype=np.float32)
     item = next_item(task)
     while item >= 0:
-        _attend(task, item // task[KV_HEADS], item % task[KV_HEADS], scores)
+        part = item % parts
+        heads = (part * task[KV_HEADS] // parts, (part + 1) * task[KV_HEADS] // parts)
+        _attend(task, item // parts, heads, scores)
         item = next_item(task)
 
 

@@ -175,6 +175,23 @@ def _add_one(_typing_context: Any, address: Any) -> Any:
 _fetch_add: Any = intrinsic(_add_one)
 
 
+def _to_cache(_typing_context: Any, address: Any) -> Any:
+    """Ask the processor to bring the line at an address into its caches; a hint without an effect."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
+        to_read, all_levels, data = int32(0), int32(3), int32(1)
+        builder.call(hint, [builder.inttoptr(arguments[0], byte), to_read, all_levels, data])
+        return context.get_dummy_value()
+
+    return types.void(address), generate
+
+
+prefetch_line: Any = intrinsic(_to_cache)
+
+
 @njit
 def task_at(address: Any) -> Any:
     """The (TASK_FIELDS,) int64 task that a worker was started with."""
