@@ -88,7 +88,7 @@ def test_chat_uses_the_models_template(tiny_llm: LLM) -> None:
     messages = [{"role": "user", "content": "the cat"}]
     output = tiny_llm.chat(messages, SamplingParams(max_tokens=1))[0]
     data = tiny_llm.text.vocabulary.bytes_of(output.prompt_token_ids)
-    assert data == b"user: the cat\nassistant:"
+    assert data == b"user: the cat\nassistant:" == (output.prompt or "").encode()
 
 
 def test_progress_is_shown_on_stderr_and_changes_nothing(

@@ -100,13 +100,23 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Generate the next message of a conversation, laid out by the model's own chat template."""
+        """Generate the next message of a conversation, laid out by the model's own chat template.
+
+        Each output's `prompt` is the text that the template made.
+
+        Raises:
+            ParameterError: the model has no chat template, or as `generate` does.
+            BatchError: the request failed.
+        """
         tokenizer = self.text.tokenizer
         if tokenizer.chat_template is None:
             raise ParameterError("messages", "the model has no chat template; use generate")
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = self.text.encode(prompt, add_special_tokens=False).tolist()
-        return self.generate(ids, params, progress=progress)
+        outputs = self.generate(ids, params, progress=progress)
+        for output in outputs:
+            output.prompt = prompt
+        return outputs
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a local folder; `SamplingParams(lora=name)` then runs on it.
@@ -209,16 +219,19 @@ class LLM:
     def _run(self, requests: Sequence[Request], *, progress: bool) -> list[RequestOutput]:
         for request in requests:
             self.engine.check(request)
-        with progress_bar(len(requests), shown=progress) as advance:
+        with progress_bar(requests, shown=progress) as advance:
             return self._bridge.run(self._gather(requests, advance))
 
     async def _gather(
-        self, requests: Sequence[Request], advance: Callable[[RequestOutput], None]
+        self, requests: Sequence[Request], advance: Callable[[RequestOutput], None] | None
     ) -> list[RequestOutput]:
         async def follow(request: Request) -> RequestOutput:
-            output = await self.engine.result(request.request_id)
+            if advance is None:
+                output = await self.engine.result(request.request_id)
+            else:
+                async for output in self.engine.stream(request.request_id):
+                    advance(output)
             self._finish(output)
-            advance(output)
             return output
 
         self.engine.submit_many(requests)

@@ -1,27 +1,15 @@
 from __future__ import annotations
 
-import io
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 import typer
-from rich.console import Console
 
-from logprobe.cli.session import at_work, flags_for, open_llm
+from logprobe.cli.session import flags_for, open_llm
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_sees_that_work_goes_on(is_terminal: bool) -> None:
-    file = io.StringIO()
-    with at_work("scoring 3 characters", Console(file=file, force_terminal=is_terminal)):
-        time.sleep(0.2)  # two ticks of the bar
-    assert ("scoring 3 characters" in file.getvalue()) is is_terminal
-    assert bool(file.getvalue()) is is_terminal
 
 
 def test_a_parameter_without_a_flag_of_its_own_is_named_like_one() -> None:

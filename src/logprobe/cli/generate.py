@@ -9,7 +9,7 @@ import typer
 
 from logprobe.cli.inputs import STDIN, read_text
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, at_work, flags_for, open_llm
+from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
 from logprobe.cli.tables import token_table
 from logprobe.sampling import SamplingParams
 
@@ -63,8 +63,7 @@ def generate(  # noqa: PLR0913 - one argument a flag
         )
     text = read_text(prompt) if prompt == STDIN else prompt
     with open_llm(model) as llm:
-        with at_work(f"generating at most {max_tokens} tokens"):
-            (output,) = llm.generate(text, params)
+        (output,) = llm.generate(text, params, progress=True)
         _print(llm, output, logprobs, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from logprobe.cli.inputs import checked_text, read_text
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, at_work, flags_for, open_llm
+from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
 from logprobe.cli.tables import token_table, totals_table
 from logprobe.sampling import SamplingParams
 
@@ -46,8 +46,7 @@ def score(
 
 def score_text(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any]:
     """The rows of a text, their totals, what became of the first token, and what the numbers are."""
-    with at_work(f"scoring {len(text)} characters"):
-        (output,) = llm.generate(text, params)
+    (output,) = llm.generate(text, params, progress=True)
     assert output.prompt_logprobs is not None
     rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
     num_bytes = len(text.encode())

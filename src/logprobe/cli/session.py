@@ -13,8 +13,6 @@ from logprobe.models import DEFAULT_MODEL, resolve
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console
-
     from logprobe.llm import LLM
 
 ModelOption = Annotated[
@@ -22,7 +20,7 @@ ModelOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
-__all__ = ["DEFAULT_MODEL", "JsonOption", "ModelOption", "at_work", "flags_for", "open_llm"]
+__all__ = ["DEFAULT_MODEL", "JsonOption", "ModelOption", "flags_for", "open_llm"]
 
 
 @contextmanager
@@ -40,22 +38,6 @@ def open_llm(model: str) -> Iterator[LLM]:
         llm = LLM(model)
     with llm:
         yield llm
-
-
-@contextmanager
-def at_work(what: str, console: Console | None = None) -> Iterator[None]:
-    """Show on standard error what is being done and for how long, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
 
 
 @contextmanager
