@@ -68,6 +68,12 @@ def test_an_id_outside_the_vocabulary_is_found_wherever_it_stands(values: dict[s
         check_token_ids(args, 10, "p")
 
 
+def test_a_field_of_the_parameters_own_name_is_named_once() -> None:
+    with pytest.raises(ParameterError, match=r"^one: token id 10 lies") as raised:
+        check_token_ids(to_args({"one": 10}, Deep, "one"), 10, "one")
+    assert raised.value.parameter == "one"
+
+
 def test_plain_integers_and_missing_ids_are_not_checked() -> None:
     check_token_ids(to_args({"free": [99], "one": None}, Deep, "p"), 10, "p")
     assert keys_of(Deep) == ("one", "many", "pairs", "maybe", "free")

@@ -65,6 +65,16 @@ def test_keys_let_in_who_brings_one(new_server: Any) -> None:
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/chat", 404), ("/v1/chat/completions", 405)])
+def test_what_is_no_route_is_named_and_told_where_the_routes_stand(
+    server: Any, path: str, status: int
+) -> None:
+    reply = server.get(path)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (status, "no_such_route")
+    assert error["message"] == f"GET {path} is no route; GET /openapi.json lists them all"
+
+
 def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
     with new_server(max_body_bytes=1000) as server:
         reply = server.post("/v1/completions", prompt="a" * 2000)

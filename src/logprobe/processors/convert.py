@@ -56,11 +56,12 @@ def keys_of(args_type: type[msgspec.Struct]) -> tuple[str, ...]:
 def check_token_ids(args: msgspec.Struct, vocab_size: int, parameter: str) -> None:
     """Raise `ParameterError` where a value of type `TokenId` lies outside [0, vocab_size)."""
     for name, field_type in _token_fields(type(args)):
+        where = "" if name == parameter else f"{name}: "
         for token_id in _token_ids(field_type, getattr(args, name)):
             require(
                 token_id < vocab_size,
                 parameter,
-                f"{name}: token id {token_id} lies outside the vocabulary [0, {vocab_size})",
+                f"{where}token id {token_id} lies outside the vocabulary [0, {vocab_size})",
             )
 
 

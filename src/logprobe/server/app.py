@@ -78,9 +78,10 @@ def create_app(
 
     app.router.add_route("/openapi.json", endpoint("/openapi.json", described, service), methods=["GET"])
 
-    async def not_routed(_: HttpRequest, error: Exception) -> Response:
+    async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = ApiError(error.status_code, str(error.detail), headers=error.headers, code="no_such_route")
+        message = f"{request.method} {request.url.path} is no route; GET /openapi.json lists them all"
+        told = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
         return failure(told, service)
 
     app.add_exception_handler(HTTPException, not_routed)
