@@ -21,7 +21,7 @@ from logprobe.kernels.attention_chunk import attend_chunk, can_attend_chunks
 from logprobe.kernels.store import store_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from logprobe.engine.scheduler import StepPlan
 
@@ -147,6 +147,22 @@ def plan_attention(
         start += len(span)
     slots = np.concatenate([span.sequence.slots[span.start : span.end] for span in plan.tokens])
     return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build(), uses_kernels=uses_kernels)
+
+
+def every_way(pool: KVPool, slots: torch.Tensor) -> Iterator[tuple[int, AttentionPlan]]:
+    """Plans of one prompt in `slots`, by each way of attention that steps may take, with their first tokens.
+
+    The first fills the pool, whole; those after it run the prompt again, or its last tokens.
+    """
+    whole = [Chunk(0, len(slots), slots)]
+    yield 0, AttentionPlan(pool, slots, whole, None)
+    if pool.is_readable_in_place:
+        if can_attend_chunks():
+            yield 0, AttentionPlan(pool, slots, whole, None, uses_kernels=True)
+        start = len(slots) // 2
+        rows = RowPlanBuilder()
+        rows.add(0, start, slots.numpy().astype(np.int32))
+        yield start, AttentionPlan(pool, slots[start:], [], rows.build())
 
 
 def pooled_attention(

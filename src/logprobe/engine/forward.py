@@ -12,7 +12,15 @@ import torch
 from transformers import AttentionInterface
 
 from logprobe.engine.adapters import Adapters
-from logprobe.engine.attention import NAME, AttentionPlan, Chunk, KVPool, plan_attention, pooled_attention
+from logprobe.engine.attention import (
+    NAME,
+    AttentionPlan,
+    Chunk,
+    KVPool,
+    every_way,
+    plan_attention,
+    pooled_attention,
+)
 from logprobe.engine.fused import fuse_
 from logprobe.engine.head import OutputHead
 from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
@@ -110,32 +118,38 @@ class NativeForward:
             UnsupportedModelError: the model does not use the attention interface, or the numbers differ.
         """
         name = type(self.model).__name__
-        token_ids = np.arange(PROBE_TOKENS) % self.vocab_size
+        token_ids, positions = np.arange(PROBE_TOKENS) % self.vocab_size, np.arange(PROBE_TOKENS)
         expected = self.model(input_ids=torch.from_numpy(token_ids)[None].to(self.device), use_cache=False)
+        own = expected.logits[0].float()
         self.model.set_attn_implementation(NAME)
         pool = KVPool(PROBE_TOKENS)
-        slots = torch.arange(PROBE_TOKENS, device=self.device)
-        plan = AttentionPlan(pool, slots, [Chunk(0, PROBE_TOKENS, slots)], None)
         try:
-            if self.weights != "plain":
-                fuse_(self.model)
-            if self.weights == "packed":
-                pack_(self.model)
-            hidden = self._forward(token_ids, np.arange(PROBE_TOKENS), plan)
+            self._arrange()
+            for start, plan in every_way(pool, torch.arange(PROBE_TOKENS, device=self.device)):
+                hidden = self._forward(token_ids[start:], positions[start:], plan)
+                self._check_logits(hidden, own[start:])
         except (TypeError, KeyError) as error:
             raise UnsupportedModelError(f"{name} does not hand options to its attention: {error}") from error
         if len(pool.keys) != self.model.config.get_text_config().num_hidden_layers:
             raise UnsupportedModelError(
                 f"{name}: only {len(pool.keys)} of its layers use transformers' attention interface"
             )
-        own = expected.logits[0].float()
+        return pool
+
+    def _arrange(self) -> None:
+        """Put faster modules in the places of the model's own, for the probe to prove."""
+        if self.weights != "plain":
+            fuse_(self.model)
+        if self.weights == "packed":
+            pack_(self.model)
+
+    def _check_logits(self, hidden: torch.Tensor, own: torch.Tensor) -> None:
         difference = float((OutputHead(self.model)(hidden) - own).abs().max() / own.abs().max())
         if not difference <= PROBE_TOLERANCE[self.dtype]:
             raise UnsupportedModelError(
-                f"{name} computes its logits in a way this engine does not follow "
+                f"{type(self.model).__name__} computes its logits in a way this engine does not follow "
                 f"(relative difference {difference:.1e})"
             )
-        return pool
 
 
 def _choose_device(device: str) -> str:
