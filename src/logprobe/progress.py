@@ -32,7 +32,7 @@ def progress_bar(
     tally = Tally(requests)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=tally.total)
+        task = bar.add_task(f"0/{tally.total:,} tokens", total=tally.total)
 
         def advance(output: RequestOutput) -> None:
             tally.add(output)
