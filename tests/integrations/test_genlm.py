@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,6 @@ control = pytest.importorskip("genlm.control", reason="genlm-control is not inst
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from logprobe.integrations.genlm import LogprobeLM
 
@@ -130,3 +130,54 @@ def test_a_model_by_name_is_ours_while_served() -> None:
     import genlm.backend.llm
 
     assert genlm.backend.llm.AsyncTransformer is AsyncTransformer
+
+
+def test_ids_of_the_model_alone_are_no_tokens(tiny_model_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    from logprobe.integrations.genlm import LogprobeLM
+
+    shutil.copytree(tiny_model_folder, tmp_path, dirs_exist_ok=True)
+    size = AutoConfig.from_pretrained(tiny_model_folder).vocab_size
+    config = AutoConfig.from_pretrained(tiny_model_folder, vocab_size=size + 13)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    wide = LogprobeLM.from_name(str(tmp_path), kv_bytes=1 << 20)
+    try:
+        assert len(wide.byte_vocab) == len(wide.str_vocab) == len(wide.tokenizer) == size
+        assert all(wide.byte_vocab)
+        row = wide.next_token_logprobs_sync([5])
+        assert row.shape == (size + 13,)
+        weights = asyncio.run(control.PromptedLLM(wide, prompt_ids=[5]).logw_next([])).weights
+        assert len(weights) == size
+        assert np.logaddexp.reduce(np.asarray(weights)) == pytest.approx(0, abs=1e-4)
+    finally:
+        wide.cleanup()
+
+
+def test_what_cannot_be_done_is_an_error(lm: LogprobeLM) -> None:
+    from logprobe.errors import ParameterError
+    from logprobe.integrations.genlm import LogprobeLM
+
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        asyncio.run(lm.next_token_logprobs([10**6]))
+    with pytest.raises(ValueError, match="no adapter 'absent'"):
+        asyncio.run(lm.batch_next_token_logprobs([[5]], lora_name="absent"))
+    with pytest.raises(RuntimeError, match="lora_name"):  # as genlm-backend has it
+        lm.set_lora("here", "absent")
+    with pytest.raises(ParameterError, match="bitsandbytes_opts"):
+        LogprobeLM.from_name("smollm2", bitsandbytes_opts={"load_in_4bit": True})
+
+
+def test_the_example_of_the_page_runs(tiny_model_folder: Path) -> None:
+    import re
+
+    page = Path(__file__).parents[2] / "docs" / "next-token.md"
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [one for one in examples if "genlm" in one]
+    names: dict[str, Any] = {"model": str(tiny_model_folder)}
+    exec(compile(example, "next-token.md", "exec"), names)  # noqa: S102 - our own page
+    for name in ("potential", "by_name"):
+        assert type(names[name].model).__name__ == "LogprobeLM"
+        names[name].model.cleanup()

@@ -36,8 +36,11 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         # Not the base's own: it would derive the vocabulary from the tokenizer, less exactly and wide.
         self.lm = lm
         self.tokenizer = lm.tokenizer
-        self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in lm.byte_vocab]
-        self.str_vocab = lm.str_vocab
+        num_tokens = max(token.token_id for token in lm.byte_vocab if token) + 1
+        # Ids of the model alone end the vocabulary and have no bytes; genlm-control would draw them for ever.
+        tokens = lm.byte_vocab[:num_tokens]
+        self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in tokens]
+        self.str_vocab = lm.str_vocab[:num_tokens]
 
     @classmethod
     def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
