@@ -41,6 +41,11 @@ test-genlm: $(VENV)/.base  ## genlm-control, unchanged, on this library, in an e
 	$(BIN)/python benchmarks/rivals/install.py genlm
 	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py
 
+.PHONY: test-lm-eval
+test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP; the harness in an environment of its own
+	$(BIN)/python benchmarks/rivals/install.py lm_eval
+	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py
+
 bench: $(VENV)/.base  ## every benchmark beside the rivals that are there; results, then docs/performance.md
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }

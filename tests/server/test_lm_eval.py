@@ -19,7 +19,7 @@ HARNESS = Path(__file__).parents[2] / ".rivals/lm_eval/bin/lm_eval"
 TOLERANCE = 1e-3
 
 pytestmark = pytest.mark.skipif(
-    not HARNESS.exists(), reason="lm-eval has an environment of its own: `make rivals` builds it"
+    not HARNESS.exists(), reason="lm-eval has an environment of its own: `make test-lm-eval` builds it"
 )
 
 CHOICES = {
