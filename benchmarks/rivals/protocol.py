@@ -53,7 +53,8 @@ def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
 #   shared_prefix(context, continuations): summed logprobs (nats), one a continuation
 #   next_token(prefixes, rounds): in each round every prefix is asked for its whole next-token row and is then
 #       extended by that round's tokens; the likeliest token of the last round's rows is read out
-#   event_loop_stall(prefixes, rounds): the same work; the longest that the event loop kept a task waiting, ms
+#   event_loop_stall(prefixes, rounds, is_frozen): the same work; the longest that the event loop kept a task
+#       waiting, ms; is_frozen: with all that was loaded out of the garbage collector's sight
 COMPLETENESS: dict[str, Check] = {
     "decode": _decode_is_complete,
     "score": _score_is_complete,
