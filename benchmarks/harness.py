@@ -174,6 +174,8 @@ class Arena:
         name, variant = contestant
         if name not in self._running:
             self._running[name] = RivalProcess(RIVALS[name])
+        for other, process in self._running.items():
+            process.resume() if other == name else process.pause()
         common = {"verb": verb, "variant": variant, "model_folder": str(self.model_folder)}
         return self._running[name].ask({**common, "inputs": list(inputs), **job})
 

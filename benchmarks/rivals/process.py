@@ -128,9 +128,18 @@ class RivalProcess:
             raise RivalError(f"{self.rival.name}: {result['error']}")
         return result
 
+    def pause(self) -> None:
+        """Stop the process and its children, so that none of them spins beside another's measurement."""
+        self._signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._signal_group(signal.SIGCONT)
+
     def close(self, *, grace_s: float = 15.0) -> None:
         """End the process and its children: by the end of its input, then by signal."""
         assert self._process.stdin is not None
+        self.resume()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -143,9 +152,12 @@ class RivalProcess:
         self._log.close()
 
     def _kill_group(self, which: signal.Signals) -> None:
+        self._signal_group(which)
+        time.sleep(0.5)
+
+    def _signal_group(self, which: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, which)
-            time.sleep(0.5)
 
     def __enter__(self) -> Self:
         return self

@@ -141,3 +141,27 @@ def test_a_worker_compiles_where_no_cache_can_be_written() -> None:
         return make_counter(digest, cache=False)
 
     assert not compile_worker(make, __file__).is_from_cache
+
+
+@pytest.mark.skipif(parallel.thread_pool() != "openmp", reason="torch does not run on libgomp here")
+def test_released_threads_end_and_come_back_with_the_next_operator() -> None:
+    code = """
+import os, time, torch
+from logprobe.kernels.parallel import release_threads
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+before = count()
+torch.ones(10**6).sin_()
+assert count() == before + 2
+release_threads()
+deadline = time.monotonic() + 20
+while count() > before and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert count() == before, count()
+torch.ones(10**6).sin_()
+assert count() == before + 2
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,6 +12,7 @@ from logprobe.engine.forward import NativeForward
 from logprobe.engine.local import LocalEngine
 from logprobe.engine.text import TextEdge
 from logprobe.kernels import warm_up
+from logprobe.kernels.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
     )
+    release_threads()  # from here on the engine's own thread computes
     local = LocalEngine(engine, capabilities)
     return LoadedModel(local, text, forward.model, engine.processing.pipeline)
 

@@ -57,6 +57,7 @@ from numba.np.numpy_support import carray
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+OMP_PAUSE_HARD = 2  # OpenMP 5.0, 3.6
 TASK_FIELDS = 32  # int64 a task holds at most: next item, number of items, 30 of the kernel's own
 
 
@@ -118,6 +119,18 @@ def parallel_for(
 def thread_pool() -> str:
     """Which threads the workers run on: 'openmp' (torch's own) or 'python'."""
     return "python" if _openmp_launch() is None else "openmp"
+
+
+def release_threads() -> None:
+    """End the OpenMP threads that wait for the calling thread; its next parallel operator starts them anew.
+
+    libgomp keeps threads for every thread that ever ran an operator. Where they outnumber the cores, none
+    spins between operators any more, and each operator must wake the others first (docs/decisions.md).
+    """
+    library = _find_libgomp()
+    pause = None if library is None else getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(OMP_PAUSE_HARD)
 
 
 def _run_on_python_threads(worker: Worker, address: int, num_threads: int) -> None:
