@@ -94,15 +94,16 @@ def test_single_asks_of_one_gather_enter_one_step(lm: AsyncLM, monkeypatch: pyte
     assert sizes == [30]
 
 
-def test_a_reset_meets_the_asks_of_its_own_turn(lm: AsyncLM) -> None:
-    async def main() -> None:
+def test_a_reset_meets_the_asks_of_its_own_turn(new_lm: Callable[..., AsyncLM]) -> None:
+    async def main(lm: AsyncLM) -> None:
         ask = asyncio.create_task(lm.next_token_logprobs([5, 6]))
         await asyncio.sleep(0)
         lm.reset_async_queries()
         with pytest.raises(RequestAbortedError):
             await asyncio.wait_for(ask, 10)
 
-    asyncio.run(main())
+    with new_lm(timeout=60.0) as lm:  # else the row may be there before the reset
+        asyncio.run(main(lm))
 
 
 def test_asks_of_the_turn_in_which_it_is_cleaned_up_end_in_an_error(new_lm: Callable[..., AsyncLM]) -> None:
