@@ -341,3 +341,23 @@ def test_three_hundred_random_steps_agree_with_a_list_of_dicts(
     assert flat == plain
     assert list(flat) == plain
     assert flat.end_indices == np.cumsum([len(position or ()) for position in plain]).tolist()
+
+
+def test_memory_that_was_never_written_is_never_read(
+    step: Any, as_dicts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = np.empty
+
+    def poisoned(shape: Any, dtype: Any = float) -> Any:
+        array = empty(shape, dtype)
+        if array.dtype == np.float32:
+            array.reshape(-1).view(np.uint32)[:] = 0x7FA0_0000  # a signaling NaN: casting it warns
+        return array
+
+    arrays, record = step(3, 20, 90), FlatLogprobs()
+    record.append_rows(*arrays)
+    monkeypatch.setattr(np, "empty", poisoned)
+    for token_id in (7, 2**41):  # the first makes the store ragged, the second widens its columns
+        record.append({token_id: Logprob(np.float32(-0.3).item() if token_id == 7 else -0.3, 1, None)})
+    assert record[:3] == as_dicts(*arrays)
+    assert record[4] == {2**41: Logprob(-0.3, 1, None)}

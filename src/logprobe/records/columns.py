@@ -108,9 +108,16 @@ class Column:
             at += len(part)
         return column
 
-    def widen(self, dtype: npt.DTypeLike) -> None:
-        """Change the type; readers go on with the old blocks until the new list stands."""
-        blocks = [block.astype(dtype) for block in self._blocks]
+    def widen(self, dtype: npt.DTypeLike, count: int) -> None:
+        """Change the type of the `count` rows that stand; readers go on with the old blocks until then.
+
+        What lies beyond them was never written: as a float it may be a signaling NaN, whose cast warns.
+        """
+        blocks: list[Array] = []
+        for block, start in zip(self._blocks, self._starts, strict=True):
+            wide = np.empty(block.shape, dtype)
+            wide[: max(count - start, 0)] = block[: max(count - start, 0)]
+            blocks.append(wide)
         self._blocks, self.dtype = blocks, np.dtype(dtype)
 
     def row_nbytes(self) -> int:

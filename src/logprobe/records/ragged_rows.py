@@ -138,11 +138,11 @@ class RaggedRows:
         if len(rows.token_ids):
             needed = np.promote_types(self._token_ids.dtype, narrowest_id_dtype(int(rows.token_ids.max())))
             if needed != self._token_ids.dtype:
-                self._token_ids.widen(needed)
+                self._token_ids.widen(needed, self.num_entries)
         if narrowed(rows.logprobs).dtype != np.float32 and self._logprobs.dtype == np.float32:
-            self._logprobs.widen(np.float64)
+            self._logprobs.widen(np.float64, self.num_entries)
         if total > np.iinfo(self._ends.dtype).max:
-            self._ends.widen(np.int64)
+            self._ends.widen(np.int64, self.num_rows)
 
     def _write_ranks(self, rows: Entries) -> None:
         offsets, ranks = rows.offsets - rows.offsets[0], rows.ranks
@@ -157,7 +157,7 @@ class RaggedRows:
             self._ranks = Column.of(self._ranks_of(0, self.num_rows))
         column = self._ranks
         if len(ranks) and ranks.max() > np.iinfo(column.dtype).max:
-            column.widen(np.int64)
+            column.widen(np.int64, self.num_entries)
         column.write(self.num_entries, ranks)
         self._first_ranks.write(self.num_rows, np.zeros(len(firsts), np.int32))
 
@@ -172,7 +172,7 @@ class RaggedRows:
         else:
             column = self._text_codes
         if len(self._text_of_code) > np.iinfo(np.uint16).max and column.dtype == np.uint16:
-            column.widen(np.int32)
+            column.widen(np.int32, self.num_entries)
         column.write(self.num_entries, codes)
         self._text_codes = column
 

@@ -135,8 +135,8 @@ class TopRows:
 
     def _fit_ids(self, largest_id: int) -> None:
         if largest_id > _LARGEST_ID[self._token_ids.dtype.itemsize]:
-            self._token_ids.widen(narrowest_id_dtype(largest_id))
-            self._outside_ids.widen(narrowest_id_dtype(largest_id))
+            self._token_ids.widen(narrowest_id_dtype(largest_id), self.num_rows - self.num_none)
+            self._outside_ids.widen(narrowest_id_dtype(largest_id), self.num_outside)
 
     def _write_keyed(self, at: int, top_logprobs: Array, keys: Array) -> None:
         magnitudes = np.abs(top_logprobs, dtype=np.float32)
@@ -145,7 +145,7 @@ class TopRows:
         else:
             needed = np.min_scalar_type(int(keys.max(initial=0)))
             if needed.itemsize > self._keys.dtype.itemsize:
-                self._keys.widen(needed)
+                self._keys.widen(needed, at)
             self._keys.write(at, keys)
         self._magnitudes.write(at, magnitudes)
 
