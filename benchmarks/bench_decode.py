@@ -1,7 +1,8 @@
 """This measures generated tokens a second at 1, 8 and 32 requests at once, with 20 logprobs a token.
 
 Steady state is (tokens after the first) / (time of all tokens - time of the first alone), so that the
-prompts' cost drops out; the whole call is shown beside it. The floor is one reading of the weights a step.
+prompts' cost drops out; the whole call is shown beside it. The floor is one reading of the weights a step,
+at the speed that memory has in the same round.
 """
 
 from functools import partial
@@ -19,7 +20,6 @@ from harness import (
     parse_options,
     publish,
 )
-from machine import read_bandwidth, weight_bytes
 from prompts import prompts
 
 TOP = 20
@@ -53,18 +53,19 @@ class DecodeRace:
         return rate
 
 
-def decode_figures(arena: Arena, batch: int, floor: float) -> list[Figure]:
-    """Steady state and whole call at one batch size; ``floor`` in tokens a second of one request."""
+def decode_figures(arena: Arena, batch: int) -> list[Figure]:
+    """Steady state and whole call at one batch size."""
     race = DecodeRace(arena, batch, new_tokens=4 if arena.options.is_smoke else 48)
     wanted = WANTED if batch == 1 else WANTED[:-1]
-    contestants = {label: partial(race.measure, label, one) for label, one in arena.labels(*wanted).items()}
+    racing = {label: partial(race.measure, label, one) for label, one in arena.labels(*wanted).items()}
+    contestants = {FLOOR: arena.floor(batch), **racing}
     samples, notes = alternate(contestants, arena.options.rounds)
     common: dict[str, Any] = {"unit": "tokens/s", "better": "higher"}
     common["notes"] = [*notes, *arena.missing(*wanted)]
     name = f"decode, batch {batch}, logprobs {TOP}"
-    whole = {label: race.whole[label] for label in samples}
+    whole = {label: race.whole[label] for label in samples if label != FLOOR}
     return [
-        Figure(name=name, samples=samples, targets=TARGETS.get(batch, ()), floor=floor * batch, **common),
+        Figure(name=name, samples=samples, targets=TARGETS.get(batch, ()), **common),
         Figure(name=f"{name}, whole call with {PROMPT_LEN}-token prompts", samples=whole, **common),
     ]
 
@@ -73,9 +74,8 @@ def main() -> None:
     """Run all batch sizes."""
     options = parse_options(__doc__ or "")
     with Arena(options) as arena:
-        floor = read_bandwidth() / weight_bytes(arena.model_folder)
         batches = (1, 2) if options.is_smoke else (1, 8, 32)
-        figures = [figure for batch in batches for figure in decode_figures(arena, batch, floor)]
+        figures = [figure for batch in batches for figure in decode_figures(arena, batch)]
     publish(Path(__file__).stem, figures, options)
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from harness import (
+    FLOOR,
     OURS,
     WARM_UP_SEED,
     Arena,
     Contestant,
     Figure,
+    Measure,
     Target,
     alternate,
     parse_options,
     publish,
 )
-from machine import read_bandwidth, weight_bytes
 from prompts import prompts
 from protocol import extend_all
 from servers import our_program, serving
@@ -109,10 +110,11 @@ class OverHttp:
             prefixes = extend_all(prefixes, tokens)
 
 
-def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int, floor: float) -> Figure:
+def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int) -> Figure:
     """Rows a second of all."""
     fewer = {label: min(count, num_rounds) for label, count in FEWER_ROUNDS.items()}
-    contestants = {
+    contestants: dict[str, Measure] = {FLOOR: arena.floor(num_prefixes(arena))}
+    contestants |= {
         label: InProcess(arena, one, fewer.get(label, num_rounds)).rate
         for label, one in arena.labels(*WANTED).items()
     }
@@ -125,7 +127,6 @@ def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int, floor: float) -
         better="higher",
         samples=samples,
         targets=TARGETS,
-        floor=floor,
         notes=[
             *notes,
             *arena.missing(*WANTED),
@@ -157,11 +158,10 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     num_rounds = 2 if options.is_smoke else NUM_ROUNDS
     with Arena(options) as arena, contextlib.ExitStack() as stack:
-        floor = num_prefixes(arena) * read_bandwidth() / weight_bytes(arena.model_folder)
         stalls = stall_figures(arena, num_rounds)
         served = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
         remote = stack.enter_context(RemoteLM(served.url))
-        rate = rate_figure(arena, remote, num_rounds, floor)
+        rate = rate_figure(arena, remote, num_rounds)
     publish(Path(__file__).stem, [rate, *stalls], options)
 
 

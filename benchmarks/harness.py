@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from machine import machine_facts
+from machine import machine_facts, read_bandwidth, weight_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -69,14 +69,12 @@ class Figure:
     better: str  # "higher" or "lower"
     samples: Mapping[str, Sequence[float]]
     targets: Sequence[Target] = ()
-    floor: float | None = None  # in the figure's unit
     notes: Sequence[str] = field(default_factory=list)
 
     def ratio(self, against: str) -> Spread | None:
         """How many times as good ours is, pair by pair of the same round; None where one was not measured."""
         ours = self.samples.get(OURS, ())
-        theirs = [self.floor] * len(ours) if against == FLOOR else self.samples.get(against, ())
-        pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if b is not None]
+        pairs = list(zip(ours, self.samples.get(against, ()), strict=False))
         if not pairs:
             return None
         return Spread.of([a / b if self.better == "higher" else b / a for a, b in pairs])
@@ -193,6 +191,20 @@ class Arena:
         self._warm.add(kind)
         return self.ask(contestant, verb, [*warm_up, *inputs_of(seed)], warm_up=len(warm_up), **job)
 
+    def floor(self, num_rows: int) -> Measure:
+        """Rows a second where each `num_rows` of them wait for one reading of the weights, and for no more.
+
+        It takes its turn like a contestant: the memory of a shared machine has a speed of the moment.
+        """
+        size = weight_bytes(self.model_folder)
+
+        def measure(_number: int) -> float:
+            for process in self._running.values():
+                process.pause()
+            return num_rows * read_bandwidth() / size
+
+        return measure
+
     def close(self, name: str) -> None:
         """End one rival, so that its next job starts it afresh."""
         if process := self._running.pop(name, None):
@@ -211,7 +223,7 @@ class Arena:
 
 def as_json(figure: Figure) -> dict[str, Any]:
     """A figure with its spreads, ratios and verdicts worked out."""
-    others = [name for name in (*figure.samples, FLOOR) if name != OURS]
+    others = [name for name in figure.samples if name != OURS]
     ratios = {name: ratio for name in others if (ratio := figure.ratio(name))}
     return asdict(figure) | {
         "spreads": {name: asdict(Spread.of(samples)) for name, samples in figure.samples.items() if samples},
@@ -230,8 +242,7 @@ def print_table(title: str, figures: Sequence[Figure], console: Console) -> None
         table.add_column(heading)
     for figure in figures:
         targets = {target.against or OURS: target for target in figure.targets}
-        floor = {FLOOR: [figure.floor]} if figure.floor is not None else {}
-        for name, samples in {**figure.samples, **floor}.items():
+        for name, samples in figure.samples.items():
             spread, ratio = Spread.of(samples), None if name == OURS else figure.ratio(name)
             target = targets.get(name)
             table.add_row(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import FLOOR, OURS, RESULTS, ROOT
+from harness import OURS, RESULTS, ROOT
 
 PAGE = ROOT / "docs" / "performance.md"
 
@@ -42,8 +42,6 @@ def figure_line(figure: Mapping[str, Any]) -> str:
     """One figure as a line of the table."""
     spreads, ratios, targets = figure["spreads"], figure["ratios"], figure["targets"]
     others = [f"{name}: {_number(spread['median'])}" for name, spread in spreads.items() if name != OURS]
-    if figure["floor"] is not None:
-        others.append(f"{FLOOR}: {_number(figure['floor'])}")
     cells = (
         f"{figure['name']}, {figure['unit']}",
         "<br>".join(target["text"] for target in targets),

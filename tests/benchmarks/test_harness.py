@@ -61,9 +61,19 @@ def test_a_smaller_time_is_a_ratio_above_one() -> None:
     assert quick.ratio("rival best") == Spread(median=4.0, minimum=4.0, maximum=4.0)
 
 
-def test_the_floor_is_held_against_every_sample() -> None:
-    ratio = figure(floor=40.0).ratio(FLOOR)
-    assert ratio == Spread(median=0.5, minimum=0.25, maximum=0.75)
+def test_the_floor_is_measured_while_nobody_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    class Racing:
+        is_paused = False
+
+        def pause(self) -> None:
+            self.is_paused = True
+
+    racing = Racing()
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    arena = object.__new__(harness.Arena)
+    arena.model_folder, arena._running = tmp_path, {"rival": racing}  # type: ignore[dict-item]
+    monkeypatch.setattr(harness, "read_bandwidth", lambda: 1000.0 if racing.is_paused else 0.0)
+    assert arena.floor(8)(0) == 80.0
 
 
 @pytest.mark.parametrize(
