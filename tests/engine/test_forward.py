@@ -147,7 +147,9 @@ def test_only_the_linear_layers_of_the_decoder_turn_to_8_bits(runner: Callable[[
     model = runner("llama", "int8").forward.model
     assert type(model.lm_head) is PackedLinear
     kinds = [type(module) for module in model.base_model.modules()]
-    assert kinds.count(Int8Linear) == 5 * model.config.num_hidden_layers, "queries, keys and values are one"
+    assert kinds.count(Int8Linear) == 4 * model.config.num_hidden_layers, (
+        "q, k and v are one, gate and up too"
+    )
     assert torch.nn.Linear not in kinds
 
 

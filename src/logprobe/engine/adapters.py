@@ -96,6 +96,11 @@ class Adapters:
         self._loaded: dict[str, Adapter] = {}
         self._gone: set[str] = set()
 
+    @property
+    def are_running(self) -> bool:
+        """Whether any row of the present step runs under an adapter."""
+        return bool(self._rows.groups)
+
     def paths(self) -> dict[str, str]:
         """Name → path of every adapter that requests may use."""
         with self._lock:

@@ -24,6 +24,7 @@ from logprobe.engine.attention import (
 from logprobe.engine.fused import fuse_
 from logprobe.engine.head import OutputHead
 from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
+from logprobe.engine.recorded import RecordedSteps, record_steps
 from logprobe.engine.weights import choose_layout, pack_
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import load_model, load_tokenizer
@@ -70,6 +71,7 @@ class NativeForward:
         self.hidden = torch.zeros(
             self.num_slots, text_config.hidden_size, dtype=self.dtype, device=self.device
         )
+        self.recorded = self._record()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> None:
@@ -80,7 +82,10 @@ class NativeForward:
         positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
         attention = plan_attention(self.pool, plan, self.device)
         self.adapters.select(plan.tokens)
-        self.hidden.index_copy_(0, attention.slots, self._forward(token_ids, positions, attention))
+        run = self._forward
+        if self.recorded is not None and self.recorded.can_run(attention) and not self.adapters.are_running:
+            run = self._forward_recorded
+        self.hidden.index_copy_(0, attention.slots, run(token_ids, positions, attention))
 
     @torch.inference_mode()
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
@@ -96,6 +101,26 @@ class NativeForward:
         )
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _forward_recorded(self, token_ids: Any, positions: Any, attention: AttentionPlan) -> torch.Tensor:
+        assert self.recorded is not None
+        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
+        return self.recorded.run(ids, places, attention)
+
+    @torch.inference_mode()
+    def _record(self) -> RecordedSteps | None:
+        """Steps of few rows as one launch, where that gives the numbers of the layers one by one."""
+        if self.weights != "int8":
+            return None
+        self.recorded = record_steps(self.model.base_model, self.pool, min(self.num_slots, self.context_len))
+        token_ids = positions = np.arange(min(PROBE_TOKENS, self.num_slots))
+        for start, plan in every_way(self.pool, torch.from_numpy(positions)):
+            hidden = self._forward(token_ids[start:], positions[start:], plan)
+            if self.recorded is not None and self.recorded.can_run(plan):
+                recorded = self._forward_recorded(token_ids[start:], positions[start:], plan)
+                if not torch.allclose(hidden, recorded, rtol=0, atol=1e-5 * float(hidden.abs().max())):
+                    return None
+        return self.recorded
 
     @torch.inference_mode()
     def _quantise(self, files: ModelFiles) -> None:

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from logprobe.engine.attention import AttentionPlan, Chunk, KVPool, attend
+from logprobe.engine.joined import JoinedPart, join
 from logprobe.engine.weights import added
 from logprobe.kernels.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from logprobe.kernels.attention import ScoreRule
 
     Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -31,17 +30,6 @@ TRIAL_TOKENS = 6
 TRIAL_TOLERANCE = 1e-5  # of the largest number; two orders of summation differ by less
 
 
-class JoinedPart(nn.Module):
-    """The place of a projection that was joined with others; an adapter may take it."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def adapt_(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Leave the joined product as it is."""
-
-
 class FusedAttention(nn.Module):
     """Self-attention over the pool, its three projections joined into one."""
 
@@ -49,15 +37,15 @@ class FusedAttention(nn.Module):
         super().__init__()
         linears = [getattr(attention, name) for name in PROJECTIONS]
         self.layer_idx: int = attention.layer_idx
-        self.qkv_proj: nn.Module = _join(linears)
+        self.qkv_proj: Any = join(linears)
         for name, linear in zip(PROJECTIONS, linears, strict=True):
             setattr(self, name, JoinedPart(linear))
         self.o_proj = attention.o_proj
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        self._widths = [linear.out_features for linear in linears]
+        self.widths = [linear.out_features for linear in linears]
         self._key_dim = key_dim
-        self._kv_heads = self._widths[1] // key_dim
-        self._rule = rule
+        self._kv_heads = self.widths[1] // key_dim
+        self.rule = rule
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, plan: AttentionPlan
@@ -66,11 +54,11 @@ class FusedAttention(nn.Module):
         query, key, value = self._projected(x)
         pool = plan.pool.layer(self.layer_idx, self._by_head(key), self._by_head(value))
         query = rotate_and_store(Projections(query, key, value), *rotary, pool, plan.slots)
-        attended = attend(plan, self.layer_idx, query, self._rule)
+        attended = attend(plan, self.layer_idx, query, self.rule)
         return added(self.o_proj, attended.flatten(1), residual)
 
     def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = list(self.qkv_proj(x).split(self._widths, dim=1))
+        parts = list(self.qkv_proj(x).split(self.widths, dim=1))
         for name, part in zip(PROJECTIONS, parts, strict=True):
             getattr(self, name).adapt_(part, x)
         for place, norm in enumerate((self.q_norm, self.k_norm)):
@@ -146,16 +134,3 @@ def _fused(layer: Any, rotary_embedding: nn.Module) -> FusedLayer | None:
     fused = FusedLayer(layer, FusedAttention(layer.self_attn, plan.rules[index], key_dim))
     difference = (fused(x, **options) - expected).abs().max() / expected.abs().max()
     return fused if difference <= TRIAL_TOLERANCE else None
-
-
-def _join(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of several, one after another."""
-    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    num_outputs = sum(linear.out_features for linear in linears)
-    joined = nn.Linear(linears[0].in_features, num_outputs, bias=False, device="meta")
-    joined.weight = nn.Parameter(
-        torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False
-    )
-    if biases:
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return joined

@@ -17,7 +17,7 @@ from logprobe.errors import ParameterError
 from logprobe.kernels.norm import rms_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from logprobe.config import Weights
 
@@ -98,12 +98,12 @@ class PackedNorm(nn.Module):
 
     def __init__(self, norm: Any, *, offset: float) -> None:
         super().__init__()
-        self._factor: torch.Tensor = norm.weight.detach() + offset
-        self._epsilon = _epsilon(norm)
+        self.factor: torch.Tensor = norm.weight.detach() + offset
+        self.epsilon = _epsilon(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., width) → (..., width)."""
-        return rms_norm(x, self._factor, self._epsilon)
+        return rms_norm(x, self.factor, self.epsilon)
 
 
 def added(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def pack_(model: nn.Module) -> None:
         if type(module) is nn.Linear:
             setattr(parent, name, PackedLinear(module))
     for parent, name, module in list(children(model)):
-        if _is_gated_mlp(module):
+        if is_gated_mlp(module, _ACTIVATIONS, PackedLinear):
             setattr(parent, name, PackedGatedMLP(module))
         elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
@@ -172,14 +172,13 @@ def as_packed_norm(module: Any) -> PackedNorm | None:
     return None
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
-    names = {name for name, _ in module.named_children()}
-    if names != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+def is_gated_mlp(module: Any, activations: Container[str], linear: type = nn.Linear) -> bool:
+    """Whether a module is `down(act(gate(x)) * up(x))` on linear layers of one kind."""
+    parts = dict(module.named_children())
+    if parts.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    is_packed = all(
-        type(child) is PackedLinear for name, child in module.named_children() if name != "act_fn"
-    )
-    return is_packed and type(module.act_fn).__name__ in _ACTIVATIONS
+    activation = type(parts.pop("act_fn")).__name__
+    return activation in activations and all(type(part) is linear for part in parts.values())
 
 
 def _trial_order(linear: nn.Linear) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.parallel import parallel_for
+from logprobe.kernels.parallel import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,9 +81,15 @@ def attend_rows(
         out: (num_tokens, heads, value_dim) float32, contiguous; only the planned rows are written.
         rule: how scores are made.
     """
+    rows_stage(query.contiguous(), keys, values, plan, out, rule).run()
+
+
+def rows_stage(
+    query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
+) -> Stage:
+    """`attend_rows` of contiguous queries, ready to run."""
     from logprobe.kernels.attention_numba import worker
 
-    query = query.contiguous()
     settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
     parts = 1 if len(plan.queries) >= ROWS_FOR_WHOLE_ITEMS else keys.shape[1]
@@ -95,4 +101,5 @@ def attend_rows(
         NO_WINDOW if rule.window is None else rule.window,
         parts,
     ]  # fmt: skip
-    parallel_for(worker(), context, len(plan.queries) * parts)
+    keeps = (query, keys, values, out, plan, settings)
+    return Stage(worker(), context, len(plan.queries) * parts, keeps)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 
-CPU_KERNELS = ("cpu", "sample_numba", "attention_numba", "attention_chunk", "store", "norm", "int8")
+CPU_KERNELS = (
+    "cpu", "sample_numba", "attention_numba", "attention_chunk", "store", "norm", "rotary",
+    "int8", "int8_rows", "series",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

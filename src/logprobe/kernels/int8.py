@@ -1,4 +1,4 @@
-"""The two passes around an 8-bit matrix product (CPU): rows → int8 with a scale each, and int32 → float32.
+"""The passes around an 8-bit matrix product (CPU): rows → int8 with a scale each, and int32 → float32.
 
 Each row of activations has its own scale, so that no row's result depends on its neighbours.
 Before it: hidden states. After it: `torch._int_mm`, and then the next layer.
@@ -23,13 +23,13 @@ from logprobe.kernels.parallel import (
     parallel_for,
     task_at,
 )
-from logprobe.kernels.vectors import F32, I32, float_bits, maximum
+from logprobe.kernels.vectors import F32, I32, LOWEST, ONE, exponential, float_bits, maximum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-(IN, SCALES, OUT, WIDTH, NUM_ROWS, DIRECTION, COLUMNS) = range(2, 9)  # COLUMNS: a factor each
-QUANTISE, DEQUANTISE = 0, 1
+(IN, SCALES, OUT, WIDTH, NUM_ROWS, PASS, COLUMNS) = range(2, 9)  # WIDTH of IN; COLUMNS: a factor each
+QUANTISE, SCALE, SCALE_AND_GATE, GATE = range(4)
 LIMIT = F32(127)
 ROUND = F32(12582912.0)  # 1.5 · 2**23: adding it leaves the nearest integer in the low bits
 BLOCK_ROWS = 8
@@ -63,12 +63,24 @@ def quantise_rows(x: Tensor, column_factors: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def scale_products(products: Tensor, row_scales: Tensor, column_scales: Tensor) -> Tensor:
-    """Give `products · row_scales · column_scales` as float32: (M, N) int32, (M,), (N,)."""
-    out = torch.empty(products.shape)
+def scale_products(
+    products: Tensor, row_scales: Tensor, column_scales: Tensor, *, is_gated: bool = False
+) -> Tensor:
+    """Give `products · row_scales · column_scales`, (M, N), as float32; gated, (M, N / 2), by its halves."""
     num_rows, width = products.shape
-    context = [products.data_ptr(), row_scales.data_ptr(), out.data_ptr(), width, num_rows, DEQUANTISE]
+    out = torch.empty(num_rows, width // 2 if is_gated else width)
+    kind = SCALE_AND_GATE if is_gated else SCALE
+    context = [products.data_ptr(), row_scales.data_ptr(), out.data_ptr(), width, num_rows, kind]
     _run([*context, column_scales.data_ptr()])
+    return out
+
+
+def gate(x: Tensor) -> Tensor:
+    """Give silu(g) · u for rows of gates g and then values u: (M, N) float32 → (M, N / 2)."""
+    x = x.contiguous()
+    num_rows, width = x.shape
+    out = torch.empty(num_rows, width // 2)
+    _run([x.data_ptr(), 0, out.data_ptr(), width, num_rows, GATE, 0])
     return out
 
 
@@ -87,9 +99,21 @@ def _largest(x: Any, factors: Any) -> Any:
 
 
 @njit
-def _round(x: Any, factors: Any, inverse: Any, out: Any) -> None:
+def round_row(x: Any, factors: Any, out: Any) -> Any:
+    """Round a row times its factors to int8 in `out`; the scale that takes them back."""
+    largest = _largest(x, factors)
+    inverse = LIMIT / largest if largest > 0 else F32(0)
     for i in range(x.size):
         out[i] = float_bits(x[i] * factors[i] * inverse + ROUND) & I32(0xFF)
+    return largest / LIMIT
+
+
+@njit
+def gated(g: Any, u: Any) -> Any:
+    """silu(g) · u (Shazeer 2020)."""
+    d = -abs(g)
+    e = exponential(LOWEST if d < LOWEST else d)  # noqa: FURB136 (this way round, NaN stays NaN)
+    return g * ((ONE if g >= 0 else e) / (ONE + e)) * u
 
 
 @njit
@@ -99,23 +123,35 @@ def _scale(x: Any, row_scale: Any, column_scales: Any, out: Any) -> None:
 
 
 @njit
-def _quantise(task: Any, row: Any) -> None:
-    width = task[WIDTH]
-    x = float32_at(task[IN] + 4 * width * row, width)
-    factors = float32_at(task[COLUMNS], width)
-    largest = _largest(x, factors)
-    float32_at(task[SCALES], task[NUM_ROWS])[row] = largest / LIMIT
-    inverse = LIMIT / largest if largest > 0 else F32(0)
-    _round(x, factors, inverse, int8_at(task[OUT] + width * row, width))
+def _scale_and_gate(x: Any, row_scale: Any, scales: Any, out: Any) -> None:
+    half = out.size
+    for i in range(half):
+        g = F32(x[i]) * (row_scale * scales[i])
+        out[i] = gated(g, F32(x[half + i]) * (row_scale * scales[half + i]))
 
 
 @njit
-def _dequantise(task: Any, row: Any) -> None:
-    width = task[WIDTH]
-    products = int32_at(task[IN] + 4 * width * row, width)
-    row_scale = float32_at(task[SCALES], task[NUM_ROWS])[row]
-    out = float32_at(task[OUT] + 4 * width * row, width)
-    _scale(products, row_scale, float32_at(task[COLUMNS], width), out)
+def _gate(x: Any, out: Any) -> None:
+    half = out.size
+    for i in range(half):
+        out[i] = gated(x[i], x[half + i])
+
+
+@njit
+def _convert_row(task: Any, row: Any) -> None:
+    width, kind = task[WIDTH], task[PASS]
+    values = task[IN] + 4 * width * row
+    half = float32_at(task[OUT] + 2 * width * row, width // 2)
+    if kind == GATE:
+        _gate(float32_at(values, width), half)
+        return
+    columns, scales = float32_at(task[COLUMNS], width), float32_at(task[SCALES], task[NUM_ROWS])
+    if kind == QUANTISE:
+        scales[row] = round_row(float32_at(values, width), columns, int8_at(task[OUT] + width * row, width))
+    elif kind == SCALE:
+        _scale(int32_at(values, width), scales[row], columns, float32_at(task[OUT] + 4 * width * row, width))
+    else:
+        _scale_and_gate(int32_at(values, width), scales[row], columns, half)
 
 
 @njit
@@ -123,10 +159,7 @@ def _convert(task: Any) -> None:
     item = next_item(task)
     while item >= 0:
         for row in range(item * BLOCK_ROWS, min(task[NUM_ROWS], (item + 1) * BLOCK_ROWS)):
-            if task[DIRECTION] == QUANTISE:
-                _quantise(task, row)
-            else:
-                _dequantise(task, row)
+            _convert_row(task, row)
         item = next_item(task)
 
 

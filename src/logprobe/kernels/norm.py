@@ -13,7 +13,7 @@ import numpy as np
 from numba import cfunc, njit
 
 from logprobe.kernels import vectors
-from logprobe.kernels.parallel import Worker, compile_worker, float32_at, next_item, parallel_for, task_at
+from logprobe.kernels.parallel import Stage, Worker, compile_worker, float32_at, next_item, task_at
 from logprobe.kernels.vectors import F32, SUMS
 
 if TYPE_CHECKING:
@@ -34,13 +34,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     x = x.contiguous()
     out = x.new_empty(x.shape)
+    num_rows = x.numel() // x.shape[-1]
+    norm_stage(x, weight, out, epsilon).run(num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
+    return out
+
+
+def norm_stage(x: Tensor, weight: Tensor, out: Tensor, epsilon: float) -> Stage:
+    """`rms_norm` of contiguous rows into `out`, ready to run."""
     width = x.shape[-1]
     num_rows = x.numel() // width
     settings = np.array([epsilon], dtype=np.float32)
     context = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, num_rows, settings.ctypes.data]
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    parallel_for(worker(), context, blocks, num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
-    return out
+    return Stage(worker(), context, blocks, (x, weight, out, settings))
 
 
 @njit(fastmath=SUMS)

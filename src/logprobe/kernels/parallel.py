@@ -116,6 +116,20 @@ def parallel_for(
         _run_on_python_threads(worker, task.ctypes.data, min(threads, num_items))
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One loop that is ready to run: `parallel_for`'s arguments, and the memory behind its addresses."""
+
+    worker: Worker
+    context: Sequence[int]
+    num_items: int
+    keeps: tuple[Any, ...]
+
+    def run(self, *, num_threads: int | None = None) -> None:
+        """Run the loop by itself."""
+        parallel_for(self.worker, self.context, self.num_items, num_threads=num_threads)
+
+
 def thread_pool() -> str:
     """Which threads the workers run on: 'openmp' (torch's own) or 'python'."""
     return "python" if _openmp_launch() is None else "openmp"
@@ -140,6 +154,15 @@ def _run_on_python_threads(worker: Worker, address: int, num_threads: int) -> No
     worker.run(address)
     for helper in helpers:
         helper.join()
+
+
+@functools.cache
+def barrier_address() -> int | None:
+    """Of the function at which the threads of `parallel_for` wait for each other; None without libgomp."""
+    library = _find_libgomp()
+    if library is None:
+        return None
+    return ctypes.cast(ctypes.CDLL(library).GOMP_barrier, ctypes.c_void_p).value
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from numba import cfunc, njit
 
 from logprobe.kernels.parallel import (
+    Stage,
     Worker,
     compile_worker,
     float32_at,
     int64_at,
     next_item,
-    parallel_for,
     task_at,
 )
 
@@ -61,12 +61,25 @@ def rotate_and_store(
     Returns:
         The rotated queries, (num_tokens, heads, key_dim) float32.
     """
+    query, num_rows, key_dim = projections.query, len(slots), pool[0].shape[2]
+    out = query.new_empty(num_rows, query.shape[1] // key_dim, key_dim)
+    rotary = (cosines.contiguous(), sines.contiguous())
+    stage = rotary_stage(projections, rotary, pool, slots, out)
+    stage.run(num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
+    return out
+
+
+def rotary_stage(
+    projections: Projections,
+    rotary: tuple[Tensor, Tensor],
+    pool: tuple[Tensor, Tensor],
+    slots: Tensor,
+    out: Tensor,
+) -> Stage:
+    """`rotate_and_store` with contiguous cosines and sines, queries into `out`, ready to run."""
     query, key, value = projections.query, projections.key, projections.value
-    keys, values = pool
-    num_rows, key_dim = len(slots), keys.shape[2]
-    heads = query.shape[1] // key_dim
-    out = query.new_empty(num_rows, heads, key_dim)
-    cosines, sines = cosines.contiguous(), sines.contiguous()
+    (cosines, sines), (keys, values) = rotary, pool
+    num_rows, heads, key_dim = out.shape
     context = [
         query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
         cosines.data_ptr(), sines.data_ptr(),
@@ -74,8 +87,7 @@ def rotate_and_store(
         num_rows, heads, keys.shape[1], key_dim, values.shape[2],
     ]  # fmt: skip
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    parallel_for(worker(), context, blocks, num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
-    return out
+    return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out))
 
 
 @njit

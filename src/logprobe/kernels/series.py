@@ -1,0 +1,108 @@
+"""Many stages in one launch (CPU): each thread goes through all of them, and waits for the others after each.
+
+A step of one token is hundreds of loops of a few microseconds, and starting one from Python costs as much
+as it takes. Recorded once, they are started together, as a CUDA graph does for a GPU's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import cfunc, njit, types
+from numba.extending import intrinsic
+
+from logprobe.kernels.parallel import (
+    TASK_FIELDS,
+    Worker,
+    barrier_address,
+    compile_worker,
+    int64_at,
+    parallel_for,
+    task_at,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.kernels.parallel import Stage
+
+(TASKS, WORKERS, NUM_STAGES, BARRIER) = range(2, 6)  # addresses but for the number
+TASK_BYTES = 8 * TASK_FIELDS
+BYTE = ir.IntType(8).as_pointer()
+
+
+class Series:
+    """Stages whose addresses stay valid, ready to run again and again."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = list(stages)  # they keep the memory
+        self._tasks = np.zeros((len(self._stages), TASK_FIELDS), dtype=np.int64)
+        self._workers = np.array([stage.worker.address for stage in self._stages], dtype=np.int64)
+        for task, stage in zip(self._tasks, self._stages, strict=True):
+            task[1] = stage.num_items
+            task[2 : 2 + len(stage.context)] = stage.context
+
+    def run(self) -> None:
+        """Run every stage, each after the one before it is done; releases the GIL."""
+        barrier = barrier_address()
+        if barrier is None:
+            for stage in self._stages:
+                stage.run(num_threads=1)
+            return
+        self._tasks[:, 0] = 0
+        context = [self._tasks.ctypes.data, self._workers.ctypes.data, len(self._stages), barrier]
+        # An item a thread, none of which is counted: every thread runs the whole series.
+        parallel_for(worker(), context, torch.get_num_threads())
+
+
+def _call_with_task(_typing_context: Any, function: Any, task: Any) -> Any:
+    """Call the C function `void(void*)` at an address."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [BYTE]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [builder.inttoptr(arguments[1], BYTE)])
+        return context.get_dummy_value()
+
+    return types.void(function, task), generate
+
+
+def _call_alone(_typing_context: Any, function: Any) -> Any:
+    """Call the C function `void(void)` at an address."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), []).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [])
+        return context.get_dummy_value()
+
+    return types.void(function), generate
+
+
+_run_worker: Any = intrinsic(_call_with_task)
+_wait: Any = intrinsic(_call_alone)
+
+
+@njit
+def _run_all(task: Any) -> None:
+    workers = int64_at(task[WORKERS], task[NUM_STAGES])
+    for number in range(task[NUM_STAGES]):
+        _run_worker(workers[number], task[TASKS] + TASK_BYTES * number)
+        _wait(task[BARRIER])
+
+
+def _make_worker(digest: int, *, cache: bool) -> Any:
+    @cfunc("void(voidptr)", cache=cache)
+    def series_worker(address: Any) -> None:
+        if digest >= 0:
+            _run_all(task_at(address))
+
+    return series_worker
+
+
+@functools.cache
+def worker() -> Worker:
+    """The compiled worker."""
+    return compile_worker(_make_worker, __file__)

@@ -1,0 +1,160 @@
+"""Recorded steps of 8-bit weights: which models get them, and that they have the bits of the layers' own."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from logprobe.config import EngineConfig
+from logprobe.engine import recorded as recorded_module
+from logprobe.engine.forward import NativeForward
+from logprobe.engine.recorded import MOST_ROWS, RecordedSteps, record_steps
+from logprobe.engine.scheduler import Span, StepPlan
+from logprobe.models import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+# Model → what makes it special, and whether its steps are recorded.
+MODELS: dict[str, tuple[dict[str, Any], bool]] = {
+    "Llama": ({"attention_bias": True, "mlp_bias": True}, True),
+    "Mistral": ({"sliding_window": 9}, True),
+    "Qwen2": ({}, True),
+    "Qwen3": ({"head_dim": 16}, False),  # norms of the heads
+    "Olmo2": ({}, False),  # layers of another form
+    "Gemma": ({"head_dim": 12}, False),  # another activation, and the embedding has a factor
+}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[..., NativeForward]:
+    """The forward pass of a small random model of a kind, with 8-bit weights unless said otherwise."""
+
+    def make(kind: str, weights: Any = "int8") -> NativeForward:
+        path = tmp_path_factory.mktemp(kind)
+        config = getattr(transformers, f"{kind}Config")(**SHAPE, **MODELS[kind][0])
+        torch.manual_seed(4)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        for file in tiny_model_folder.glob("tokenizer*"):
+            shutil.copy(file, path)
+        config = EngineConfig(model=str(path), weights=weights, kv_bytes=1 << 21)
+        return NativeForward(config, resolve(str(path)))
+
+    return make
+
+
+class Prompts:
+    """Sequences in slots of their own, of which a step runs some tokens each."""
+
+    def __init__(self, forward: NativeForward, count: int, length: int = 20) -> None:
+        rng = np.random.default_rng(count)
+        slots = rng.permutation(forward.num_slots)[: count * length].reshape(count, length).astype(np.int32)
+        request = SimpleNamespace(adapter=None)
+        self.forward, self.slots = forward, slots
+        token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
+        self.sequences: list[Any] = [
+            SimpleNamespace(token_ids=ids, slots=own, request=request)
+            for ids, own in zip(token_ids, slots, strict=True)
+        ]
+
+    def step(self, start: int, end: int) -> torch.Tensor:
+        """The hidden rows of tokens [start, end) of all sequences."""
+        self.forward.run(StepPlan(tokens=[Span(one, start, end) for one in self.sequences]))
+        return self.forward.hidden_rows(np.concatenate(self.slots[:, start:end])).clone()
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each recorded step from now on."""
+    runs: list[int] = []
+    own = RecordedSteps.run
+
+    def run(self: RecordedSteps, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        runs.append(len(token_ids))
+        return own(self, token_ids, *rest)
+
+    monkeypatch.setattr(RecordedSteps, "run", run)
+    return runs
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_recorded_steps_have_the_bits_of_the_layers_own(
+    load: Callable[..., NativeForward], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = load(kind)
+    recorded, is_recorded = forward.recorded, MODELS[kind][1]
+    assert (recorded is not None) == is_recorded
+    runs = count_runs(monkeypatch)
+    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (MOST_ROWS, 1), (MOST_ROWS + 1, 1)):
+        prompts = Prompts(forward, count)
+        prompts.step(0, 15)
+        forward.recorded = None
+        want = prompts.step(15, 15 + num_tokens)
+        forward.recorded = recorded
+        assert torch.equal(prompts.step(15, 15 + num_tokens), want)
+    assert runs == ([1, 3, 8, MOST_ROWS] if is_recorded else [])
+
+
+def test_a_recorded_step_leaves_the_keys_and_values_that_the_next_needs(
+    load: Callable[..., NativeForward],
+) -> None:
+    forward = load("Llama")
+    prompts = Prompts(forward, 2)
+    whole = prompts.step(0, 20).view(2, 20, -1)
+    prompts.step(0, 10)
+    rows = [prompts.step(place, place + 1) for place in range(10, 20)]
+    torch.testing.assert_close(torch.stack(rows, dim=1), whole[:, 10:], rtol=0, atol=1e-2)
+
+
+def test_rows_under_an_adapter_take_the_layers_own_way(
+    load: Callable[..., NativeForward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = load("Llama")
+    runs = count_runs(monkeypatch)
+    prompts = Prompts(forward, 2)
+    prompts.step(0, 15)
+    prompts.sequences[1].request = SimpleNamespace(adapter="other")
+    prompts.step(15, 16)
+    assert runs == []
+    prompts.sequences[1].request = SimpleNamespace(adapter=None)
+    prompts.step(16, 17)
+    assert runs == [2]
+
+
+def test_float32_weights_are_not_recorded(load: Callable[..., NativeForward]) -> None:
+    assert load("Llama", "packed").recorded is None
+
+
+def test_layers_of_several_sizes_are_not_recorded(load: Callable[..., NativeForward]) -> None:
+    forward = load("Llama")
+    decoder = forward.model.base_model
+    assert record_steps(decoder, forward.pool, 128) is not None
+    decoder.layers[1].mlp.down_proj.in_features += 1
+    assert record_steps(decoder, forward.pool, 128) is None
+
+
+def test_steps_whose_trial_differs_are_not_recorded(
+    load: Callable[..., NativeForward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = recorded_module.norm_stage
+    monkeypatch.setattr(
+        recorded_module, "norm_stage", lambda x, weight, out, epsilon: own(x, weight, out, epsilon + 1e-2)
+    )
+    assert load("Llama").recorded is None

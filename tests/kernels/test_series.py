@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from logprobe.kernels import series as series_module
+from logprobe.kernels.norm import norm_stage, rms_norm
+from logprobe.kernels.parallel import Stage
+from logprobe.kernels.series import Series
+
+
+def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:
+    """Norms, each of the one before it, with rows enough for many items."""
+    torch.manual_seed(length)
+    rows = [torch.randn(200, 33), *(torch.zeros(200, 33) for _ in range(length))]
+    weights = [torch.rand(33) + 0.5 for _ in range(length)]
+    stages = [
+        norm_stage(x, weight, out, 1e-5) for x, weight, out in zip(rows, weights, rows[1:], strict=False)
+    ]
+    want = rows[:1]
+    for weight in weights:
+        want.append(rms_norm(want[-1], weight, 1e-5))
+    return stages, [*rows, *want]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("length", [0, 1, 40])
+def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int) -> None:
+    stages, rows = chain(length)
+    own = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        series = Series(stages)
+        for _ in range(3):
+            for out in rows[1 : length + 1]:
+                out.zero_()
+            series.run()
+            assert torch.equal(torch.stack(rows[: length + 1]), torch.stack(rows[length + 1 :]))
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_stages_run_one_by_one_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(series_module, "barrier_address", lambda: None)
+    stages, rows = chain(5)
+    Series(stages).run()
+    assert torch.equal(rows[5], rows[-1])
+
+
+def test_a_series_keeps_the_memory_that_it_writes() -> None:
+    weight, out = torch.ones(33), torch.zeros(1, 33)
+    series = Series([norm_stage(torch.full((1, 33), float(place)), weight, out, 1e-5) for place in (1, 4)])
+    [torch.full((1, 33), 9.0) for _ in range(50)]  # would land where freed memory was
+    series.run()
+    torch.testing.assert_close(out, torch.ones(1, 33))
