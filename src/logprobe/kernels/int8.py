@@ -108,7 +108,7 @@ def round_row(x: Any, factors: Any, out: Any) -> Any:
     return largest / LIMIT
 
 
-@njit
+@njit(error_model="numpy")  # a check for a divisor of zero would keep the loop from its vectors
 def gated(g: Any, u: Any) -> Any:
     """silu(g) · u (Shazeer 2020)."""
     d = -abs(g)
@@ -123,27 +123,25 @@ def _scale(x: Any, row_scale: Any, column_scales: Any, out: Any) -> None:
 
 
 @njit
-def _scale_and_gate(x: Any, row_scale: Any, scales: Any, out: Any) -> None:
-    half = out.size
-    for i in range(half):
-        g = F32(x[i]) * (row_scale * scales[i])
-        out[i] = gated(g, F32(x[half + i]) * (row_scale * scales[half + i]))
+def _scale_and_gate(x: Any, y: Any, row_scale: Any, x_scales: Any, y_scales: Any, out: Any) -> None:
+    for i in range(out.size):
+        g = F32(x[i]) * (row_scale * x_scales[i])
+        out[i] = gated(g, F32(y[i]) * (row_scale * y_scales[i]))
 
 
 @njit
-def _gate(x: Any, out: Any) -> None:
-    half = out.size
-    for i in range(half):
-        out[i] = gated(x[i], x[half + i])
+def _gate(x: Any, y: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = gated(x[i], y[i])
 
 
 @njit
 def _convert_row(task: Any, row: Any) -> None:
-    width, kind = task[WIDTH], task[PASS]
+    width, kind, half = task[WIDTH], task[PASS], task[WIDTH] // 2
     values = task[IN] + 4 * width * row
-    half = float32_at(task[OUT] + 2 * width * row, width // 2)
+    out = float32_at(task[OUT] + 4 * half * row, half)  # where halves meet
     if kind == GATE:
-        _gate(float32_at(values, width), half)
+        _gate(float32_at(values, half), float32_at(values + 4 * half, half), out)
         return
     columns, scales = float32_at(task[COLUMNS], width), float32_at(task[SCALES], task[NUM_ROWS])
     if kind == QUANTISE:
@@ -151,7 +149,8 @@ def _convert_row(task: Any, row: Any) -> None:
     elif kind == SCALE:
         _scale(int32_at(values, width), scales[row], columns, float32_at(task[OUT] + 4 * width * row, width))
     else:
-        _scale_and_gate(int32_at(values, width), scales[row], columns, half)
+        gates, others = int32_at(values, half), int32_at(values + 4 * half, half)
+        _scale_and_gate(gates, others, scales[row], columns[:half], columns[half:], out)
 
 
 @njit
