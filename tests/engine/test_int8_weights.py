@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.engine.int8_weights import SHARE_OF_INPUTS, Int8Linear, quantise_
+from logprobe.engine.int8_weights import SHARE_OF_INPUTS, SHARE_WHERE_NARROWER, Int8Linear, quantise_
 from logprobe.engine.weights import PackedNorm
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROWS = [1, 3, 33, 300]
 
 
-def make_linear(*, bias: bool = False) -> nn.Linear:
+def make_linear(*, bias: bool = False, outputs: int = 45) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(63, 45, bias=bias).requires_grad_(requires_grad=False)
+    return nn.Linear(63, outputs, bias=bias).requires_grad_(requires_grad=False)
 
 
 def states(num_rows: int) -> torch.Tensor:
@@ -31,7 +31,8 @@ def twin(linear: nn.Linear, x: torch.Tensor, largest_inputs: torch.Tensor) -> to
     """Smoothed, rounded and multiplied in float64."""
     weight, x = linear.weight.double(), x.double()
     inputs, outputs = largest_inputs.double(), weight.abs().amax(0)
-    factors = inputs**SHARE_OF_INPUTS / outputs ** (1 - SHARE_OF_INPUTS)
+    share = SHARE_WHERE_NARROWER if linear.out_features < 63 else SHARE_OF_INPUTS
+    factors = inputs**share / outputs ** (1 - share)
     weight, x = weight * factors, x / factors
     scales, row_scales = weight.abs().amax(1) / 127, x.abs().amax(1) / 127
     whole_weight = (weight / scales[:, None]).round()
@@ -44,10 +45,11 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
+@pytest.mark.parametrize("outputs", [45, 63, 200])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_a_layer_equals_its_twin(num_rows: int, *, bias: bool) -> None:
-    linear, x = make_linear(bias=bias), states(num_rows)
+def test_a_layer_equals_its_twin(num_rows: int, outputs: int, *, bias: bool) -> None:
+    linear, x = make_linear(bias=bias, outputs=outputs), states(num_rows)
     largest = x.abs().amax(0)
     want = twin(linear, x, largest)
     # A value on the edge between two whole numbers may fall to either side: 1 of 127, in few places.
@@ -63,7 +65,8 @@ def test_a_layer_stays_near_float32(num_rows: int) -> None:
 def test_smoothing_helps_where_few_channels_are_large() -> None:
     linear, x = make_linear(), states(300)
     smooth = Int8Linear(linear, x.abs().amax(0))(x)
-    rough = Int8Linear(linear, linear.weight.abs().amax(0) ** ((1 - SHARE_OF_INPUTS) / SHARE_OF_INPUTS))(x)
+    balanced = linear.weight.abs().amax(0) ** ((1 - SHARE_WHERE_NARROWER) / SHARE_WHERE_NARROWER)
+    rough = Int8Linear(linear, balanced)(x)
     assert relative_error(smooth, linear(x)) < 0.7 * relative_error(rough, linear(x))
 
 
