@@ -1,5 +1,5 @@
 """The command line `logprobe`: one file a noun; results on standard output, talk on standard error."""
 
-from logprobe.cli.app import main
+from logprobe.cli.app import command, main
 
-__all__ = ["main"]
+__all__ = ["command", "main"]

@@ -59,10 +59,11 @@ class KVPool:
             keys.index_copy_(0, slots, key)
             values.index_copy_(0, slots, value)
 
-    def make_like(self, other: KVPool) -> None:
-        """Take the memory of every layer now, shaped as another pool's, not in the middle of a request."""
+    def make_like(self, other: KVPool, new_zeros: Callable[[tuple[int, ...]], torch.Tensor]) -> None:
+        """Lay out every layer, shaped as another pool's."""
         for layer, key in other.keys.items():
-            self._make(layer, key, other.values[layer])
+            self.keys[layer] = new_zeros((self.num_slots, *key.shape[1:]))
+            self.values[layer] = new_zeros((self.num_slots, *other.values[layer].shape[1:]))
 
     def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])

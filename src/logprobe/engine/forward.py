@@ -24,6 +24,7 @@ from logprobe.engine.attention import (
 from logprobe.engine.fused import fuse_
 from logprobe.engine.head import OutputHead
 from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
+from logprobe.engine.memory import SlotMemory
 from logprobe.engine.recorded import RecordedSteps, record_steps
 from logprobe.engine.weights import choose_layout, pack_
 from logprobe.errors import ParameterError, UnsupportedModelError
@@ -61,17 +62,28 @@ class NativeForward:
         self.head = OutputHead(self.model)
         self.adapters = Adapters(self.model)
         slot_bytes = probe.bytes_per_slot + text_config.hidden_size * self.dtype.itemsize
-        self.num_slots = (config.kv_bytes or DEFAULT_KV_BYTES) // slot_bytes
+        kv_bytes = config.kv_bytes or DEFAULT_KV_BYTES
+        self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
                 "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
             )
+
+        self._memory = SlotMemory(kv_bytes) if self.device == "cpu" else None
         self.pool = KVPool(self.num_slots)
-        self.pool.make_like(probe)
-        self.hidden = torch.zeros(
-            self.num_slots, text_config.hidden_size, dtype=self.dtype, device=self.device
-        )
+        self.pool.make_like(probe, self._new_zeros)
+        self.hidden = self._new_zeros((self.num_slots, text_config.hidden_size))
         self.recorded = self._record()
+
+    def populate(self) -> None:
+        """Take the memory of all slots now, on the side, and not in the middle of a request."""
+        if self._memory is not None:
+            self._memory.populate()
+
+    def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory.take(shape, self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> None:

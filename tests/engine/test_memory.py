@@ -1,0 +1,62 @@
+"""Memory of the slots: zeroed, apart, aligned, and taken on the side without changing what is in it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from logprobe.engine import memory as memory_module
+from logprobe.engine.memory import ALIGNMENT, SlotMemory
+
+SIZE = 1 << 25
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_tensors_are_zero_aligned_and_apart() -> None:
+    memory = SlotMemory(1 << 12)
+    first, second, third = (
+        memory.take(shape, dtype)
+        for shape, dtype in [((3, 5), torch.float32), ((7,), torch.int8), ((2, 2), torch.float16)]
+    )
+    assert [tuple(one.shape) for one in (first, second, third)] == [(3, 5), (7,), (2, 2)]
+    assert all(one.data_ptr() % ALIGNMENT == 0 for one in (first, second, third))
+    assert not any(one.any() for one in (first, second, third))
+    first.fill_(1)
+    third.fill_(3)
+    assert not second.any()
+    second.fill_(2)
+    assert (first == 1).all()
+    assert (third == 3).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
+def test_all_pages_come_on_the_side_and_keep_their_content() -> None:
+    memory = SlotMemory(SIZE)
+    tensor = memory.take((SIZE // 4,), torch.float32)
+    tensor[::100_000] = 5
+    before = resident_bytes()
+    memory.populate().join()
+    assert resident_bytes() - before > 0.9 * SIZE
+    assert (tensor[::100_000] == 5).all()
+    assert int(tensor.count_nonzero()) == len(tensor[::100_000])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
+def test_a_system_that_does_not_know_the_call_serves_pages_as_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_module, "POPULATE_WRITE", 9999)
+    with caplog.at_level(logging.DEBUG, logger="logprobe"):
+        memory = SlotMemory(SIZE)
+        memory.populate().join()
+    assert "when it is first used" in caplog.text
+    assert not memory.take((100,), torch.float32).any()
+    assert ctypes.get_errno() == 0
