@@ -80,6 +80,8 @@ class Recorder:
 
     def add_tokens(self, sequences: Items[Sequence], rows: SampledRows, whole: WholeRows) -> None:
         """Record one drawn token a sequence, or its whole distribution in place of one."""
+        raw = None if rows.raw is None else _HostRows(rows.raw)
+        processed = None if rows.processed is None else _HostRows(rows.processed)
         for row, sequence in enumerate(sequences):
             if sequence.is_finished:
                 continue
@@ -91,30 +93,14 @@ class Recorder:
                 sequence.output.row = whole[row]
                 sequence.finish("length")
                 continue
-            self._record(sequence, rows, row)
+            if raw is not None and row in rows.raw_rows:
+                _record_raw(sequence, raw, rows.raw_rows[row])
+            if processed is not None and row in rows.processed_rows:
+                _record_processed(sequence, processed, rows.processed_rows[row])
             token_id = int(rows.token_ids[row])
             # After its numbers, so that a reader on another thread who sees the token finds them too.
             sequence.append_token(token_id)
             self._check_end(sequence, token_id)
-
-    @staticmethod
-    def _record(sequence: Sequence, rows: SampledRows, row: int) -> None:
-        output, params = sequence.output, sequence.request.params
-        is_processed_only = params.logprobs_mode == "processed_logprobs"
-        if rows.raw is not None and row in rows.raw_rows:
-            place = rows.raw_rows[row]
-            output.raw_logprob = (output.raw_logprob or 0.0) + float(rows.raw.logprobs[place, 0])
-            if output.logprobs is not None and not is_processed_only:
-                _append(output.logprobs, rows.raw, place, params)
-                output.cumulative_logprob = output.raw_logprob
-        if rows.processed is not None and row in rows.processed_rows:
-            place = rows.processed_rows[row]
-            container = output.logprobs if is_processed_only else output.processed_logprobs
-            assert container is not None
-            _append(container, rows.processed, place, params)
-            if is_processed_only:
-                logprob = float(rows.processed.logprobs[place, 0])
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
 
     def _check_end(self, sequence: Sequence, token_id: int) -> None:
         params = sequence.request.params
@@ -144,16 +130,44 @@ class Recorder:
         sequence.finish("error")
 
 
-def _append(container: FlatLogprobs, tensors: LogprobsTensors, row: int, params: SamplingParams) -> None:
-    """Append what a request asked of one row of a step."""
-    width = int(tensors.num_logprobs[row]) + 1
-    container.append_rows(
-        tensors.token_ids[row : row + 1, :width].numpy(),
-        tensors.logprobs[row : row + 1, :width].numpy(),
-        tensors.ranks[row : row + 1].numpy(),
+class _HostRows:
+    """One step's numbers as arrays and lists: reading a tensor row by row costs microseconds each time."""
+
+    def __init__(self, tensors: LogprobsTensors) -> None:
+        self.tensors = tensors
+        self.token_ids, self.logprobs = tensors.token_ids.numpy(), tensors.logprobs.numpy()
+        self.ranks = tensors.ranks.numpy()
+        self.entropy = None if tensors.entropy is None else tensors.entropy.numpy()
+        self.num_logprobs: list[int] = tensors.num_logprobs.tolist()
+        self.chosen: list[float] = tensors.logprobs[:, 0].tolist()
+
+    def append_to(self, container: FlatLogprobs, row: int, params: SamplingParams) -> None:
+        """Append what a request asked of one row."""
+        width = self.num_logprobs[row] + 1
         # Other rows of the step may have asked for more than this one.
-        entropy=tensors.entropy[row : row + 1].numpy()
-        if params.entropy and tensors.entropy is not None
-        else None,
-        given=cut_given(tensors, row, row + 1) if params.logprob_token_ids else None,
-    )
+        entropy = self.entropy if params.entropy else None
+        container.append_rows(
+            self.token_ids[row : row + 1, :width],
+            self.logprobs[row : row + 1, :width],
+            self.ranks[row : row + 1],
+            entropy=None if entropy is None else entropy[row : row + 1],
+            given=cut_given(self.tensors, row, row + 1) if params.logprob_token_ids else None,
+        )
+
+
+def _record_raw(sequence: Sequence, rows: _HostRows, row: int) -> None:
+    output, params = sequence.output, sequence.request.params
+    output.raw_logprob = (output.raw_logprob or 0.0) + rows.chosen[row]
+    if output.logprobs is not None and params.logprobs_mode != "processed_logprobs":
+        rows.append_to(output.logprobs, row, params)
+        output.cumulative_logprob = output.raw_logprob
+
+
+def _record_processed(sequence: Sequence, rows: _HostRows, row: int) -> None:
+    output, params = sequence.output, sequence.request.params
+    is_alone = params.logprobs_mode == "processed_logprobs"
+    container = output.logprobs if is_alone else output.processed_logprobs
+    assert container is not None
+    rows.append_to(container, row, params)
+    if is_alone:
+        output.cumulative_logprob = (output.cumulative_logprob or 0.0) + rows.chosen[row]
