@@ -46,8 +46,8 @@ test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP; the
 	$(BIN)/python benchmarks/rivals/install.py lm_eval
 	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py
 
-bench: $(VENV)/.base  ## every benchmark beside the rivals that are there; results, then docs/performance.md
-	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || failed="$$failed $$script"; done; \
+bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then docs/performance.md; OPTIONS="--rounds 3" for fewer
+	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 docs: $(VENV)/.base  ## docs/cli.md from the commands' own help

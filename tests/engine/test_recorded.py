@@ -86,7 +86,7 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     runs: list[int] = []
     own = RecordedSteps.run
 
-    def run(self: RecordedSteps, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def run(self: RecordedSteps, token_ids: Any, *rest: Any) -> torch.Tensor:
         runs.append(len(token_ids))
         return own(self, token_ids, *rest)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_KV_BYTES = 1 << 30
 PROBE_TOKENS = 6
+RECORDED_TOLERANCE = 1e-5  # of the largest number; the integers are the same
 # Relative to the largest logit: two orders of summation differ by far less, another formula by far more.
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
@@ -68,7 +69,6 @@ class NativeForward:
             raise ParameterError(
                 "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
             )
-
         self._memory = SlotMemory(kv_bytes) if self.device == "cpu" else None
         self.pool = KVPool(self.num_slots)
         self.pool.make_like(probe, self._new_zeros)
@@ -94,10 +94,12 @@ class NativeForward:
         positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
         attention = plan_attention(self.pool, plan, self.device)
         self.adapters.select(plan.tokens)
-        run = self._forward
-        if self.recorded is not None and self.recorded.can_run(attention) and not self.adapters.are_running:
-            run = self._forward_recorded
-        self.hidden.index_copy_(0, attention.slots, run(token_ids, positions, attention))
+        recorded = None if self.adapters.are_running else self.recorded
+        if recorded is not None and recorded.can_run(attention):
+            hidden = recorded.run(token_ids, positions, attention)
+        else:
+            hidden = self._forward(token_ids, positions, attention)
+        self.hidden.index_copy_(0, attention.slots, hidden)
 
     @torch.inference_mode()
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
@@ -114,25 +116,20 @@ class NativeForward:
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _forward_recorded(self, token_ids: Any, positions: Any, attention: AttentionPlan) -> torch.Tensor:
-        assert self.recorded is not None
-        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
-        return self.recorded.run(ids, places, attention)
-
     @torch.inference_mode()
     def _record(self) -> RecordedSteps | None:
         """Steps of few rows as one launch, where that gives the numbers of the layers one by one."""
-        if self.weights != "int8":
+        recorded = record_steps(self.model.base_model, self.pool, min(self.num_slots, self.context_len))
+        if recorded is None:
             return None
-        self.recorded = record_steps(self.model.base_model, self.pool, min(self.num_slots, self.context_len))
         token_ids = positions = np.arange(min(PROBE_TOKENS, self.num_slots))
         for start, plan in every_way(self.pool, torch.from_numpy(positions)):
-            hidden = self._forward(token_ids[start:], positions[start:], plan)
-            if self.recorded is not None and self.recorded.can_run(plan):
-                recorded = self._forward_recorded(token_ids[start:], positions[start:], plan)
-                if not torch.allclose(hidden, recorded, rtol=0, atol=1e-5 * float(hidden.abs().max())):
+            own = self._forward(token_ids[start:], positions[start:], plan)
+            if recorded.can_run(plan):
+                hidden = recorded.run(token_ids[start:], positions[start:], plan)
+                if not torch.allclose(hidden, own, rtol=0, atol=RECORDED_TOLERANCE * float(own.abs().max())):
                     return None
-        return self.recorded
+        return recorded
 
     @torch.inference_mode()
     def _quantise(self, files: ModelFiles) -> None:

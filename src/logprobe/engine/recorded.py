@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from logprobe.engine.attention import AttentionPlan, KVPool
+    from logprobe.kernels.attention import Array
     from logprobe.kernels.parallel import Stage
 
 MOST_ROWS = 8  # above, oneDNN's products gain more than launches cost (docs/decisions.md)
@@ -56,15 +57,16 @@ class RecordedSteps:
         """Whether a step has few rows, each attended by the row kernel."""
         return plan.rows is not None and not plan.chunks and len(plan.slots) <= MOST_ROWS
 
-    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def run(self, token_ids: Array, positions: Array, plan: AttentionPlan) -> torch.Tensor:
         """(M,) ids and positions → the last hidden states, (M, hidden size), good until the next step."""
         assert plan.rows is not None
         num_rows = len(token_ids)
         if num_rows not in self._recorded:
             self._recorded[num_rows] = self._record(num_rows)
         buffers, series = self._recorded[num_rows]
-        buffers.hidden.copy_(self._decoder.embed_tokens(token_ids))
-        rotary = self._decoder.rotary_emb(buffers.hidden[None], position_ids=positions[None])
+        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
+        buffers.hidden.copy_(self._decoder.embed_tokens(ids))
+        rotary = self._decoder.rotary_emb(buffers.hidden[None], position_ids=places[None])
         for buffer, angles in zip(buffers.rotary, rotary, strict=True):
             buffer.copy_(angles[0])
         buffers.slots.copy_(plan.slots)
