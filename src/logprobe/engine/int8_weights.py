@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from logprobe.engine.joined import JoinedPart, join
-from logprobe.engine.weights import added, as_packed_norm, children, is_gated_mlp
+from logprobe.engine.weights import GatedMLP, as_packed_norm, children, is_gated_mlp
 from logprobe.kernels.int8 import gate, quantise_rows, scale_products
 from logprobe.kernels.int8_rows import Int8Weights
 
@@ -70,26 +70,17 @@ class Int8Linear(nn.Module):
         return scale_products(products, scales, self.weights.scales, is_gated=is_gated)
 
 
-class Int8GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up joined into one product."""
+class Int8GatedMLP(GatedMLP):
+    """With silu; gate and up are joined into one product."""
 
     def __init__(self, mlp: Any, largest_inputs: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__(mlp)
         self.gate_up_proj = Int8Linear(join([mlp.gate_proj, mlp.up_proj]), largest_inputs)
         self.gate_proj: Any = JoinedPart(mlp.gate_proj)
         self.up_proj: Any = JoinedPart(mlp.up_proj)
-        self.down_proj = mlp.down_proj
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., hidden size) → (..., hidden size)."""
-        out: torch.Tensor = self.down_proj(self._inner(x))
-        return out
-
-    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The result plus `residual`."""
-        return added(self.down_proj, self._inner(x), residual)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
         rows = x.reshape(-1, x.shape[-1])
         if type(self.gate_proj) is type(self.up_proj) is JoinedPart:
             inner = self.gate_up_proj.gated(rows)

@@ -70,24 +70,37 @@ class PackedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-class PackedGatedMLP(nn.Module):
-    """`down(act(gate(x)) * up(x))` on packed weights; activation and product are fused into them."""
+class GatedMLP(nn.Module):
+    """`down(act(gate(x)) * up(x))`; what is before the last product is the form's own."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self._activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden size) → (..., hidden size)."""
-        out: torch.Tensor = self.down_proj(self._inner(x))
+        out: torch.Tensor = self.down_proj(self.inner(x))
         return out
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The result plus `residual`, in one pass over it."""
-        return added(self.down_proj, self._inner(x), residual)
+        return added(self.down_proj, self.inner(x), residual)
 
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
+        raise NotImplementedError
+
+
+class PackedGatedMLP(GatedMLP):
+    """On packed weights; activation and multiplication are fused into the products."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__(mlp)
+        self._activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
         gate = self.gate_proj.activated(x, *self._activation)
         inner: torch.Tensor = self.up_proj.multiplied(x, gate)
         return inner
