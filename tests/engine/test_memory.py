@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from logprobe.config import EngineConfig
 from logprobe.engine import memory as memory_module
+from logprobe.engine.forward import NativeForward
 from logprobe.engine.memory import ALIGNMENT, SlotMemory
+from logprobe.errors import ParameterError
+from logprobe.models import resolve
 
 SIZE = 1 << 25
 
@@ -59,4 +63,36 @@ def test_a_system_that_does_not_know_the_call_serves_pages_as_they_are_used(
         memory.populate().join()
     assert "when it is first used" in caplog.text
     assert not memory.take((100,), torch.float32).any()
-    assert ctypes.get_errno() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kind of scheduling is Linux's")
+def test_a_system_that_forbids_idle_threads_serves_pages_as_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid)
+    with caplog.at_level(logging.DEBUG, logger="logprobe"):
+        memory = SlotMemory(SIZE)
+        memory.populate().join()
+    assert "not here" in caplog.text
+    assert not memory.take((100,), torch.float32).any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_a_fork_would_not_share_the_slots() -> None:
+    memory = SlotMemory(SIZE)
+    address = memory.take((1,), torch.int8).data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            assert line.split()[1] == "rw-p"
+            return
+    pytest.fail("the memory is not mapped")
+
+
+def test_more_bytes_than_there_are_is_told_with_the_parameter(tiny_model_folder: Path) -> None:
+    name = str(tiny_model_folder)
+    with pytest.raises(ParameterError, match=r"kv_bytes.*cannot be had.*ask for fewer"):
+        NativeForward(EngineConfig(model=name, kv_bytes=1 << 60), resolve(name))

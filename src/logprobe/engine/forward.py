@@ -69,7 +69,7 @@ class NativeForward:
             raise ParameterError(
                 "kv_bytes", f"one token takes {slot_bytes} bytes; give room for more of them"
             )
-        self._memory = SlotMemory(kv_bytes) if self.device == "cpu" else None
+        self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         self.pool = KVPool(self.num_slots)
         self.pool.make_like(probe, self._new_zeros)
         self.hidden = self._new_zeros((self.num_slots, text_config.hidden_size))
@@ -184,6 +184,15 @@ class NativeForward:
                 f"{type(self.model).__name__} computes its logits in a way this engine does not follow "
                 f"(relative difference {difference:.1e})"
             )
+
+
+def _reserve(kv_bytes: int) -> SlotMemory:
+    try:
+        return SlotMemory(kv_bytes)
+    except OSError as error:
+        raise ParameterError(
+            "kv_bytes", f"{kv_bytes} bytes cannot be had ({error}); ask for fewer"
+        ) from error
 
 
 def _choose_device(device: str) -> str:

@@ -18,9 +18,7 @@ import torch
 
 ALIGNMENT = 64  # bytes of a cache line
 MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
-POPULATE_WRITE = (
-    23  # madvise's MADV_POPULATE_WRITE (Linux 5.14): as if each page were written, its content kept
-)
+POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14): pages come, what is in them stays
 STRIDE = 1 << 21  # bytes asked for in one call, which holds up the process's other calls for memory
 
 logger = logging.getLogger("logprobe")
@@ -30,7 +28,15 @@ class SlotMemory:
     """Zeroed bytes of the CPU, given out as tensors."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes + ALIGNMENT * MOST_TENSORS), dtype=torch.uint8)
+        """Reserve the bytes.
+
+        Raises:
+            OSError: the system has no room for them.
+        """
+        size = num_bytes + ALIGNMENT * MOST_TENSORS
+        # Private where the system knows the word: a process that forks must not share its slots.
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+        self._bytes = torch.frombuffer(mmap.mmap(-1, size, **flags), dtype=torch.uint8)
         self._start = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +55,11 @@ class SlotMemory:
     def _populate(self) -> None:
         if not sys.platform.startswith("linux"):
             return
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread only, when a core is free
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread, when a core is free
+        except OSError as error:  # a sandbox may forbid it; in the way of requests it would do harm
+            logger.debug("the pool's memory will come when it is first used: %s", error)
+            return
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for start in range(0, len(self._bytes), STRIDE):
             address = ctypes.c_void_p(self._bytes.data_ptr() + start)

@@ -82,7 +82,8 @@ class RecordedSteps:
 
     def _make_buffers(self, num_rows: int) -> Buffers:
         layer = self._decoder.layers[0]
-        keys, values = self._pool.keys[0], self._pool.values[0]
+        index = layer.self_attn.layer_idx
+        keys, values = self._pool.keys[index], self._pool.values[index]
         width, key_dim = layer.self_attn.o_proj.out_features, keys.shape[2]
         heads = layer.self_attn.q_proj.out_features // key_dim
 

@@ -8,6 +8,7 @@ embedding excepted, which needs both). Whatever is swapped here is proven by the
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -70,7 +71,7 @@ class PackedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(nn.Module, ABC):
     """`down(act(gate(x)) * up(x))`; what is before the last product is the form's own."""
 
     def __init__(self, mlp: Any) -> None:
@@ -86,9 +87,9 @@ class GatedMLP(nn.Module):
         """The result plus `residual`, in one pass over it."""
         return added(self.down_proj, self.inner(x), residual)
 
+    @abstractmethod
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden size) → (..., feed-forward size)."""
-        raise NotImplementedError
 
 
 class PackedGatedMLP(GatedMLP):
