@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from logprobe.engine.scheduler import StepPlan
 
 TOLERANCE = 1e-4  # nats, on the tiny models
+SMALL: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
 
 
 class WatchedForward:
@@ -109,6 +120,27 @@ def start(folder: Path) -> Any:
 
     with LLM(str(folder), kv_bytes=1 << 20) as llm:
         return llm
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[..., Path]:
+    """Save a small random model of a kind that transformers knows, with what makes it special."""
+
+    def make(kind: str, special: dict[str, Any], prepare: Callable[[Any], None] = lambda _: None) -> Path:
+        import torch
+        import transformers
+
+        path = tmp_path_factory.mktemp(kind)
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{kind}Config")(**SMALL, **special)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        prepare(model)
+        model.save_pretrained(path)
+        for file in tiny_model_folder.glob("tokenizer*"):
+            shutil.copy(file, path)
+        return path
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from logprobe.config import EngineConfig
@@ -25,16 +23,6 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 LAYERS = 4
-SHAPE: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": LAYERS,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
 # Model → settings that make it special, and how many of its layers are of the usual form.
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llama": ({"attention_bias": True, "mlp_bias": True}, LAYERS),
@@ -49,23 +37,16 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+def spread_out(model: Any) -> None:
+    """Weights whose errors would show."""
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[[str], Path]:
+def folder(small_model: Callable[..., Path]) -> Callable[[str], Path]:
     """A small random model of a kind."""
-
-    def make(kind: str) -> Path:
-        path = tmp_path_factory.mktemp(kind)
-        config = getattr(transformers, f"{kind}Config")(**SHAPE, **MODELS[kind][0])
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config)
-        for name, weight in model.named_parameters():
-            torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
-        model.save_pretrained(path)
-        for file in tiny_model_folder.glob("tokenizer*"):
-            shutil.copy(file, path)
-        return path
-
-    return make
+    return lambda kind: small_model(kind, MODELS[kind][0], spread_out)
 
 
 def run(forward: NativeForward, prompts: list[Any], *, split: int) -> Any:

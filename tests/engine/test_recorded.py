@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM
 
 from logprobe.config import EngineConfig
 from logprobe.engine import recorded as recorded_module
@@ -23,16 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 288,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
 # Model → what makes it special, and whether its steps are recorded.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "Llama": ({"attention_bias": True, "mlp_bias": True}, True),
@@ -45,18 +32,12 @@ MODELS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Callable[..., NativeForward]:
+def load(small_model: Callable[..., Path]) -> Callable[..., NativeForward]:
     """The forward pass of a small random model of a kind, with 8-bit weights unless said otherwise."""
 
     def make(kind: str, weights: Any = "int8") -> NativeForward:
-        path = tmp_path_factory.mktemp(kind)
-        config = getattr(transformers, f"{kind}Config")(**SHAPE, **MODELS[kind][0])
-        torch.manual_seed(4)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        for file in tiny_model_folder.glob("tokenizer*"):
-            shutil.copy(file, path)
-        config = EngineConfig(model=str(path), weights=weights, kv_bytes=1 << 21)
-        return NativeForward(config, resolve(str(path)))
+        path = str(small_model(kind, MODELS[kind][0]))
+        return NativeForward(EngineConfig(model=path, weights=weights, kv_bytes=1 << 21), resolve(path))
 
     return make
 
