@@ -1,9 +1,8 @@
-"""Memory of the slots: zeroed, apart, aligned, and taken on the side without changing what is in it."""
+"""Memory of the slots: zeroed, apart, aligned, private, and all there from the start."""
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 
@@ -42,15 +41,11 @@ def test_tensors_are_zero_aligned_and_apart() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
-def test_all_pages_come_on_the_side_and_keep_their_content() -> None:
-    memory = SlotMemory(SIZE)
-    tensor = memory.take((SIZE // 4,), torch.float32)
-    tensor[::100_000] = 5
+def test_all_pages_come_at_once() -> None:
     before = resident_bytes()
-    memory.populate().join()
+    memory = SlotMemory(SIZE)
     assert resident_bytes() - before > 0.9 * SIZE
-    assert (tensor[::100_000] == 5).all()
-    assert int(tensor.count_nonzero()) == len(tensor[::100_000])
+    assert not memory.take((SIZE // 4,), torch.float32).any()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
@@ -60,23 +55,7 @@ def test_a_system_that_does_not_know_the_call_serves_pages_as_they_are_used(
     monkeypatch.setattr(memory_module, "POPULATE_WRITE", 9999)
     with caplog.at_level(logging.DEBUG, logger="logprobe"):
         memory = SlotMemory(SIZE)
-        memory.populate().join()
     assert "when it is first used" in caplog.text
-    assert not memory.take((100,), torch.float32).any()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kind of scheduling is Linux's")
-def test_a_system_that_forbids_idle_threads_serves_pages_as_they_are_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def forbid(*_: object) -> None:
-        raise PermissionError("not here")
-
-    monkeypatch.setattr(os, "sched_setscheduler", forbid)
-    with caplog.at_level(logging.DEBUG, logger="logprobe"):
-        memory = SlotMemory(SIZE)
-        memory.populate().join()
-    assert "not here" in caplog.text
     assert not memory.take((100,), torch.float32).any()
 
 

@@ -75,11 +75,6 @@ class NativeForward:
         self.hidden = self._new_zeros((self.num_slots, text_config.hidden_size))
         self.recorded = self._record()
 
-    def populate(self) -> None:
-        """Take the memory of all slots now, on the side, and not in the middle of a request."""
-        if self._memory is not None:
-            self._memory.populate()
-
     def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._memory is not None:
             return self._memory.take(shape, self.dtype)

@@ -1,7 +1,7 @@
-"""Main memory for the slots, taken from the system on the side.
+"""Main memory for the slots, taken from the system at once.
 
-The system hands memory over page by page, when a page is first written or asked for ahead. A gigabyte takes
-half a second and more: too long to wait for at every start, and a surprise in the middle of a request.
+The system hands memory over page by page, when a page is first written. In the middle of a request that
+would be a surprise, so that all pages are asked for at load, in one call that is faster than writing them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import math
 import mmap
 import os
 import sys
-import threading
 
 import torch
 
 ALIGNMENT = 64  # bytes of a cache line
 MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
-POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14): pages come, what is in them stays
-STRIDE = 1 << 21  # bytes asked for in one call, which holds up the process's other calls for memory
+POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14)
 
 logger = logging.getLogger("logprobe")
 
@@ -28,7 +26,7 @@ class SlotMemory:
     """Zeroed bytes of the CPU, given out as tensors."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Reserve the bytes.
+        """Take the bytes.
 
         Raises:
             OSError: the system has no room for them.
@@ -38,6 +36,8 @@ class SlotMemory:
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         self._bytes = torch.frombuffer(mmap.mmap(-1, size, **flags), dtype=torch.uint8)
         self._start = 0
+        if sys.platform.startswith("linux"):
+            self._populate()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros."""
@@ -46,25 +46,9 @@ class SlotMemory:
         self._start = end + -end % ALIGNMENT
         return tensor
 
-    def populate(self) -> threading.Thread:
-        """Ask the system for all pages, on a thread of its own; they may be in use already."""
-        thread = threading.Thread(target=self._populate, name="logprobe-memory", daemon=True)
-        thread.start()
-        return thread
-
     def _populate(self) -> None:
-        if not sys.platform.startswith("linux"):
-            return
-        try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # this thread, when a core is free
-        except OSError as error:  # a sandbox may forbid it; in the way of requests it would do harm
-            logger.debug("the pool's memory will come when it is first used: %s", error)
-            return
         madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for start in range(0, len(self._bytes), STRIDE):
-            address = ctypes.c_void_p(self._bytes.data_ptr() + start)
-            size = ctypes.c_size_t(min(STRIDE, len(self._bytes) - start))
-            if madvise(address, size, POPULATE_WRITE):
-                reason = os.strerror(ctypes.get_errno())
-                logger.debug("the pool's memory will come when it is first used: %s", reason)
-                return
+        address, size = ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._bytes))
+        if madvise(address, size, POPULATE_WRITE):
+            reason = os.strerror(ctypes.get_errno())
+            logger.debug("the pool's memory will come when it is first used: %s", reason)

@@ -62,7 +62,6 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         stages=("raw_logprobs", "processed_logprobs"),
     )
     release_threads()  # from here on the engine's own thread computes
-    forward.populate()
     local = LocalEngine(engine, capabilities)
     return LoadedModel(local, text, forward.model, engine.processing.pipeline)
 
