@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from logprobe.kernels.attention import RowPlanBuilder, ScoreRule, attend_rows
+from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule, attend_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

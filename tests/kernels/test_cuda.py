@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 COMPARE = """
 import json, sys, torch
-from logprobe.kernels import cuda, reference
-from logprobe.kernels.requests import allocate, check_requests, check_rows
+from logprobe.kernels.extraction.api import triton as cuda
+from logprobe.kernels.extraction.api import reference
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 
 def compare(logits, k, given_ids=None):
     chosen_ids = torch.randint(logits.shape[1], (len(logits),), generator=generator)
@@ -70,7 +71,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from logprobe.kernels import cuda
+from logprobe.kernels.extraction.api import triton as cuda
 
 ROWS = dict(
     logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32",

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.kernels import extract, reference
+from logprobe.kernels import extract
+from logprobe.kernels.extraction.api import reference
 from logprobe.records.steps import LogprobsTensors
 
 VOCABS = [1, 2, 100, 1023, 1024, 1025, 8193, 50272]

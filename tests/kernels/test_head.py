@@ -6,7 +6,7 @@ import torch
 
 from logprobe.errors import ParameterError
 from logprobe.kernels import extract, head_extract
-from logprobe.kernels.head import default_chunk_rows
+from logprobe.kernels.extraction.head import default_chunk_rows
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 1, 7, 100])

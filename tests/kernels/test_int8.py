@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from logprobe.kernels.int8 import BLOCK_ROWS, VALUES_FOR_THREADS, quantise_rows, scale_products
+from logprobe.kernels.layers.int8 import BLOCK_ROWS, VALUES_FOR_THREADS, quantise_rows, scale_products
 
 SHAPES = [(1, 1), (1, 63), (BLOCK_ROWS + 1, 64), (40, 577), (VALUES_FOR_THREADS // 1000 + 2, 1001)]
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from logprobe.kernels.int8 import gate, quantise_rows, scale_products
-from logprobe.kernels.int8_rows import BLOCK, Int8Weights, int8_stage
+from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
+from logprobe.kernels.layers.int8_rows import BLOCK, Int8Weights, int8_stage
 
 SHAPES = [(1, 1, 1), (1, 63, 5), (3, 64, BLOCK), (2, 65, BLOCK + 1), (8, 576, 200), (4, 300, 2 * BLOCK)]
 

@@ -3,7 +3,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.kernels.norm import BLOCK_ROWS, ROWS_FOR_THREADS, rms_norm
+from logprobe.kernels.layers.norm import BLOCK_ROWS, ROWS_FOR_THREADS, rms_norm
 
 RELATIVE = 2e-6
 EPSILON = 1e-6

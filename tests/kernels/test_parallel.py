@@ -11,8 +11,15 @@ import pytest
 import torch
 from numba import cfunc, njit
 
-from logprobe.kernels import parallel
-from logprobe.kernels.parallel import Worker, compile_worker, int64_at, next_item, parallel_for, task_at
+from logprobe.kernels.threads import parallel
+from logprobe.kernels.threads.parallel import (
+    Worker,
+    compile_worker,
+    int64_at,
+    next_item,
+    parallel_for,
+    task_at,
+)
 
 
 @njit
@@ -95,7 +102,7 @@ from pathlib import Path
 import numpy as np
 from numba import cfunc
 from helper import increment
-from logprobe.kernels.parallel import compile_worker, int64_at, next_item, parallel_for, task_at
+from logprobe.kernels.threads.parallel import compile_worker, int64_at, next_item, parallel_for, task_at
 
 def make(digest, *, cache):
     @cfunc("void(voidptr)", cache=cache)
@@ -147,7 +154,7 @@ def test_a_worker_compiles_where_no_cache_can_be_written() -> None:
 def test_released_threads_end_and_come_back_with_the_next_operator() -> None:
     code = """
 import os, time, torch
-from logprobe.kernels.parallel import release_threads
+from logprobe.kernels.threads.parallel import release_threads
 
 def count():
     return len(os.listdir("/proc/self/task"))

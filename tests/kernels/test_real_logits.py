@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from logprobe.errors import ModelError
-from logprobe.kernels import extract, reference
+from logprobe.kernels import extract
+from logprobe.kernels.extraction.api import reference
 from logprobe.models import load_model, load_tokenizer, resolve
 
 pytestmark = pytest.mark.real_model

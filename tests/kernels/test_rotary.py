@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from logprobe.kernels.rotary import ROWS_FOR_THREADS, Projections, rotate_and_store
+from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotate_and_store
 
 KV_HEADS = 2
 

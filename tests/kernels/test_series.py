@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from logprobe.kernels import series as series_module
-from logprobe.kernels.norm import norm_stage, rms_norm
-from logprobe.kernels.parallel import Stage
-from logprobe.kernels.series import Series
+from logprobe.kernels.layers.norm import norm_stage, rms_norm
+from logprobe.kernels.threads import series as series_module
+from logprobe.kernels.threads.parallel import Stage
+from logprobe.kernels.threads.series import Series
 
 
 def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from logprobe.kernels.store import BLOCK_ROWS, store_rows
+from logprobe.kernels.layers.store import BLOCK_ROWS, store_rows
 
 
 def pools(num_slots: int, kv_heads: int, key_dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

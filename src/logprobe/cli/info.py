@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     from logprobe.kernels import kernel_info
-    from logprobe.kernels.parallel import thread_pool
+    from logprobe.kernels.threads.parallel import thread_pool
 
     return {
         "logprobe": __version__,

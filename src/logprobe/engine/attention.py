@@ -16,9 +16,9 @@ import torch
 from torch.nn import functional
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.kernels.attention import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
-from logprobe.kernels.attention_chunk import attend_chunk, can_attend_chunks
-from logprobe.kernels.store import store_rows
+from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
+from logprobe.kernels.attention.chunk import attend_chunk, can_attend_chunks
+from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

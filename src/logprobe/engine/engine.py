@@ -23,7 +23,7 @@ from logprobe.engine.scheduler import Scheduler
 from logprobe.engine.sequence import Sequence
 from logprobe.errors import ForwardError, LogprobeError
 from logprobe.kernels import extract
-from logprobe.kernels.head import default_chunk_rows
+from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler

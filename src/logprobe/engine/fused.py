@@ -15,10 +15,10 @@ from torch import nn
 from logprobe.engine.attention import AttentionPlan, Chunk, KVPool, attend
 from logprobe.engine.joined import JoinedPart, join
 from logprobe.engine.weights import added
-from logprobe.kernels.rotary import Projections, rotate_and_store
+from logprobe.kernels.layers.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
-    from logprobe.kernels.attention import ScoreRule
+    from logprobe.kernels.attention.api import ScoreRule
 
     Rotary = tuple[torch.Tensor, torch.Tensor]
 

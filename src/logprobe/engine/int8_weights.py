@@ -14,8 +14,8 @@ from torch import nn
 
 from logprobe.engine.joined import JoinedPart, join
 from logprobe.engine.weights import GatedMLP, as_packed_norm, children, is_gated_mlp
-from logprobe.kernels.int8 import gate, quantise_rows, scale_products
-from logprobe.kernels.int8_rows import Int8Weights
+from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
+from logprobe.kernels.layers.int8_rows import Int8Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,18 +15,18 @@ import torch
 from logprobe.engine.fused import FusedLayer
 from logprobe.engine.int8_weights import Int8GatedMLP, Int8Linear
 from logprobe.engine.weights import PackedNorm
-from logprobe.kernels.attention import RowPlan, rows_stage
-from logprobe.kernels.int8_rows import int8_stage
-from logprobe.kernels.norm import norm_stage
-from logprobe.kernels.rotary import Projections, rotary_stage
-from logprobe.kernels.series import Series
+from logprobe.kernels.attention.api import RowPlan, rows_stage
+from logprobe.kernels.layers.int8_rows import int8_stage
+from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.rotary import Projections, rotary_stage
+from logprobe.kernels.threads.series import Series
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from logprobe.engine.attention import AttentionPlan, KVPool
-    from logprobe.kernels.attention import Array
-    from logprobe.kernels.parallel import Stage
+    from logprobe.kernels.attention.api import Array
+    from logprobe.kernels.threads.parallel import Stage
 
 MOST_ROWS = 8  # above, oneDNN's products gain more than launches cost (docs/decisions.md)
 

@@ -12,7 +12,7 @@ from logprobe.engine.forward import NativeForward
 from logprobe.engine.local import LocalEngine
 from logprobe.engine.text import TextEdge
 from logprobe.kernels import warm_up
-from logprobe.kernels.parallel import release_threads
+from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.norm import rms_norm
+from logprobe.kernels.layers.norm import rms_norm
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logprobe.kernels.batches import batch_logprobs_to_host, extract_top_k_logprobs
-    from logprobe.kernels.extraction import extract
-    from logprobe.kernels.head import head_extract
+    from logprobe.kernels.extraction.api import batch_logprobs_to_host, extract, extract_top_k_logprobs
+    from logprobe.kernels.extraction.head import head_extract
     from logprobe.kernels.info import kernel_info, warm_up
 
 __all__ = [
@@ -20,10 +19,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "batch_logprobs_to_host": "batches",
-    "extract": "extraction",
-    "extract_top_k_logprobs": "batches",
-    "head_extract": "head",
+    "batch_logprobs_to_host": "extraction.api",
+    "extract": "extraction.api",
+    "extract_top_k_logprobs": "extraction.api",
+    "head_extract": "extraction.head",
     "kernel_info": "info",
     "warm_up": "info",
 }

@@ -8,8 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 CPU_KERNELS = (
-    "cpu", "sample_numba", "attention_numba", "attention_chunk", "store", "norm", "rotary",
-    "int8", "int8_rows", "series",
+    "extraction.numba", "draw.numba", "attention.numba", "attention.chunk",
+    "layers.store", "layers.norm", "layers.rotary", "layers.int8", "layers.int8_rows", "threads.series",
 )  # fmt: skip
 
 

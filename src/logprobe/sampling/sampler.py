@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from logprobe.kernels import extract
-from logprobe.kernels.sample import Drawn, DrawParams, draw, truncated_
+from logprobe.kernels.draw.api import Drawn, DrawParams, draw, truncated_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from numba import cfunc, njit
 
-from logprobe.kernels import select, vectors
-from logprobe.kernels.parallel import (
+from logprobe.kernels.extraction import select
+from logprobe.kernels.extraction.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
     Worker,
     compile_worker,
     float32_at,
@@ -26,8 +28,7 @@ from logprobe.kernels.parallel import (
     uint8_at,
     uint16_at,
 )
-from logprobe.kernels.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
-from logprobe.kernels.vectors import (
+from logprobe.kernels.threads.vectors import (
     BLOCK,
     F32,
     LANES,
@@ -43,7 +44,7 @@ from logprobe.kernels.vectors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.requests import RowRequests
+    from logprobe.kernels.extraction.requests import RowRequests
     from logprobe.records.steps import LogprobsTensors
 
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import cfunc, njit
 
-from logprobe.kernels import vectors
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
     Worker,
     compile_worker,
     float32_at,
@@ -24,7 +24,7 @@ from logprobe.kernels.parallel import (
     prefetch_line,
     task_at,
 )
-from logprobe.kernels.vectors import F32, LOWEST, SUMS, exponential, maximum
+from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, maximum
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (

@@ -16,14 +16,21 @@ import numpy as np
 import torch
 from numba import cfunc, njit
 
-from logprobe.kernels import vectors
-from logprobe.kernels.parallel import Worker, compile_worker, float32_at, next_item, parallel_for, task_at
-from logprobe.kernels.vectors import F32, LOWEST, SUMS, ZERO, exponential, maximum
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
+    Worker,
+    compile_worker,
+    float32_at,
+    next_item,
+    parallel_for,
+    task_at,
+)
+from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, maximum
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.attention import ScoreRule
+    from logprobe.kernels.attention.api import ScoreRule
 
 (SCORES, NUM_ROWS, WIDTH, BLOCK_ROWS, FIRST_SEEN, WINDOW, SETTINGS) = range(2, 9)
 QUERY_BLOCK = 128

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import cfunc, njit
 
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads.parallel import (
     Stage,
     Worker,
     compile_worker,

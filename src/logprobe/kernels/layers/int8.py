@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numba import cfunc, njit
 
-from logprobe.kernels import vectors
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
     Worker,
     compile_worker,
     float32_at,
@@ -23,7 +23,7 @@ from logprobe.kernels.parallel import (
     parallel_for,
     task_at,
 )
-from logprobe.kernels.vectors import F32, I32, LOWEST, ONE, exponential, float_bits, maximum
+from logprobe.kernels.threads.vectors import F32, I32, LOWEST, ONE, exponential, float_bits, maximum
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction import fill
-from logprobe.kernels.requests import allocate, check_requests, check_rows, output_rows
+from logprobe.kernels.extraction.api import fill
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows, output_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from logprobe.kernels.requests import GivenLike, IdsLike
+    from logprobe.kernels.extraction.requests import GivenLike, IdsLike
     from logprobe.records.steps import LogprobsTensors
 
 CHUNK_BYTES = 16 * 2**20

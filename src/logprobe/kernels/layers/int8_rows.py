@@ -17,9 +17,10 @@ from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from logprobe.kernels import int8, vectors
-from logprobe.kernels.int8 import gated, round_row
-from logprobe.kernels.parallel import (
+from logprobe.kernels.layers import int8
+from logprobe.kernels.layers.int8 import gated, round_row
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
     Stage,
     Worker,
     compile_worker,
@@ -29,7 +30,7 @@ from logprobe.kernels.parallel import (
     prefetch_line,
     task_at,
 )
-from logprobe.kernels.vectors import F32, I32, LANES
+from logprobe.kernels.threads.vectors import F32, I32, LANES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.requests import RowRequests
+    from logprobe.kernels.extraction.requests import RowRequests
     from logprobe.records.steps import GivenLogprobs, LogprobsTensors
 
 BLOCK = 1024

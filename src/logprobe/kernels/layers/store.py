@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import cfunc, njit
 
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads.parallel import (
     Worker,
     compile_worker,
     float32_at,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import cfunc, njit
 
-from logprobe.kernels import vectors
-from logprobe.kernels.parallel import Stage, Worker, compile_worker, float32_at, next_item, task_at
-from logprobe.kernels.vectors import F32, SUMS
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import Stage, Worker, compile_worker, float32_at, next_item, task_at
+from logprobe.kernels.threads.vectors import F32, SUMS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -56,7 +56,7 @@ def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits."""
     if logits.device.type != "cpu":
         return draw_reference(logits, params)
-    from logprobe.kernels.sample_numba import draw_rows
+    from logprobe.kernels.draw.numba import draw_rows
 
     drawn = Drawn.empty(len(logits))
     draw_rows(logits.numpy(), params, drawn)

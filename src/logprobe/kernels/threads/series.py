@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads.parallel import (
     TASK_FIELDS,
     Worker,
     barrier_address,
@@ -28,7 +28,7 @@ from logprobe.kernels.parallel import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.kernels.parallel import Stage
+    from logprobe.kernels.threads.parallel import Stage
 
 (TASKS, WORKERS, NUM_STAGES, BARRIER) = range(2, 6)  # addresses but for the number
 TASK_BYTES = 8 * TASK_FIELDS

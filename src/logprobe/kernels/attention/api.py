@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.parallel import Stage
+from logprobe.kernels.threads.parallel import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
     """`attend_rows` of contiguous queries, ready to run."""
-    from logprobe.kernels.attention_numba import worker
+    from logprobe.kernels.attention.numba import worker
 
     settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
     # All heads of a slot lie together; apart they only serve to keep every thread busy.

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.vectors import BLOCK, F32, I32, LANES, bits_float, float_bits, lowest_bit, reaching
+from logprobe.kernels.threads.vectors import (
+    BLOCK,
+    F32,
+    I32,
+    LANES,
+    bits_float,
+    float_bits,
+    lowest_bit,
+    reaching,
+)
 
 U32 = np.uint32
 U64 = np.uint64

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import cfunc, njit
 
-from logprobe.kernels import vectors
-from logprobe.kernels.parallel import (
+from logprobe.kernels.threads import vectors
+from logprobe.kernels.threads.parallel import (
     Worker,
     compile_worker,
     float32_at,
@@ -25,12 +25,12 @@ from logprobe.kernels.parallel import (
     task_at,
     uint8_at,
 )
-from logprobe.kernels.vectors import F32, I32, LOWEST, SUMS, ZERO, exponential, maximum
+from logprobe.kernels.threads.vectors import F32, I32, LOWEST, SUMS, ZERO, exponential, maximum
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from logprobe.kernels.sample import Drawn, DrawParams
+    from logprobe.kernels.draw.api import Drawn, DrawParams
 
 BLOCK = 1024
 BINS_PER_UNIT = F32(32)  # of (maximum - logit) / temperature

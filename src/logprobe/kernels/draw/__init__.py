@@ -1,0 +1,1 @@
+"""Logits → the token that is drawn: temperature, truncation and the inverse of the distribution."""
