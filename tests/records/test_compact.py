@@ -7,7 +7,7 @@ import pytest
 
 from logprobe.errors import ParameterError
 from logprobe.records import FlatLogprobs
-from logprobe.records.compact import cut_to_mass
+from logprobe.records.forms.compact import cut_to_mass
 
 
 def whole_rows(rng: np.random.Generator, n: int, vocab_size: int) -> np.ndarray:

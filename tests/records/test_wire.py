@@ -11,7 +11,7 @@ import pytest
 
 from logprobe.errors import InputError, ParameterError
 from logprobe.records import FlatLogprobs, Logprob, LogprobsInfo
-from logprobe.records.wire import decode_hook, encode_hook, read_header
+from logprobe.records.forms.wire import decode_hook, encode_hook, read_header
 
 INFO = LogprobsInfo(stages=("raw", "processed"), temperature=0.5, model="m")
 

@@ -15,14 +15,14 @@ from torch.nn import functional
 
 from logprobe.config import require
 from logprobe.engine.weights import added
-from logprobe.models.adapters import load_adapter
+from logprobe.models.lora import load_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from logprobe.engine.scheduler import Span
-    from logprobe.models.adapters import Adapter, LowRank
+    from logprobe.models.lora import Adapter, LowRank
 
 Groups: TypeAlias = "list[tuple[str, torch.Tensor]]"
 """Adapter → its rows of the step's packed tokens, (num_rows,) int64."""

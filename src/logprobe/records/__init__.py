@@ -5,24 +5,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from logprobe.records.chat_json import ChatEncoder
-from logprobe.records.compact import cut_to_mass
 from logprobe.records.flat import FlatLogprobs
+from logprobe.records.forms.compact import cut_to_mass
+from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
-from logprobe.records.outputs import ModelRunnerOutput, SamplerOutput
-from logprobe.records.requests import (
+from logprobe.records.steps import (
+    GivenLogprobs,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+    SamplerOutput,
+)
+from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
+from logprobe.records.verbs import (
     PromptLogprobs,
     SampleLogprobs,
     append_logprobs_for_next_position,
     create_prompt_logprobs,
     create_sample_logprobs,
 )
-from logprobe.records.step_lists import LogprobsLists
-from logprobe.records.steps import GivenLogprobs, LogprobsTensors
-from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
 
 if TYPE_CHECKING:
-    from logprobe.records.arrow import (
+    from logprobe.records.forms.arrow import (
         ParquetWriter,
         from_arrow,
         iter_parquet,
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 # Names whose modules need pyarrow -> the module; they load when first used.
 _LATER = dict.fromkeys(
     ("ParquetWriter", "from_arrow", "iter_parquet", "read_parquet", "to_arrow", "write_parquet"),
-    "logprobe.records.arrow",
+    "logprobe.records.forms.arrow",
 )
 
 __all__ = [

@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.columns import Array, Column, ColumnView
-from logprobe.records.ragged_rows import Entries, RowLists
-from logprobe.records.rows import Rows
-from logprobe.records.rows_in import given_columns, row_from_columns, row_from_position, step_rows
-from logprobe.records.selection import chosen_entries, other_logprobs, top_entries
+from logprobe.records.store.columns import Array, Column, ColumnView
+from logprobe.records.store.ragged_rows import Entries, RowLists
+from logprobe.records.store.rows import Rows, given_columns, row_from_columns, row_from_position, step_rows
+from logprobe.records.store.selection import chosen_entries, other_logprobs, top_entries
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from logprobe.records.compact import Precision
+    from logprobe.records.forms.compact import Precision
     from logprobe.records.info import LogprobsInfo
-    from logprobe.records.rows import Store
+    from logprobe.records.store.rows import Store
     from logprobe.records.values import TokenTable
 
 
@@ -274,7 +273,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: an unknown precision; one below float32 for NaN or positive values.
         """
-        from logprobe.records import wire
+        from logprobe.records.forms import wire
 
         return wire.to_bytes(self, precision)
 
@@ -285,7 +284,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             InputError: not such bytes, a later version, or bytes cut short.
         """
-        from logprobe.records import wire
+        from logprobe.records.forms import wire
 
         return wire.from_bytes(data)
 

@@ -5,20 +5,24 @@ Before it: the extraction kernels. After it: the per-request records.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.step_lists import LogprobsLists
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.store.columns import Column
 from logprobe.records.values import TokenLogprob, TopLogprobs, best_indices
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
     from torch import Tensor
 
-    from logprobe.records.columns import Array
+    from logprobe.records.store.columns import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,3 +170,162 @@ class LogprobsTensors:
             rank=int(self.ranks[row]),
             top_k=[TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)],
         )
+
+
+class LogprobsLists:
+    """Positions of several sequences in typed columns; any thread may append or read."""
+
+    def __init__(self, num_sequences: int = 1) -> None:
+        if num_sequences < 0:
+            raise ParameterError("num_sequences", f"{num_sequences} is negative")
+        self._lock = Lock()
+        self._rows = [FlatLogprobs() for _ in range(num_sequences)]
+        self._positions = [Column("int64") for _ in range(num_sequences)]
+
+    def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
+        """Add a position to a sequence; a sequence beyond the last makes room up to it.
+
+        Raises:
+            ParameterError: a negative sequence index, or what `FlatLogprobs.append_fast` refuses.
+        """
+        if seq_idx < 0:
+            raise ParameterError("seq_idx", f"{seq_idx} is negative")
+        entries = [TokenLogprob(logprobs.token_id, logprobs.token, logprobs.logprob), *logprobs.top_k]
+        with self._lock:
+            while len(self._rows) <= seq_idx:
+                self._rows.append(FlatLogprobs())
+                self._positions.append(Column("int64"))
+            rows = self._rows[seq_idx]
+            self._positions[seq_idx].write_one(len(rows), logprobs.position)
+            rows.append_fast(
+                [entry.token_id for entry in entries],
+                [entry.logprob for entry in entries],
+                [logprobs.rank, *range(1, len(entries))],
+                [entry.token for entry in entries],
+            )
+
+    def get_sequence(self, seq_idx: int) -> list[TopLogprobs]:
+        """Positions of one sequence in the order in which they came; empty beyond the last sequence."""
+        with self._lock:
+            if not 0 <= seq_idx < len(self._rows):
+                return []
+            rows = self._rows[seq_idx][:]
+            positions = self._positions[seq_idx].read(0, len(rows)).tolist()
+        return [_top_of(rows, place, position) for place, position in enumerate(positions)]
+
+    def get_all(self) -> list[list[TopLogprobs]]:
+        """Positions of every sequence."""
+        return [self.get_sequence(seq_idx) for seq_idx in range(len(self))]
+
+    def latest(self, seq_idx: int) -> TopLogprobs | None:
+        """The last position of one sequence, None where there is none; no other position is read."""
+        with self._lock:
+            rows = self._rows[seq_idx] if 0 <= seq_idx < len(self._rows) else FlatLogprobs()
+            if not len(rows):
+                return None
+            last = len(rows) - 1
+            return _top_of(rows, last, int(self._positions[seq_idx].row(last)))
+
+    def slice_request(self, row: int) -> FlatLogprobs:
+        """One sequence as columns, each position as wide as its own k; shares memory.
+
+        Raises:
+            ParameterError: no such sequence.
+        """
+        with self._lock:
+            if not 0 <= row < len(self._rows):
+                raise ParameterError("row", f"{row} lies outside the {len(self._rows)} sequences")
+            return self._rows[row][:]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def total_tokens(self) -> int:
+        """Number of positions of all sequences."""
+        with self._lock:
+            return sum(len(rows) for rows in self._rows)
+
+
+def _top_of(rows: FlatLogprobs, place: int, position: int) -> TopLogprobs:
+    ids, logprobs, ranks, texts = rows.rows.store.row(place)
+    tokens = ["" if text is None else text for text in texts or [None] * len(ids)]
+    top = zip(ids[1:], tokens[1:], logprobs[1:], strict=True)
+    return TopLogprobs(
+        position, ids[0], tokens[0], logprobs[0], ranks[0] or 0, [TokenLogprob(*entry) for entry in top]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOutput:
+    """Tokens that one step sampled, one row a sequence."""
+
+    sampled_token_ids: Array  # (B,) or (B, n) integers
+    logprobs: LogprobsTensors | LogprobsLists | None = None  # None: not asked for
+    prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None  # None: not cut
+    spec_decode_accepted: Array | None = None  # (B,) integers: drafted tokens kept
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return int(self.sampled_token_ids.shape[0])
+
+    def get_token_ids(self, batch_idx: int) -> Array:
+        """Token ids sampled for one sequence, (n,).
+
+        Raises:
+            ParameterError: no such sequence.
+        """
+        if not 0 <= batch_idx < self.batch_size:
+            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+        return np.atleast_1d(self.sampled_token_ids[batch_idx])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """One step's sampled tokens by request, and what the step cost."""
+
+    sampler_output: SamplerOutput
+    req_ids: list[str]  # row b belongs to req_ids[b]
+    req_id_to_index: dict[str, int] = field(default_factory=dict)
+    hidden_states: Any = None  # (B, d), where they were asked for
+    forward_time_ns: int = 0
+    sample_time_ns: int = 0
+    peak_memory_bytes: int = 0
+
+    @classmethod
+    def create(
+        cls,
+        sampled_token_ids: npt.ArrayLike,
+        req_ids: Sequence[str],
+        logprobs: LogprobsTensors | LogprobsLists | None = None,
+    ) -> ModelRunnerOutput:
+        """Tie rows to requests: sampled_token_ids (B,) or (B, n), one request id a row.
+
+        Raises:
+            ParameterError: a number of ids that differs from that of rows, or an id twice.
+        """
+        ids = np.asarray(sampled_token_ids)
+        index = {req_id: row for row, req_id in enumerate(req_ids)}
+        if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
+            raise ParameterError(
+                "req_ids", f"{len(req_ids)} ids, {len(index)} different, for rows {ids.shape}; give one each"
+            )
+        output = SamplerOutput(
+            sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1
+        )
+        return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
+
+    def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
+        """Token ids (n,) of one request and its latest numbers; None where the step did not hold it.
+
+        Reads that request's row alone.
+        """
+        row = self.req_id_to_index.get(req_id)
+        if row is None:
+            return None
+        logprobs = self.sampler_output.logprobs
+        return self.sampler_output.get_token_ids(row), None if logprobs is None else logprobs.latest(row)

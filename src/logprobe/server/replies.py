@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.records.chat_json import IMPOSSIBLE
+from logprobe.records.forms.json import IMPOSSIBLE
 from logprobe.server.rows_json import content, finite, legacy, prompt_rows, token_rows
 
 if TYPE_CHECKING:

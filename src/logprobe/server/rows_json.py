@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from logprobe.records.chat_json import IMPOSSIBLE
+from logprobe.records.forms.json import IMPOSSIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.models import Vocabulary
     from logprobe.records import FlatLogprobs
-    from logprobe.records.chat_json import ChatEncoder
-    from logprobe.records.ragged_rows import Entries
+    from logprobe.records.forms.json import ChatEncoder
+    from logprobe.records.store.ragged_rows import Entries
 
 
 def finite(values: Any) -> list[float | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from logprobe.records.chat_json import ChatEncoder
+from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.errors import ApiError, bad_request
 from logprobe.server.limits import Limits
 from logprobe.server.metrics import Metrics

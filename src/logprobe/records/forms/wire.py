@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import InputError
-from logprobe.records.compact import Precision, quantise, restore
 from logprobe.records.flat import FlatLogprobs
+from logprobe.records.forms.compact import Precision, quantise, restore
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
-from logprobe.records.ragged_rows import RaggedRows
-from logprobe.records.top_rows import TopRows
+from logprobe.records.store.ragged_rows import RaggedRows
+from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
-    from logprobe.records.columns import Array
-    from logprobe.records.rows import Store
+    from logprobe.records.store.columns import Array
+    from logprobe.records.store.rows import Store
 
 MAGIC, VERSION, ALIGNMENT = b"LGPB", 1, 8
 

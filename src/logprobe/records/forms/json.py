@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.selection import chosen_entries, top_entries
-from logprobe.records.top_rows import TopRows
+from logprobe.records.store.selection import chosen_entries, top_entries
+from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
-    from logprobe.records.columns import Array
     from logprobe.records.flat import FlatLogprobs
-    from logprobe.records.ragged_rows import Entries
-    from logprobe.records.rows import Store
+    from logprobe.records.store.columns import Array
+    from logprobe.records.store.ragged_rows import Entries
+    from logprobe.records.store.rows import Store
     from logprobe.records.values import TokenTable
 
 IMPOSSIBLE = -9999.0  # what JSON says for -inf, as other servers do

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from logprobe.records.columns import Array
+    from logprobe.records.store.columns import Array
 
 MIN_SIGN_BITS, MAX_SIGN_BITS = 20, 41
 MAX_KEY_BITS = 62

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.records.columns import Array, Column, narrowest_id_dtype
-from logprobe.records.ragged_rows import Entries, RowLists
-from logprobe.records.row_keys import (
+from logprobe.records.store.columns import Array, Column, narrowest_id_dtype
+from logprobe.records.store.ragged_rows import Entries, RowLists
+from logprobe.records.store.row_keys import (
     MAX_KEY_BITS,
     RowKey,
     decode_key,
@@ -30,7 +30,7 @@ from logprobe.records.row_keys import (
     signs_of,
     write_signs,
 )
-from logprobe.records.top_columns import TopColumns, TopLists
+from logprobe.records.store.top_columns import TopColumns, TopLists
 
 MAX_LIST_K = 64  # up to here one row is quicker as Python values than as an array
 _LARGEST_ID = {2: (1 << 16) - 1, 4: (1 << 31) - 1, 8: (1 << 63) - 1}  # by bytes of the column's type

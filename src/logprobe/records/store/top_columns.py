@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from logprobe.records.columns import Array
+    from logprobe.records.store.columns import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

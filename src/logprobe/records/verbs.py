@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.rows_in import row_from_columns
+from logprobe.records.store.rows import row_from_columns
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.ragged_rows import Entries
-from logprobe.records.row_keys import num_sign_bits, read_signs, write_signs
+from logprobe.records.store.ragged_rows import Entries
+from logprobe.records.store.row_keys import num_sign_bits, read_signs, write_signs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from logprobe.records.columns import Array
+    from logprobe.records.store.columns import Array
 
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from logprobe.records.ragged_rows import Entries
-from logprobe.records.top_rows import TopRows
+from logprobe.records.store.ragged_rows import Entries
+from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
-    from logprobe.records.columns import Array
-    from logprobe.records.rows import Store
-    from logprobe.records.top_columns import TopColumns
+    from logprobe.records.store.columns import Array
+    from logprobe.records.store.rows import Store
+    from logprobe.records.store.top_columns import TopColumns
 
 
 def chosen_entries(store: Store, start: int, stop: int) -> Entries:

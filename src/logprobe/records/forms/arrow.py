@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, ParameterError
-from logprobe.records.columns import narrowed
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.info import LogprobsInfo
-from logprobe.records.ragged_rows import NO_RANK, Entries
-from logprobe.records.rows_in import StepRows
-from logprobe.records.top_rows import TopRows
+from logprobe.records.store.columns import narrowed
+from logprobe.records.store.ragged_rows import NO_RANK, Entries
+from logprobe.records.store.rows import StepRows
+from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from logprobe.records.columns import Array
+    from logprobe.records.store.columns import Array
 
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 16_384

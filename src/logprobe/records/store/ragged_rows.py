@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from logprobe.records.columns import Array, Column, narrowed, narrowest_id_dtype
+from logprobe.records.store.columns import Array, Column, narrowed, narrowest_id_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,1 @@
+"""A record in other forms: bytes, Arrow and Parquet, JSON."""

@@ -1,0 +1,1 @@
+"""Where the entries of a record lie: regular rows packed, ragged ones as they come."""
