@@ -14,7 +14,7 @@ import pytest
 
 from logprobe.models import KNOWN_MODELS, ModelFiles, resolve
 from logprobe.models.fetch import fetch_gguf
-from logprobe.models.gguf_file import GgufFile
+from logprobe.models.gguf.file import GgufFile
 from logprobe.models.known import KnownModel, Package
 
 if TYPE_CHECKING:

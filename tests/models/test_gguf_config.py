@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe.errors import InputError, UnsupportedModelError
-from logprobe.models.gguf_config import build_config
-from logprobe.models.gguf_file import GgufFile
+from logprobe.models.gguf.config import build_config
+from logprobe.models.gguf.file import GgufFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import load_tokenizer
-from logprobe.models.gguf_file import GgufFile
-from logprobe.models.gguf_tokenizer import build_tokenizer
+from logprobe.models.gguf.file import GgufFile
+from logprobe.models.gguf.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.gguf_config import build_config
-from logprobe.models.gguf_file import GgufFile
-from logprobe.models.gguf_weights import read_weight, write_weights
+from logprobe.models.gguf.config import build_config
+from logprobe.models.gguf.file import GgufFile
+from logprobe.models.gguf.weights import read_weight, write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable

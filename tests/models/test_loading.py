@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from logprobe.models.gguf_file import GgufFile
+    from logprobe.models.gguf.file import GgufFile
 
 
 @pytest.fixture

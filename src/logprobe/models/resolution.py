@@ -44,7 +44,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
     if path.is_file():
         return ModelFiles(name, _gguf_folder(path))
     if _looks_like_hub_id(name):
-        from logprobe.models.hub import snapshot
+        from logprobe.models.fetch import snapshot
 
         return ModelFiles(name, checked_folder(snapshot(name, download=download)))
     raise ModelNotFoundError(_not_found(name))
@@ -101,8 +101,8 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
         raise ModelNotFoundError(
             f"{model.name}: not in {folder.parent}; run `logprobe models pull {model.name}`"
         )
-    from logprobe.models.convert import convert
     from logprobe.models.fetch import fetch_gguf
+    from logprobe.models.gguf.convert import convert
 
     with new_entry(folder) as partial:
         if partial is not None:
@@ -119,8 +119,8 @@ def _gguf_folder(path: Path) -> Path:
         raise UnsupportedModelError(
             f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
         )
-    from logprobe.models.convert import convert
     from logprobe.models.fetch import sha256_of
+    from logprobe.models.gguf.convert import convert
 
     sha256 = sha256_of(path)
     folder = entry_folder("gguf", sha256)

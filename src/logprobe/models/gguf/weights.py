@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from logprobe.models.gguf_file import GgufFile
+    from logprobe.models.gguf.file import GgufFile
 
 _TOP: Final = {
     "token_embd": "model.embed_tokens",

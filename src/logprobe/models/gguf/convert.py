@@ -9,10 +9,10 @@ import json
 from typing import TYPE_CHECKING
 
 from logprobe.models.cache import MANIFEST, say
-from logprobe.models.gguf_config import build_config
-from logprobe.models.gguf_file import GgufFile
-from logprobe.models.gguf_tokenizer import build_tokenizer
-from logprobe.models.gguf_weights import write_weights
+from logprobe.models.gguf.config import build_config
+from logprobe.models.gguf.file import GgufFile
+from logprobe.models.gguf.tokenizer import build_tokenizer
+from logprobe.models.gguf.weights import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
-    from logprobe.models.gguf_file import GgufFile
+    from logprobe.models.gguf.file import GgufFile
 
 # Token types of the GGUF format (`tokenizer.ggml.token_type`).
 _NORMAL: Final = 1

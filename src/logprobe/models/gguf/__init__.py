@@ -1,0 +1,1 @@
+"""GGUF files → configuration, tokenizer and weights as transformers keeps them."""
