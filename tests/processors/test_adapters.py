@@ -19,7 +19,7 @@ from logprobe.processors import (
     adapt_transformers,
     adapt_vllm,
 )
-from logprobe.processors.grammar import byte_tokenizer
+from logprobe.processors.builtin.grammar import byte_tokenizer
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def test_a_token_that_a_matcher_does_not_accept_fails_its_request(facts: ModelFa
 
 
 def test_what_is_no_matcher_is_told() -> None:
-    from logprobe.processors.matchers import as_matcher
+    from logprobe.processors.builtin.matchers import as_matcher
 
     with pytest.raises(ParameterError, match="gave object, which is no matcher"):
         as_matcher(object(), 10)

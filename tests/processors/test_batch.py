@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from logprobe.processors import ArgsView, BatchState
-from logprobe.processors.args import LogitBiasArgs
+from logprobe.processors.arguments import LogitBiasArgs
 from logprobe.processors.batch import as_batch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
 from logprobe.processors import BatchState, CaptureLogitsProcessor
-from logprobe.processors.args import CaptureArgs
+from logprobe.processors.arguments import CaptureArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

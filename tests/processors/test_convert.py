@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ParameterError
-from logprobe.processors.args import GrammarArgs, LogitBiasArgs, TokenId
-from logprobe.processors.convert import check_token_ids, keys_of, plain, to_args
-from logprobe.processors.fields import field_args, format_args
+from logprobe.processors.arguments import (
+    GrammarArgs,
+    LogitBiasArgs,
+    TokenId,
+    check_token_ids,
+    field_args,
+    format_args,
+    keys_of,
+    plain,
+    to_args,
+)
 from logprobe.sampling import SamplingParams
 
 

@@ -13,8 +13,8 @@ import torch
 from logprobe import SamplingParams
 from logprobe.errors import ParameterError
 from logprobe.processors import GrammarLogitsProcessor
-from logprobe.processors.args import GrammarArgs
-from logprobe.processors.grammar import grammar_of
+from logprobe.processors.arguments import GrammarArgs
+from logprobe.processors.builtin.grammar import grammar_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

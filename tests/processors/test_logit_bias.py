@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.processors import LogitBiasLogitsProcessor
-from logprobe.processors.args import LogitBiasArgs
+from logprobe.processors.arguments import LogitBiasArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

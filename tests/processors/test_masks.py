@@ -10,8 +10,8 @@ from logprobe.processors import (
     BannedWordsLogitsProcessor,
     MinTokensLogitsProcessor,
 )
-from logprobe.processors.args import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
-from logprobe.processors.masks import word_sequences
+from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
+from logprobe.processors.builtin.masks import word_sequences
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

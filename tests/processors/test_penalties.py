@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logprobe.processors import PenaltiesLogitsProcessor
-from logprobe.processors.args import PenaltiesArgs
+from logprobe.processors.arguments import PenaltiesArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ import torch
 
 from logprobe.errors import ParameterError
 from logprobe.processors import ThinkingBudgetLogitsProcessor
-from logprobe.processors.args import ThinkingBudgetArgs
+from logprobe.processors.arguments import ThinkingBudgetArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.slots import IntArray
-    from logprobe.processors.counters import ProcessorCounter
+    from logprobe.processors.stages import ProcessorCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

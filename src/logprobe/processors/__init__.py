@@ -8,28 +8,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logprobe.processors.adapters import (
+    from logprobe.processors.arguments import TokenId
+    from logprobe.processors.batch import ArgsView, BatchRow, BatchState
+    from logprobe.processors.builtin.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
+    from logprobe.processors.builtin.grammar import GrammarLogitsProcessor
+    from logprobe.processors.builtin.masks import (
+        AllowedTokensLogitsProcessor,
+        BannedWordsLogitsProcessor,
+        LogitBiasLogitsProcessor,
+        MinTokensLogitsProcessor,
+    )
+    from logprobe.processors.builtin.penalties import PenaltiesLogitsProcessor
+    from logprobe.processors.builtin.thinking import ThinkingBudgetLogitsProcessor
+    from logprobe.processors.effects import ProcessorEffect
+    from logprobe.processors.foreign import (
         adapt_callable,
         adapt_matcher,
         adapt_transformers,
         adapt_vllm,
     )
-    from logprobe.processors.args import TokenId
-    from logprobe.processors.batch import ArgsView, BatchRow, BatchState
-    from logprobe.processors.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
-    from logprobe.processors.effects import ProcessorEffect
-    from logprobe.processors.grammar import GrammarLogitsProcessor
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
-    from logprobe.processors.logit_bias import LogitBiasLogitsProcessor
-    from logprobe.processors.masks import (
-        AllowedTokensLogitsProcessor,
-        BannedWordsLogitsProcessor,
-        MinTokensLogitsProcessor,
-    )
-    from logprobe.processors.penalties import PenaltiesLogitsProcessor
     from logprobe.processors.pipeline import Pipeline
     from logprobe.processors.registry import available_processors, describe_processor, load_processor
-    from logprobe.processors.thinking import ThinkingBudgetLogitsProcessor
 
 __all__ = [
     "AllowedTokensLogitsProcessor",
@@ -59,27 +59,27 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AllowedTokensLogitsProcessor": "masks",
+    "AllowedTokensLogitsProcessor": "builtin.masks",
     "ArgsView": "batch",
-    "BannedWordsLogitsProcessor": "masks",
+    "BannedWordsLogitsProcessor": "builtin.masks",
     "BatchRow": "batch",
     "BatchState": "batch",
-    "CaptureLogitsProcessor": "capture",
-    "GlobalLogprobsCapture": "capture",
-    "GrammarLogitsProcessor": "grammar",
-    "LogitBiasLogitsProcessor": "logit_bias",
+    "CaptureLogitsProcessor": "builtin.capture",
+    "GlobalLogprobsCapture": "builtin.capture",
+    "GrammarLogitsProcessor": "builtin.grammar",
+    "LogitBiasLogitsProcessor": "builtin.masks",
     "LogitsProcessor": "interface",
-    "MinTokensLogitsProcessor": "masks",
+    "MinTokensLogitsProcessor": "builtin.masks",
     "ModelFacts": "interface",
-    "PenaltiesLogitsProcessor": "penalties",
+    "PenaltiesLogitsProcessor": "builtin.penalties",
     "Pipeline": "pipeline",
     "ProcessorEffect": "effects",
-    "ThinkingBudgetLogitsProcessor": "thinking",
-    "TokenId": "args",
-    "adapt_callable": "adapters",
-    "adapt_matcher": "adapters",
-    "adapt_transformers": "adapters",
-    "adapt_vllm": "adapters",
+    "ThinkingBudgetLogitsProcessor": "builtin.thinking",
+    "TokenId": "arguments",
+    "adapt_callable": "foreign",
+    "adapt_matcher": "foreign",
+    "adapt_transformers": "foreign",
+    "adapt_vllm": "foreign",
     "available_processors": "registry",
     "describe_processor": "registry",
     "load_processor": "registry",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
-from logprobe.processors.convert import keys_of, plain, to_args
+from logprobe.processors.arguments import keys_of, plain, to_args
 
 if TYPE_CHECKING:
     import msgspec
     from torch import Tensor
 
-    from logprobe.processors.fields import RequestParams
+    from logprobe.processors.arguments import RequestParams
 
 RowKey: TypeAlias = tuple[str, int, int]
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.processors.counters import ProcessorCounter
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
+    from logprobe.processors.stages import ProcessorCounter
 
 logger = logging.getLogger("logprobe")
 

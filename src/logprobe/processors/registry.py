@@ -14,7 +14,7 @@ import msgspec
 
 from logprobe.config import require
 from logprobe.errors import ParameterError
-from logprobe.processors.convert import keys_of
+from logprobe.processors.arguments import keys_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

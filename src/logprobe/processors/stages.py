@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors import registry
+from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
-from logprobe.processors.convert import check_token_ids, keys_of, to_args
-from logprobe.processors.counters import ProcessorCounter
-from logprobe.processors.fields import field_args
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -163,3 +161,13 @@ class Stages:
         else:
             remedy = "register the processor that takes it with logits_processors=[...]"
         return f"no registered processor takes {key!r}; {remedy}; registered: {registered or 'none'}"
+
+
+@dataclass(slots=True)
+class ProcessorCounter:
+    """One processor's totals since the engine's start."""
+
+    num_steps: int = 0  # steps with a row for it
+    num_rows: int = 0  # rows that it was given
+    num_failures: int = 0  # samples that it failed
+    seconds: float = 0.0  # wall time in update_state and apply

@@ -13,8 +13,7 @@ from typing import Any, Final, Literal, cast
 
 from logprobe.config import require, strict_keywords
 from logprobe.errors import ParameterError
-from logprobe.processors.convert import LARGEST_FLOAT, plain
-from logprobe.processors.fields import field_args
+from logprobe.processors.arguments import LARGEST_FLOAT, field_args, plain
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backend import EngineBackend
     from logprobe.engine.request import RequestOutput
-    from logprobe.processors.counters import ProcessorCounter
+    from logprobe.processors.stages import ProcessorCounter
 
 
 class Metrics:

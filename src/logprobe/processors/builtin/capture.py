@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from logprobe.config import require
 from logprobe.kernels import extract
-from logprobe.processors.args import CaptureArgs
+from logprobe.processors.arguments import CaptureArgs
 from logprobe.processors.batch import BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor
 

@@ -15,8 +15,8 @@ import torch
 
 from logprobe.config import require
 from logprobe.processors.batch import BatchRow, BatchState, RowKey
+from logprobe.processors.builtin.matchers import allowed_tokens, as_matcher
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
-from logprobe.processors.matchers import allowed_tokens, as_matcher
 
 if TYPE_CHECKING:
     import msgspec

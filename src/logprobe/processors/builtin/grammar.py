@@ -14,10 +14,10 @@ import torch
 
 from logprobe.config import require
 from logprobe.errors import ParameterError
-from logprobe.processors.args import GrammarArgs
+from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
+from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
-from logprobe.processors.matchers import LlguidanceMatcher, Matcher, allowed_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,24 +1,51 @@
-"""Masks: only some tokens, no banned words, no end before so many tokens."""
+"""Masks and biases: only some tokens, no banned words, no end before so many tokens, OpenAI's `logit_bias`.
+
+They change single cells of a batch of logits, named by flat index tensors: one operation for all rows.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, final
 
+import numpy as np
 import torch
 
 from logprobe.config import require
-from logprobe.processors.args import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
+from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
 from logprobe.processors.batch import BatchState, as_batch
-from logprobe.processors.cells import Cells
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """n cells: (n,) int64 rows and (n,) int64 token ids."""
+
+    rows: Tensor
+    token_ids: Tensor
+
+    @classmethod
+    def of(cls, ids_by_row: Sequence[Sequence[int] | NDArray[Any]]) -> Cells | None:
+        """The cells of each row's ids; None where there are none."""
+        counts = [len(ids) for ids in ids_by_row]
+        if not sum(counts):
+            return None
+        rows = np.repeat(np.arange(len(counts)), counts)
+        ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in ids_by_row if len(ids)])
+        return cls(torch.from_numpy(rows), torch.from_numpy(ids))
+
+    def on(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The indices into these logits, on their device."""
+        return self.rows.to(logits.device), self.token_ids.to(logits.device)
 
 
 @final
@@ -143,3 +170,32 @@ def _ends_with(output: Sequence[int], ids: tuple[int, ...]) -> bool:
 
 def _no_tokenizer(word: str) -> tuple[tuple[int, ...], ...]:
     raise AssertionError(f"bind comes before {word!r} is looked up")
+
+
+@final
+class LogitBiasLogitsProcessor(LogitsProcessor):
+    """Adds `logit_bias` (token id → nats) to the logits of its tokens; an impossible one stays impossible."""
+
+    Args = LogitBiasArgs
+
+    def __init__(self, config: EngineConfig) -> None:
+        del config
+        self._cells: Cells | None = None
+        self._biases = torch.empty(0)
+
+    def update_state(self, batch: BatchState) -> None:
+        """Collect the cells, unless rows and arguments are those of the step before."""
+        batch = as_batch(batch, LogitBiasArgs)
+        if batch.is_same:
+            return
+        biases = [row.args.logit_bias for row in batch.rows]
+        self._cells = Cells.of([list(bias) for bias in biases])
+        self._biases = torch.tensor(
+            [value for bias in biases for value in bias.values()], dtype=torch.float32
+        )
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Add the biases in place."""
+        if self._cells is not None:
+            logits[self._cells.on(logits)] += self._biases.to(logits)
+        return logits

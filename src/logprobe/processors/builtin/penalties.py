@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
-from logprobe.processors.args import PenaltiesArgs
+from logprobe.processors.arguments import PenaltiesArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
-from logprobe.processors.cells import Cells
+from logprobe.processors.builtin.masks import Cells
 from logprobe.processors.interface import LogitsProcessor
 
 if TYPE_CHECKING:

@@ -1,0 +1,282 @@
+"""What a request asks of its processors: typed arguments, from plain values or from the request's own fields.
+
+The built-in processors' arguments become JSON Schema, and the fields of `SamplingParams` are checked by the
+same types; every default means 'nothing asked'. Before it: keyword arguments or JSON. After it: processors,
+which trust every value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from logprobe.config import require
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def plain(value: Any) -> Any:
+    """A copy made of dicts, lists and numbers alone, so that the caller's later changes do not matter."""
+    if hasattr(value, "tolist"):  # numpy or torch
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value
+
+
+def to_args(values: dict[str, Any], args_type: type[S], parameter: str) -> S:
+    """Typed arguments from plain ones; keys that are numbers may be texts, as in JSON.
+
+    Raises:
+        ParameterError: a wrong type, a value out of bounds, or a number that is not finite.
+    """
+    try:
+        args = msgspec.convert(values, args_type, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ParameterError(parameter, f"{error} (of {parameter})") from error
+    _check_finite(parameter, msgspec.structs.asdict(args))
+    return args
+
+
+def keys_of(args_type: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The names of the arguments, as they are written."""
+    return tuple(field.encode_name for field in msgspec.structs.fields(args_type))
+
+
+def check_token_ids(args: msgspec.Struct, vocab_size: int, parameter: str) -> None:
+    """Raise `ParameterError` where a value of type `TokenId` lies outside [0, vocab_size)."""
+    for name, field_type in _token_fields(type(args)):
+        where = "" if name == parameter else f"{name}: "
+        for token_id in _token_ids(field_type, getattr(args, name)):
+            require(
+                token_id < vocab_size,
+                parameter,
+                f"{where}token id {token_id} lies outside the vocabulary [0, {vocab_size})",
+            )
+
+
+@functools.cache
+def _token_fields(args_type: type[msgspec.Struct]) -> tuple[tuple[str, inspect.Type], ...]:
+    info = inspect.type_info(args_type)
+    assert isinstance(info, inspect.StructType)
+    return tuple((field.name, field.type) for field in info.fields if _holds_token_ids(field.type))
+
+
+def _holds_token_ids(kind: Any) -> bool:
+    if isinstance(kind, inspect.Metadata):
+        return bool((kind.extra or {}).get("is_token_id")) or _holds_token_ids(kind.type)
+    parts = ("item_type", "key_type", "value_type")
+    inner = [getattr(kind, part) for part in parts if hasattr(kind, part)]
+    return any(map(_holds_token_ids, [*inner, *getattr(kind, "types", ())]))
+
+
+def _token_ids(kind: Any, value: Any) -> Iterator[int]:
+    """The token ids within a value of this type."""
+    if isinstance(kind, inspect.Metadata):
+        if (kind.extra or {}).get("is_token_id"):
+            yield value
+        else:
+            yield from _token_ids(kind.type, value)
+    elif isinstance(kind, inspect.UnionType):
+        fitting = [one for one in kind.types if _holds_token_ids(one)] if value is not None else []
+        for one in fitting:
+            yield from _token_ids(one, value)
+    elif isinstance(kind, inspect.DictType):
+        for key, item in value.items():
+            yield from _token_ids(kind.key_type, key)
+            yield from _token_ids(kind.value_type, item)
+    elif _holds_token_ids(kind):
+        for item in value:
+            yield from _token_ids(kind.item_type, item)
+
+
+def _check_finite(parameter: str, value: Any) -> None:
+    if isinstance(value, float):
+        require(abs(value) <= LARGEST_FLOAT, parameter, f"holds {value}, which is not a finite float32")
+    elif isinstance(value, dict):
+        for item in value.values():
+            _check_finite(parameter, item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_finite(parameter, item)
+
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, extra={"is_token_id": True})]
+"""An id that admission checks against the model's vocabulary; usable in any processor's `Args`."""
+
+Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+
+
+class _Args(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all of them share."""
+
+
+class LogitBiasArgs(_Args, frozen=True):
+    """Added to the logits of single tokens."""
+
+    logit_bias: dict[TokenId, float] = {}  # nats
+
+
+class AllowedTokensArgs(_Args, frozen=True):
+    """The only tokens that may be drawn."""
+
+    allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+
+
+class BannedWordsArgs(_Args, frozen=True):
+    """What must not be generated: texts, or sequences of ids."""
+
+    bad_words: list[Annotated[str, msgspec.Meta(min_length=1)]] = []
+    bad_words_token_ids: list[Annotated[list[TokenId], msgspec.Meta(min_length=1)]] = []
+
+
+class MinTokensArgs(_Args, frozen=True):
+    """The least number of tokens to generate before one that ends the text."""
+
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class PenaltiesArgs(_Args, frozen=True):
+    """Penalties on tokens that were seen already."""
+
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+
+
+class ThinkingBudgetArgs(_Args, frozen=True):
+    """The most tokens between the marker that starts thinking and the one that ends it."""
+
+    thinking_budget: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    think_stop_sentence: str | None = None  # written before the end marker, inside the budget
+    think_start: Annotated[str, msgspec.Meta(min_length=1)] = "<think>"
+    think_end: Annotated[str, msgspec.Meta(min_length=1)] = "</think>"
+    think_start_token_ids: list[TokenId] = []  # in place of `think_start`, as are the next two of theirs
+    think_end_token_ids: list[TokenId] = []
+    think_stop_sentence_token_ids: list[TokenId] = []
+
+
+class GrammarArgs(_Args, frozen=True):
+    """One of these: the form that the text must have."""
+
+    json_schema: dict[str, Any] | str | None = None  # a schema, or its JSON text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None
+    choice: Annotated[list[str], msgspec.Meta(min_length=1)] | None = None
+    ebnf: str | None = None  # in Lark's notation, as llguidance reads it
+
+
+class CaptureArgs(_Args, frozen=True):
+    """True keeps the request's rows under its id, a text keeps them under that name."""
+
+    capture: bool | str = False
+
+
+class RequestParams(Protocol):
+    """What a processor may read of a request's `SamplingParams`."""
+
+    @property
+    def stop_token_ids(self) -> Any:
+        """Token ids that end the text."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is picked without a draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldArgs:
+    """What one field, or one group of fields, asks of a built-in processor."""
+
+    parameter: str
+    processor: str
+    args: msgspec.Struct
+
+
+# Built-in processor, its arguments, the name that errors give, the request's fields of the same names.
+_FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
+    ("AllowedTokensLogitsProcessor", AllowedTokensArgs, ("allowed_token_ids",)),
+    ("BannedWordsLogitsProcessor", BannedWordsArgs, ("bad_words",)),
+    ("MinTokensLogitsProcessor", MinTokensArgs, ("min_tokens",)),
+    ("LogitBiasLogitsProcessor", LogitBiasArgs, ("logit_bias",)),
+    (
+        "PenaltiesLogitsProcessor",
+        PenaltiesArgs,
+        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ),
+)
+_FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
+
+
+def field_args(params: Any) -> list[FieldArgs]:
+    """What a request's own fields ask of the built-in processors; fields left at their defaults ask nothing.
+
+    Raises:
+        ParameterError: a value that no processor takes; it names the field.
+    """
+    found = []
+    for processor, kind, names in _FIELDS:
+        values = {name: plain(getattr(params, name)) for name in names}
+        asked = {name: value for name, value in values.items() if _is_asked(kind, name, value)}
+        if asked:
+            parameter = next(iter(asked))
+            found.append(FieldArgs(parameter, processor, _checked(asked, kind)))
+    if params.response_format is not None:
+        grammar = format_args(params.response_format)
+        if grammar is not None:
+            found.append(FieldArgs("response_format", "GrammarLogitsProcessor", grammar))
+    return found
+
+
+def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """Check each field under its own name, then all together."""
+    for name, value in asked.items():
+        args = to_args({name: value}, kind, name)
+    return args if len(asked) == 1 else to_args(asked, kind, next(iter(asked)))
+
+
+def _is_asked(kind: type[msgspec.Struct], name: str, value: Any) -> bool:
+    if value is None or (name != "allowed_token_ids" and value in ([], {})):
+        return False
+    return bool(value != getattr(kind(), name))
+
+
+def format_args(response_format: Any) -> GrammarArgs | None:
+    """The grammar that a response format asks for; None for plain text.
+
+    The types are OpenAI's `text`, `json_object` and `json_schema`, and beside them `regex`, `choice` and
+    `ebnf`, each with a value of the same name.
+
+    Raises:
+        ParameterError: another type, or a value that is missing.
+    """
+    name = "response_format"
+    is_mapping = isinstance(response_format, Mapping)
+    require(is_mapping, name, f"must be an object with a type, got {response_format!r:.60}")
+    kind = response_format.get("type")
+    known = ("text", "json_object", *_FORMATS)
+    require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r}")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return GrammarArgs(json_object=True)
+    value = response_format.get(kind)
+    if kind == "json_schema":
+        is_wrapped = isinstance(value, Mapping) and isinstance(value.get("schema"), Mapping)
+        require(is_wrapped, name, "json_schema must hold an object with a schema")
+        value = value["schema"]
+    require(value is not None, name, f"of type {kind} needs {kind}")
+    return to_args({_FORMATS[kind]: plain(value)}, GrammarArgs, name)
