@@ -129,7 +129,7 @@ def serving(
     """Serve an engine and its text edge from a thread until the block ends: (address, application)."""
     import uvicorn
 
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.app import create_app
     from logprobe.server.run import uvicorn_config
 

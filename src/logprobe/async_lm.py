@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from logprobe.config import EngineConfig, require
 from logprobe.errors import ParameterError
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
-from logprobe.next_token.row_cache import RowCache
+from logprobe.next_token.rows import RowCache
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
 
 ENGINES = ("native",)
 
@@ -67,7 +67,7 @@ class AsyncLM(NextTokenLM):
             ModelError: the model cannot be had or used.
             ParameterError: a setting that cannot be used.
         """
-        from logprobe.engine.start import start_native_engine
+        from logprobe.engine.backends.start import start_native_engine
 
         require(engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}, got {engine!r}")
         RowCache(cache_bytes)  # refused before the model is loaded

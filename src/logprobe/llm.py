@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import Request, RequestOutput
-    from logprobe.engine.slots import IntArray
 
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
@@ -52,8 +52,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        from logprobe.engine.bridge import LoopThread
-        from logprobe.engine.start import start_native_engine
+        from logprobe.engine.backends.bridge import LoopThread
+        from logprobe.engine.backends.start import start_native_engine
 
         self.config = EngineConfig(model=model, **settings)
         loaded = start_native_engine(self.config)

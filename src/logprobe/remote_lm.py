@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from logprobe.engine.backends.remote.engine import HttpEngine
+from logprobe.engine.backends.remote.text import RemoteText
 from logprobe.errors import LogprobeError
-from logprobe.next_token.http_engine import HttpEngine
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
-from logprobe.next_token.remote_text import RemoteText
-from logprobe.next_token.row_cache import RowCache
+from logprobe.next_token.rows import RowCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from logprobe.engine.scheduler import StepPlan
+    from logprobe.engine.plan.scheduler import StepPlan
 
 TOLERANCE = 1e-4  # nats, on the tiny models
 SMALL: dict[str, Any] = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logprobe.engine import forward as forward_module
-from logprobe.engine.attention import is_short, plan_attention
+from logprobe.engine.forward import native as forward_module
+from logprobe.engine.forward.attention import is_short, plan_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable

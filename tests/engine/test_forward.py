@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from logprobe.config import EngineConfig
-from logprobe.engine import forward as forward_module
-from logprobe.engine.forward import NativeForward
-from logprobe.engine.head import OutputHead
-from logprobe.engine.int8_weights import Int8Linear
-from logprobe.engine.scheduler import Span, StepPlan
-from logprobe.engine.weights import PackedGatedMLP, PackedLinear, PackedNorm
+from logprobe.engine.forward import native as forward_module
+from logprobe.engine.forward.native import NativeForward, OutputHead
+from logprobe.engine.layers.int8 import Int8Linear
+from logprobe.engine.layers.packed import PackedGatedMLP, PackedLinear, PackedNorm
+from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import resolve
 

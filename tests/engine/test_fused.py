@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logprobe.config import EngineConfig
-from logprobe.engine import fused as fused_module
-from logprobe.engine.forward import NativeForward
-from logprobe.engine.fused import FusedLayer
-from logprobe.engine.scheduler import Span, StepPlan
+from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.layers import fused as fused_module
+from logprobe.engine.layers.fused import FusedLayer
+from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models import resolve
 
 if TYPE_CHECKING:

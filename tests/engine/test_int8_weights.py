@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.engine.int8_weights import SHARE_OF_INPUTS, SHARE_WHERE_NARROWER, Int8Linear, quantise_
-from logprobe.engine.weights import PackedNorm
+from logprobe.engine.layers.int8 import SHARE_OF_INPUTS, SHARE_WHERE_NARROWER, Int8Linear, quantise_
+from logprobe.engine.layers.packed import PackedNorm
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROWS = [1, 3, 33, 300]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
-from logprobe.engine import memory as memory_module
-from logprobe.engine.forward import NativeForward
-from logprobe.engine.memory import ALIGNMENT, SlotMemory
+from logprobe.engine.forward import pool as memory_module
+from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.forward.pool import ALIGNMENT, SlotMemory
 from logprobe.errors import ParameterError
 from logprobe.models import resolve
 

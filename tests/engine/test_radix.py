@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from logprobe.engine.radix import RadixTree, shared_length
-from logprobe.engine.slots import SlotPool
+from logprobe.engine.plan.radix import RadixTree, SlotPool, shared_length
 
 NUM_SLOTS = 24
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)

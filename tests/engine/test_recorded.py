@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
-from logprobe.engine import recorded as recorded_module
-from logprobe.engine.forward import NativeForward
-from logprobe.engine.recorded import MOST_ROWS, RecordedSteps, record_steps
-from logprobe.engine.scheduler import Span, StepPlan
+from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.layers import recorded as recorded_module
+from logprobe.engine.layers.recorded import MOST_ROWS, RecordedSteps, record_steps
+from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models import resolve
 
 if TYPE_CHECKING:

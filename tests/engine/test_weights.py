@@ -12,8 +12,8 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from logprobe.engine import weights as weights_module
-from logprobe.engine.weights import (
+from logprobe.engine.layers import packed as weights_module
+from logprobe.engine.layers.packed import (
     PackedGatedMLP,
     PackedLinear,
     as_packed_norm,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from logprobe import AsyncLM
-from logprobe.engine.start import LoadedModel
+from logprobe.engine.backends.start import LoadedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -302,7 +302,7 @@ def test_two_front_doors_share_an_engine_and_one_may_leave(
     tiny_llm: Any, plain_row: Any, random_ids: Any
 ) -> None:
     from logprobe import AsyncLM as Class
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
 
     ids = random_ids(9, 6)
     with Class(LoadedModel(tiny_llm.engine, tiny_llm.text)) as lm:
@@ -322,7 +322,7 @@ def test_a_setting_out_of_range_is_named(new_lm: Any, name: str, value: Any) -> 
 @pytest.mark.real_model
 def test_rows_of_the_real_model_equal_a_plain_forward_pass(real_llm: Any, plain_rows_of: Any) -> None:
     from logprobe import AsyncLM as Class
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.models import resolve
 
     plain = plain_rows_of(resolve("smollm2").folder)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save
 
 from logprobe import RemoteLM
+from logprobe.engine.backends.remote.link import as_error, retry_after_s
 from logprobe.errors import (
     EngineClosedError,
     EngineError,
@@ -25,7 +26,6 @@ from logprobe.errors import (
     ServerError,
     UnreachableError,
 )
-from logprobe.next_token.link import as_error, retry_after_s
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:

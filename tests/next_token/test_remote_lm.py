@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, AsyncLM, RemoteLM
-from logprobe.engine.start import LoadedModel
+from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ParameterError, PromptTooLongError
 from logprobe.server import ServerSettings
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe.errors import EngineClosedError, RequestAbortedError
-from logprobe.next_token.turns import Turns
+from logprobe.next_token.desk import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable

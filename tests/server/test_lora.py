@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load
 
 from logprobe import LLM, SamplingParams
-from logprobe.engine.start import LoadedModel
+from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
 from logprobe.server.run import load_adapters

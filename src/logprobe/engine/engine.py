@@ -7,20 +7,19 @@ thread; the front ends reach it through an `EngineBackend`.
 from __future__ import annotations
 
 import itertools
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from logprobe.engine.admission import check_request
-from logprobe.engine.clock import StepClock
-from logprobe.engine.describe import Describer
+from logprobe.engine.plan.sample import Sequence
+from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
-from logprobe.engine.recorder import Recorder
-from logprobe.engine.request import keep_best
-from logprobe.engine.scheduler import Scheduler
-from logprobe.engine.sequence import Sequence
+from logprobe.engine.recorder import Describer, Recorder
+from logprobe.engine.request import check_request, keep_best
 from logprobe.errors import ForwardError, LogprobeError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
@@ -33,12 +32,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.backend import ForwardBackend
+    from logprobe.engine.plan.scheduler import StepPlan
+    from logprobe.engine.protocol import ForwardBackend
     from logprobe.engine.recorder import WholeRows
     from logprobe.engine.request import Request, RequestOutput
-    from logprobe.engine.scheduler import StepPlan
     from logprobe.engine.text import TextEdge
     from logprobe.sampling.sampler import SampledRows
+
+
+class StepClock:
+    """Seconds by part of a step, since the start."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"schedule": 0.0, "forward": 0.0, "prompt_rows": 0.0, "sample": 0.0}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of a block to a part, also where it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
 
 
 class Engine:

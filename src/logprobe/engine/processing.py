@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.sequence import Sequence
+    from logprobe.engine.plan.sample import Sequence
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ProcessedRows

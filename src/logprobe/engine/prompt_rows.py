@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.backend import ForwardBackend
-    from logprobe.engine.scheduler import Span
-    from logprobe.engine.slots import IntArray
+    from logprobe.engine.plan.radix import IntArray
+    from logprobe.engine.plan.scheduler import Span
+    from logprobe.engine.protocol import ForwardBackend
     from logprobe.records import LogprobsTensors
 
 KNOWN_WIDTH = 20  # alternatives kept a slot

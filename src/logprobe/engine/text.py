@@ -16,8 +16,8 @@ from logprobe.errors import ParameterError
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
+    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import CompletionOutput
-    from logprobe.engine.slots import IntArray
     from logprobe.models import Vocabulary
 
 

@@ -10,7 +10,7 @@ from logprobe.config import require
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
-    from logprobe.engine.slots import IntArray
+    from logprobe.engine.plan.radix import IntArray
 
 
 def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:

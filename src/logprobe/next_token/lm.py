@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from logprobe.config import require
-from logprobe.engine.bridge import LoopThread
+from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.request import Request
 from logprobe.engine.token_ids import as_token_ids
 from logprobe.errors import EngineClosedError
 from logprobe.next_token.desk import Desk
-from logprobe.next_token.ends import shut_down, shut_down_elsewhere
-from logprobe.next_token.prefix import KnownPrefix, TopTokens, top_tokens
-from logprobe.next_token.row_cache import RowCache
-from logprobe.next_token.samples import nth_seed, sampled_ids
-from logprobe.next_token.tokens import Token
+from logprobe.next_token.rows import (
+    KnownPrefix,
+    RowCache,
+    Token,
+    TopTokens,
+    nth_seed,
+    sampled_ids,
+    top_tokens,
+)
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,11 +40,25 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from logprobe.engine.slots import IntArray
-    from logprobe.next_token.row_cache import Row
-    from logprobe.next_token.seam import RowEngine, RowModel, Words
+    from logprobe.engine.plan.radix import IntArray
+    from logprobe.engine.protocol import RowEngine, RowModel, Words
+    from logprobe.next_token.rows import Row
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+def shut_down(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
+    """End every ask, the engine if it is ours, and the bridge."""
+    desk.close()
+    if engine is not None:
+        engine.close()
+    bridge.close()
+
+
+def shut_down_elsewhere(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
+    """`shut_down` on a thread of its own, since the object may be dropped on any."""
+    threading.Thread(target=shut_down, args=(desk, bridge, engine), name="logprobe-cleanup").start()
+
 
 DEFAULT_CACHE_BYTES = 1 << 28
 ROW_PARAMS = SamplingParams(max_tokens=1, temperature=0)  # the draw is not used; this is the cheapest

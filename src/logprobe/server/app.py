@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.guard import Handler
     from logprobe.server.settings import ServerSettings
 

@@ -16,8 +16,8 @@ from logprobe.server.pieces import Cutter, TextWalk
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import RequestOutput
-    from logprobe.engine.slots import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.server.limits import Ticket
     from logprobe.server.pieces import Piece

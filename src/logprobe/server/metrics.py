@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from logprobe.engine.backend import EngineBackend
+    from logprobe.engine.protocol import EngineBackend
     from logprobe.engine.request import RequestOutput
     from logprobe.processors.stages import ProcessorCounter
 

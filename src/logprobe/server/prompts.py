@@ -15,7 +15,7 @@ from logprobe.server.errors import bad_request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.slots import IntArray
+    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.text import TextEdge
 
 LARGEST_ID = 2**31 - 1

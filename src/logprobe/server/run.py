@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from logprobe.config import require
-from logprobe.engine.start import start_native_engine
+from logprobe.engine.backends.start import start_native_engine
 from logprobe.server.app import create_app
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.start import LoadedModel
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.settings import ServerSettings
 
 BACKLOG = 2048

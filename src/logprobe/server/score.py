@@ -25,8 +25,8 @@ from logprobe.server.sse import while_connected
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import RequestOutput
-    from logprobe.engine.slots import IntArray
     from logprobe.engine.text import TextEdge
     from logprobe.server.service import Service
 

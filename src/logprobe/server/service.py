@@ -24,8 +24,8 @@ from logprobe.transport import StreamingLogprobsCollector
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import Request, RequestOutput
-    from logprobe.engine.start import LoadedModel
     from logprobe.server.pieces import Piece
     from logprobe.server.settings import ServerSettings
 

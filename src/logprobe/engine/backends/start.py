@@ -6,10 +6,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.backend import Capabilities
+from logprobe.engine.backends.thread import LocalEngine
 from logprobe.engine.engine import Engine
-from logprobe.engine.forward import NativeForward
-from logprobe.engine.local import LocalEngine
+from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.protocol import Capabilities
 from logprobe.engine.text import TextEdge
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
@@ -17,7 +17,7 @@ from logprobe.models import Vocabulary, load_tokenizer, resolve
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
-    from logprobe.engine.backend import EngineBackend
+    from logprobe.engine.protocol import EngineBackend
     from logprobe.processors import Pipeline
 
 logger = logging.getLogger("logprobe")

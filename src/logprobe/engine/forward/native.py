@@ -5,14 +5,16 @@ Before it: the scheduler's plan. After it: hidden rows in their slots, which the
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from logprobe.engine.adapters import Adapters
-from logprobe.engine.attention import (
+from logprobe.engine.forward.attention import (
     NAME,
     AttentionPlan,
     Chunk,
@@ -21,20 +23,45 @@ from logprobe.engine.attention import (
     plan_attention,
     pooled_attention,
 )
-from logprobe.engine.fused import fuse_
-from logprobe.engine.head import OutputHead
-from logprobe.engine.int8_weights import CALIBRATION_TEXT, quantise_
-from logprobe.engine.memory import SlotMemory
-from logprobe.engine.recorded import RecordedSteps, record_steps
-from logprobe.engine.weights import choose_layout, pack_
+from logprobe.engine.forward.lora import Adapters
+from logprobe.engine.forward.pool import SlotMemory
+from logprobe.engine.layers.fused import fuse_
+from logprobe.engine.layers.int8 import CALIBRATION_TEXT, quantise_
+from logprobe.engine.layers.packed import choose_layout, pack_
+from logprobe.engine.layers.recorded import RecordedSteps, record_steps
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import load_model, load_tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from logprobe.config import EngineConfig
-    from logprobe.engine.scheduler import StepPlan
-    from logprobe.engine.slots import IntArray
+    from logprobe.engine.plan.radix import IntArray
+    from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.models import ModelFiles
+
+
+class _GivenRows(nn.Module):
+    """Stands where the decoder stood."""
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> BaseModelOutputWithPast:
+        """Return the rows as they came."""
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class OutputHead:
+    """Callable: (rows, hidden size) → (rows, vocabulary) float32 logits, scale and soft cap included."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = copy.copy(model)
+        # A shallow copy shares the dictionary of submodules; this one gets its own.
+        self._model._modules = {**model._modules, model.base_model_prefix: _GivenRows()}  # noqa: SLF001
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Give (rows, vocabulary) float32 logits for (rows, hidden size)."""
+        logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
 
 DEFAULT_KV_BYTES = 1 << 30
 PROBE_TOKENS = 6

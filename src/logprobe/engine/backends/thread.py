@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from logprobe.config import require
-from logprobe.engine.backend import EngineStats
+from logprobe.engine.protocol import EngineStats
 from logprobe.engine.request import RequestOutput, end_with_error
 from logprobe.errors import EngineClosedError, EngineError
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from logprobe.engine.backend import Capabilities
     from logprobe.engine.engine import Engine
+    from logprobe.engine.protocol import Capabilities
     from logprobe.engine.request import Request
     from logprobe.errors import LogprobeError
 

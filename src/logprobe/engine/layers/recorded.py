@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.fused import FusedLayer
-from logprobe.engine.int8_weights import Int8GatedMLP, Int8Linear
-from logprobe.engine.weights import PackedNorm
+from logprobe.engine.layers.fused import FusedLayer
+from logprobe.engine.layers.int8 import Int8GatedMLP, Int8Linear
+from logprobe.engine.layers.packed import PackedNorm
 from logprobe.kernels.attention.api import RowPlan, rows_stage
 from logprobe.kernels.layers.int8_rows import int8_stage
 from logprobe.kernels.layers.norm import norm_stage
@@ -24,7 +24,7 @@ from logprobe.kernels.threads.series import Series
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe.engine.attention import AttentionPlan, KVPool
+    from logprobe.engine.forward.attention import AttentionPlan, KVPool
     from logprobe.kernels.attention.api import Array
     from logprobe.kernels.threads.parallel import Stage
 

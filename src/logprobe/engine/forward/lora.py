@@ -14,14 +14,14 @@ from torch import nn
 from torch.nn import functional
 
 from logprobe.config import require
-from logprobe.engine.weights import added
+from logprobe.engine.layers.packed import added
 from logprobe.models.lora import load_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from logprobe.engine.scheduler import Span
+    from logprobe.engine.plan.scheduler import Span
     from logprobe.models.lora import Adapter, LowRank
 
 Groups: TypeAlias = "list[tuple[str, torch.Tensor]]"

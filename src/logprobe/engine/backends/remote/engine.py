@@ -12,19 +12,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
-from logprobe.engine.admission import check_request
-from logprobe.engine.bridge import LoopThread
-from logprobe.engine.request import CompletionOutput, RequestOutput
+from logprobe.engine.backends.bridge import LoopThread
+from logprobe.engine.backends.remote.link import Link, ask_rows, ask_sample, meet
+from logprobe.engine.request import CompletionOutput, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError
-from logprobe.next_token.exchanges import ask_rows, ask_sample, meet
-from logprobe.next_token.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.backend import Capabilities
+    from logprobe.engine.backends.remote.link import ServerFacts
+    from logprobe.engine.protocol import Capabilities
     from logprobe.engine.request import Request
-    from logprobe.next_token.exchanges import ServerFacts
 
 ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
 MOST_ROWS: Final = 64  # an exchange

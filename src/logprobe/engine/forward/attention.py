@@ -23,7 +23,7 @@ from logprobe.kernels.layers.store import store_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from logprobe.engine.scheduler import StepPlan
+    from logprobe.engine.plan.scheduler import StepPlan
 
 NAME = "logprobe"
 # Below, the row kernel is the faster one (measured: docs/decisions.md).

@@ -13,9 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
 
-    from logprobe.engine.radix import Node
+    from logprobe.engine.plan.radix import IntArray, Node
     from logprobe.engine.request import CompletionOutput, FinishReason, Request
-    from logprobe.engine.slots import IntArray
     from logprobe.processors.pipeline import ActiveSample
     from logprobe.records import FlatLogprobs
 

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from logprobe.engine.radix import EMPTY, RadixTree
-from logprobe.engine.slots import SlotPool
+from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from logprobe.engine.radix import Node
-    from logprobe.engine.sequence import Sequence
-    from logprobe.engine.slots import IntArray
+    from logprobe.engine.plan.radix import IntArray, Node
+    from logprobe.engine.plan.sample import Sequence
 
 
 @dataclass(frozen=True, slots=True)

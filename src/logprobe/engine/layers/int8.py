@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from logprobe.engine.joined import JoinedPart, join
-from logprobe.engine.weights import GatedMLP, as_packed_norm, children, is_gated_mlp
+from logprobe.engine.layers.packed import GatedMLP, JoinedPart, as_packed_norm, children, is_gated_mlp, join
 from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
 from logprobe.kernels.layers.int8_rows import Int8Weights
 

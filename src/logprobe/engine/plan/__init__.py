@@ -1,0 +1,1 @@
+"""Which tokens run in the next step, in whose slots."""

@@ -1,0 +1,176 @@
+"""`RowCache`: the rows asked last, within a bound in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logprobe.config import require
+from logprobe.errors import RequestAbortedError
+
+if TYPE_CHECKING:
+    from logprobe.engine.plan.radix import IntArray
+    from logprobe.engine.request import Request, RequestOutput
+
+Row: TypeAlias = NDArray[np.float32]
+"""(V,) log-probabilities, nats, read-only."""
+
+RowKey: TypeAlias = tuple[str | None, bytes]
+"""All that changes a row of one model: the adapter and every token id."""
+
+
+def key_of(request: Request) -> RowKey:
+    """The key of the row that a request asks for."""
+    return request.adapter, request.prompt_token_ids.tobytes()
+
+
+@final
+class RowCache:
+    """Least recently used rows go first once rows and keys take more than `max_bytes`; 0 keeps none."""
+
+    def __init__(self, max_bytes: int) -> None:
+        is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
+        known = "must be a number of bytes (0 keeps no rows); a cache without a bound would fill the memory"
+        require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._rows: OrderedDict[RowKey, Row] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, key: RowKey) -> Row | None:
+        """The row of a key, now the most recently used; None where it is not kept."""
+        with self._lock:
+            row = self._rows.get(key)
+            if row is not None:
+                self._rows.move_to_end(key)
+            return row
+
+    def put(self, key: RowKey, row: Row) -> None:
+        """Keep a row of its own memory, and let the oldest go where the bound asks it."""
+        with self._lock:
+            self._drop(key)
+            self._rows[key] = row
+            self.num_bytes += _size(key, row)
+            while self.num_bytes > self.max_bytes:
+                self._drop(next(iter(self._rows)))
+
+    def clear(self) -> None:
+        """Forget every row."""
+        with self._lock:
+            self._rows.clear()
+            self.num_bytes = 0
+
+    def _drop(self, key: RowKey) -> None:
+        row = self._rows.pop(key, None)
+        if row is not None:
+            self.num_bytes -= _size(key, row)
+
+
+def _size(key: RowKey, row: Row) -> int:
+    return row.nbytes + len(key[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownPrefix:
+    """A prefix, the adapter it was read under (None: the base model), and its next-token distribution."""
+
+    token_ids: IntArray  # (num_tokens,) int32
+    lora: str | None
+    logprobs: Row  # (V,) float32, nats, read-only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The likeliest next tokens."""
+
+    token_ids: IntArray  # (k,) int32, by descending log-probability
+    logprobs: NDArray[np.float32]  # (k,) nats, descending
+
+
+def top_tokens(row: Row, k: int) -> TopTokens:
+    """The `k` largest of a row, descending, ties by ascending id."""
+    # Everything as large as the k-th largest, since a tie may stand on either side of the cut.
+    threshold = np.partition(row, len(row) - k)[len(row) - k]
+    candidates = np.flatnonzero(row >= threshold)
+    ids = candidates[np.argsort(-row[candidates], kind="stable")][:k].astype(np.int32)
+    return TopTokens(ids, row[ids])
+
+
+def nth_seed(seed: int, repeat: int) -> int:
+    """A seed of its own for each repetition; the first is the seed itself."""
+    if repeat == 0:
+        return seed
+    words = np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(2, np.uint64)
+    return int(words[0]) << 64 | int(words[1])
+
+
+def sampled_ids(output: RequestOutput) -> list[int]:
+    """The ids that were drawn, without the stop id that ended them.
+
+    Raises:
+        EngineError: the request failed or was given up.
+    """
+    if output.error is not None:
+        raise output.error
+    completion = output.outputs[0]
+    if completion.finish_reason == "abort":
+        raise RequestAbortedError("the engine gave the sample up")
+    is_stopped = completion.finish_reason == "stop"
+    return completion.token_ids[:-1] if is_stopped else completion.token_ids
+
+
+@final
+class Token(bytes):
+    """The exact bytes of a token, with `.token_id`; two tokens are equal where their ids are.
+
+    Vocabularies hold different tokens of the same bytes, so equality, order and hash go by id; compared with
+    plain bytes a token is unequal, and `.byte_string` gives them.
+    """
+
+    token_id: int
+
+    def __new__(cls, token_id: int, byte_string: bytes) -> Self:
+        """Make the token of an id and its bytes."""
+        token = super().__new__(cls, byte_string)
+        token.token_id = token_id
+        return token
+
+    @property
+    def byte_string(self) -> bytes:
+        """The bytes alone."""
+        return bytes(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Token) and self.token_id == other.token_id
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.token_id)
+
+    def __lt__(self, other: bytes) -> bool:
+        return self.token_id < other.token_id if isinstance(other, Token) else NotImplemented
+
+    def __le__(self, other: bytes) -> bool:
+        return self.token_id <= other.token_id if isinstance(other, Token) else NotImplemented
+
+    def __gt__(self, other: bytes) -> bool:
+        return self.token_id > other.token_id if isinstance(other, Token) else NotImplemented
+
+    def __ge__(self, other: bytes) -> bool:
+        return self.token_id >= other.token_id if isinstance(other, Token) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Token({self.token_id}, {bytes(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Token, (self.token_id, bytes(self))
