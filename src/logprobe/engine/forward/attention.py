@@ -18,67 +18,17 @@ from torch.nn import functional
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk, can_attend_chunks
-from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from logprobe.engine.forward.pool import KVPool
     from logprobe.engine.plan.scheduler import StepPlan
 
 NAME = "logprobe"
 # Below, the row kernel is the faster one (measured: docs/decisions.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
-
-
-def is_plain_float(tensor: torch.Tensor) -> bool:
-    """Whether the compiled CPU kernels can read a tensor."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
-
-
-class KVPool:
-    """Keys and values of every slot, (num_slots, kv_heads, dim) a layer, made when a layer first stores."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
-
-    def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, for tokens of the shape (kv_heads, dim) of these."""
-        if layer not in self.keys:
-            self._make(layer, key, value)
-        return self.keys[layer], self.values[layer]
-
-    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the keys and values, (num_tokens, kv_heads, dim) each, of one layer to `slots`."""
-        keys, values = self.layer(layer, key, value)
-        if is_plain_float(key):
-            store_rows(key, keys, value, values, slots)
-        else:
-            keys.index_copy_(0, slots, key)
-            values.index_copy_(0, slots, value)
-
-    def make_like(self, other: KVPool, new_zeros: Callable[[tuple[int, ...]], torch.Tensor]) -> None:
-        """Lay out every layer, shaped as another pool's."""
-        for layer, key in other.keys.items():
-            self.keys[layer] = new_zeros((self.num_slots, *key.shape[1:]))
-            self.values[layer] = new_zeros((self.num_slots, *other.values[layer].shape[1:]))
-
-    def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
-        self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
-
-    @property
-    def is_readable_in_place(self) -> bool:
-        """Whether the row kernel can read the pool; not before the pool knows what it stores."""
-        return bool(self.keys) and all(map(is_plain_float, self.keys.values()))
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token takes in all layers."""
-        tensors = [*self.keys.values(), *self.values.values()]
-        return sum(tensor.nbytes for tensor in tensors) // self.num_slots
 
 
 @dataclass(frozen=True, slots=True)

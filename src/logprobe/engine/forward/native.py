@@ -18,13 +18,12 @@ from logprobe.engine.forward.attention import (
     NAME,
     AttentionPlan,
     Chunk,
-    KVPool,
     every_way,
     plan_attention,
     pooled_attention,
 )
 from logprobe.engine.forward.lora import Adapters
-from logprobe.engine.forward.pool import SlotMemory
+from logprobe.engine.forward.pool import KVPool, SlotMemory
 from logprobe.engine.layers.fused import fuse_
 from logprobe.engine.layers.int8 import CALIBRATION_TEXT, quantise_
 from logprobe.engine.layers.packed import choose_layout, pack_

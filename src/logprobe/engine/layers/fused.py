@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from logprobe.engine.forward.attention import AttentionPlan, Chunk, KVPool, attend
+from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend
+from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.layers.packed import JoinedPart, added, join
 from logprobe.kernels.layers.rotary import Projections, rotate_and_store
 

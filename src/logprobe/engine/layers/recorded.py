@@ -24,7 +24,8 @@ from logprobe.kernels.threads.series import Series
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe.engine.forward.attention import AttentionPlan, KVPool
+    from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.pool import KVPool
     from logprobe.kernels.attention.api import Array
     from logprobe.kernels.threads.parallel import Stage
 
