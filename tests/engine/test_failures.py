@@ -20,7 +20,7 @@ BAD_ID = 66
 
 
 def fail_on_bad_id(plan: Any) -> None:
-    if any(BAD_ID in span.sequence.token_ids[span.start : span.end] for span in plan.tokens):
+    if any(BAD_ID in span.sample.token_ids[span.start : span.end] for span in plan.tokens):
         raise RuntimeError("boom")
 
 
@@ -30,7 +30,7 @@ def spoil_after(engine: Any, bad_ids: set[int], value: float) -> None:
 
     def watch(plan: Any) -> None:
         for span in plan.tokens:
-            ids, slots = span.sequence.token_ids, span.sequence.slots
+            ids, slots = span.sample.token_ids, span.sample.slots
             for place in range(span.start, span.end):
                 (bad_slots.add if ids[place] in bad_ids else bad_slots.discard)(int(slots[place]))
 

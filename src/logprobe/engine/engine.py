@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.engine.plan.sample import Sequence
+from logprobe.engine.plan.sample import Sample
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
@@ -28,8 +28,7 @@ from logprobe.records import LogprobsInfo
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Sequence as Items
+    from collections.abc import Iterator, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.scheduler import StepPlan
@@ -108,30 +107,30 @@ class Engine:
         """Accept a checked request; `output` grows with every step, and is returned where it has ended."""
         number = next(self._counter)
         self.outputs[request.request_id] = output
-        sequences = [
-            Sequence(request, completion, self.max_len, self._generator(request, number, completion.index))
+        samples = [
+            Sample(request, completion, self.max_len, self._generator(request, number, completion.index))
             for completion in output.outputs
         ]
-        for sequence in sequences:
-            self.recorder.open(sequence, output)
-            self.processing.open(sequence, number)
-            if not sequence.is_finished:
-                self.scheduler.add(sequence)
+        for sample in samples:
+            self.recorder.open(sample, output)
+            self.processing.open(sample, number)
+            if not sample.is_finished:
+                self.scheduler.add(sample)
         return self.outputs.pop(request.request_id) if output.is_finished else None
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Give a request up; its output keeps what there is. None where it has ended already."""
-        for sequence in list(self.scheduler.sequences()):
-            if sequence.request.request_id == request_id:
-                sequence.finish("abort")
-                self.scheduler.remove(sequence)
+        for sample in list(self.scheduler.samples()):
+            if sample.request.request_id == request_id:
+                sample.finish("abort")
+                self.scheduler.remove(sample)
         return self.outputs.pop(request_id, None)
 
     def pause(self, request_id: str, *, is_paused: bool) -> None:
         """Let a request take no step, or go on; one that has ended is left alone."""
-        for sequence in self.scheduler.sequences():
-            if sequence.request.request_id == request_id:
-                sequence.is_paused = is_paused
+        for sample in self.scheduler.samples():
+            if sample.request.request_id == request_id:
+                sample.is_paused = is_paused
 
     def step(self) -> list[RequestOutput]:
         """Advance every running request; the outputs that changed."""
@@ -139,55 +138,55 @@ class Engine:
             plan = self.scheduler.schedule()
         try:
             self.scorer.forget(plan.slots)
-            self.processing.prepare(plan.samples)
+            self.processing.prepare(plan.draws)
             with self.clock.part("forward"):
                 self.forward.run(plan)
             with self.clock.part("prompt_rows"):
                 scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                sampled = list(self._sample(plan.samples))
+                sampled = list(self._sample(plan.draws))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             return self._fail(plan, error)
         for span, rows in zip(plan.prompt_rows, scored, strict=True):
             self.recorder.add_prompt_rows(span, rows)
-        for sequences, drawn, whole in sampled:
-            self.recorder.add_tokens(sequences, drawn, whole)
+        for samples, drawn, whole in sampled:
+            self.recorder.add_tokens(samples, drawn, whole)
         return self._retire(plan)
 
     @torch.inference_mode()
-    def _sample(self, sequences: list[Sequence]) -> Iterator[tuple[list[Sequence], SampledRows, WholeRows]]:
+    def _sample(self, samples: list[Sample]) -> Iterator[tuple[list[Sample], SampledRows, WholeRows]]:
         size = default_chunk_rows(self.forward.vocab_size)
-        for chunk in self.processing.chunks(sequences, size):
-            last_slots = np.array([sequence.slots[-1] for sequence in chunk], dtype=np.int32)
+        for chunk in self.processing.chunks(samples, size):
+            last_slots = np.array([sample.slots[-1] for sample in chunk], dtype=np.int32)
             logits = self.forward.head(self.forward.hidden_rows(last_slots))
-            params = [sequence.request.params for sequence in chunk]
-            uniforms = np.array([sequence.next_uniform() for sequence in chunk])
+            params = [sample.request.params for sample in chunk]
+            uniforms = np.array([sample.next_uniform() for sample in chunk])
             changed = self.processing.apply(chunk, logits)
             rows = self.sampler.sample(logits, params, uniforms, None if changed is None else changed.logits)
             self.processing.record(chunk, logits, changed, rows)
             yield chunk, rows, _whole_rows(chunk, logits)
 
     def _retire(self, plan: StepPlan) -> list[RequestOutput]:
-        changed = {span.sequence for span in plan.prompt_rows}.union(plan.samples)
-        for sequence in changed:
-            if sequence.is_finished:
-                self.scheduler.release(sequence)
+        changed = {span.sample for span in plan.prompt_rows}.union(plan.draws)
+        for sample in changed:
+            if sample.is_finished:
+                self.scheduler.release(sample)
         return self._outputs_of(changed)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         failed = self.scheduler.roll_back(plan)
-        for sequence in failed:
+        for sample in failed:
             reason = (
                 error if isinstance(error, LogprobeError) else ForwardError(f"the step failed: {error!r}")
             )
             reason.__cause__ = error if reason is not error else error.__cause__
-            sequence.output.error = reason
-            sequence.finish("error")
+            sample.output.error = reason
+            sample.finish("error")
         return self._outputs_of(failed)
 
-    def _outputs_of(self, sequences: Items[Sequence] | set[Sequence]) -> list[RequestOutput]:
-        """The outputs of these sequences, each once; those that have ended leave the engine."""
-        changed = {sequence.request.request_id: sequence.request for sequence in sequences}
+    def _outputs_of(self, samples: Sequence[Sample] | set[Sample]) -> list[RequestOutput]:
+        """The outputs of these samples, each once; those that have ended leave the engine."""
+        changed = {sample.request.request_id: sample.request for sample in samples}
         outputs = [self.outputs[request_id] for request_id in changed]
         for output in outputs:
             if output.is_finished:
@@ -203,9 +202,9 @@ class Engine:
         return np.random.default_rng([index, kind, number if seed is None else 0, abs(base)])
 
 
-def _whole_rows(sequences: list[Sequence], logits: torch.Tensor) -> WholeRows:
+def _whole_rows(samples: list[Sample], logits: torch.Tensor) -> WholeRows:
     """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
-    places = [place for place, sequence in enumerate(sequences) if sequence.request.wants_row]
+    places = [place for place, sample in enumerate(samples) if sample.request.wants_row]
     if not places:
         return {}
     # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.

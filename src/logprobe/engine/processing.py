@@ -1,4 +1,4 @@
-"""`Processing`: the logits processors of one engine, sequence by sequence.
+"""`Processing`: the logits processors of one engine, sample by sample.
 
 Before it: the scheduler's samples and their raw logits. After it: the sampler, which draws from what the
 processors left, and the record of failures and effects.
@@ -13,13 +13,12 @@ from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Sequence as Items
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.plan.sample import Sequence
+    from logprobe.engine.plan.sample import Sample
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ProcessedRows
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Processing:
-    """Puts the sequences that have processors first, runs them, and tells each what became of its row."""
+    """Puts the samples that have processors first, runs them, and tells each what became of its row."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self.pipeline = Pipeline(config, model)
@@ -38,63 +37,61 @@ class Processing:
         """Raise `ParameterError` where the processors' arguments can never be served; from any thread."""
         self.pipeline.check(params)
 
-    def open(self, sequence: Sequence, number: int) -> None:
-        """Find the processors that concern a new sequence of the engine's `number`-th request."""
-        request = sequence.request
-        sequence.output.explanations = [] if request.params.explain else None
+    def open(self, sample: Sample, number: int) -> None:
+        """Find the processors that concern a new sample of the engine's `number`-th request."""
+        request = sample.request
+        sample.output.explanations = [] if request.params.explain else None
         row = BatchRow(
             request_id=request.request_id,
             args=None,
-            prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sequence
-            output_token_ids=sequence.output.token_ids,
+            prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sample
+            output_token_ids=sample.output.token_ids,
             params=request.params,
-            sample=sequence.output.index,
+            sample=sample.output.index,
             serial=number,
         )
-        sequence.active = self.pipeline.open(row)
+        sample.active = self.pipeline.open(row)
 
-    def prepare(self, sequences: Items[Sequence]) -> None:
+    def prepare(self, samples: Sequence[Sample]) -> None:
         """Tell the processors whose logits come next; before the forward pass."""
-        self.pipeline.prepare([sequence.active for sequence in sequences if sequence.active is not None])
+        self.pipeline.prepare([sample.active for sample in samples if sample.active is not None])
 
-    def chunks(self, sequences: list[Sequence], size: int) -> Iterator[list[Sequence]]:
-        """Cut a step's sequences into chunks of `size`; all that have processors come first, in one chunk."""
-        active = [sequence for sequence in sequences if sequence.active is not None]
+    def chunks(self, samples: list[Sample], size: int) -> Iterator[list[Sample]]:
+        """Cut a step's samples into chunks of `size`; all that have processors come first, in one chunk."""
+        active = [sample for sample in samples if sample.active is not None]
         if active:
-            sequences = active + [sequence for sequence in sequences if sequence.active is None]
+            samples = active + [sample for sample in samples if sample.active is None]
         start = 0
-        while start < len(sequences):
+        while start < len(samples):
             end = max(start + size, len(active))
-            yield sequences[start:end]
+            yield samples[start:end]
             start = end
 
-    def apply(self, chunk: list[Sequence], logits: Tensor) -> ProcessedRows | None:
+    def apply(self, chunk: list[Sample], logits: Tensor) -> ProcessedRows | None:
         """Run the processors on the rows of a chunk that have any: its first ones."""
-        num_active = sum(sequence.active is not None for sequence in chunk)
+        num_active = sum(sample.active is not None for sample in chunk)
         return self.pipeline.apply(logits[:num_active]) if num_active else None
 
     def record(
-        self, chunk: list[Sequence], logits: Tensor, run: ProcessedRows | None, rows: SampledRows
+        self, chunk: list[Sample], logits: Tensor, run: ProcessedRows | None, rows: SampledRows
     ) -> None:
-        """Fail the sequences that a processor failed, and keep the effects of the others."""
-        for row, sequence in enumerate(chunk):
+        """Fail the samples that a processor failed, and keep the effects of the others."""
+        for row, sample in enumerate(chunk):
             if run is not None and row < len(run.logits):
-                error = run.errors.get(row) or self._dead_end(sequence, row, logits, rows)
+                error = run.errors.get(row) or self._dead_end(sample, row, logits, rows)
                 if error is not None:
-                    sequence.output.error = error
-                    sequence.finish("error")
+                    sample.output.error = error
+                    sample.finish("error")
                     continue
-            if sequence.output.explanations is not None and rows.is_valid[row]:
+            if sample.output.explanations is not None and rows.is_valid[row]:
                 effects = run.effects.get(row, []) if run is not None else []
-                sequence.output.explanations.append(_explained(effects, rows, row))
+                sample.output.explanations.append(_explained(effects, rows, row))
 
-    def _dead_end(
-        self, sequence: Sequence, row: int, logits: Tensor, rows: SampledRows
-    ) -> ProcessorError | None:
+    def _dead_end(self, sample: Sample, row: int, logits: Tensor, rows: SampledRows) -> ProcessorError | None:
         """Several processors may leave no token where each alone leaves some."""
         if rows.is_valid[row] or not bool(logits[row].amax().isfinite()):
             return None
-        name = sequence.request.request_id
+        name = sample.request.request_id
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from logprobe.kernels import head_extract
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Items
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -93,7 +93,7 @@ class PromptScorer:
         """These slots are being filled anew."""
         self._known.forget(slots)
 
-    def score(self, spans: Items[Span]) -> list[ScoredRows]:
+    def score(self, spans: Sequence[Span]) -> list[ScoredRows]:
         """The numbers of each span; all that must be computed shares the head's chunks."""
         answers = [self._recall(span) for span in spans]
         missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
@@ -101,27 +101,25 @@ class PromptScorer:
         return [next(computed) if answer is None else answer for answer in answers]
 
     def _recall(self, span: Span) -> ScoredRows | None:
-        params = span.sequence.request.params
+        params = span.sample.request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
         if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, entropy=params.entropy):
             return None
         return self._known.recall(slots, k)
 
-    def _compute(self, spans: Items[Span]) -> list[ScoredRows]:
+    def _compute(self, spans: Sequence[Span]) -> list[ScoredRows]:
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
-        given = [
-            ids for span in spans for ids in [span.sequence.request.params.logprob_token_ids] * len(span)
-        ]
+        given = [ids for span in spans for ids in [span.sample.request.params.logprob_token_ids] * len(span)]
         tensors = head_extract(
             self._forward.hidden_rows(slots),
             self._forward.head,
             np.concatenate([_next_ids(span) for span in spans]),
             np.repeat(widths, lengths),
             given_ids=given if any(given) else None,
-            entropy=any(span.sequence.request.params.entropy for span in spans),
+            entropy=any(span.sample.request.params.entropy for span in spans),
         )
         starts = np.cumsum([0, *lengths])
         rows = [
@@ -134,15 +132,15 @@ class PromptScorer:
 
 
 def _slots(span: Span) -> IntArray:
-    return span.sequence.slots[span.start : span.end]
+    return span.sample.slots[span.start : span.end]
 
 
 def _next_ids(span: Span) -> IntArray:
-    return span.sequence.token_ids[span.start + 1 : span.end + 1]
+    return span.sample.token_ids[span.start + 1 : span.end + 1]
 
 
 def _num_logprobs(span: Span, vocab_size: int) -> int:
-    asked = span.sequence.request.params.prompt_logprobs
+    asked = span.sample.request.params.prompt_logprobs
     assert asked is not None, "only prompts that ask are scored"
     return vocab_size if asked == -1 else min(asked, vocab_size)
 

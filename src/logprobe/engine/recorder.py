@@ -1,4 +1,4 @@
-"""`Recorder`: what a step found → the containers of each request, and whether a sequence has ended.
+"""`Recorder`: what a step found → the containers of each request, and whether a sample has ended.
 
 Before it: arrays of one step. After it: `RequestOutput`, which the front ends hand on.
 """
@@ -14,12 +14,12 @@ from logprobe.errors import NonFiniteLogitsError
 from logprobe.records import FlatLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Items
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
-    from logprobe.engine.plan.sample import Sequence
+    from logprobe.engine.plan.sample import Sample
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.prompt_rows import ScoredRows
     from logprobe.engine.request import RequestOutput
@@ -86,93 +86,93 @@ class Recorder:
         self._eos_token_ids = eos_token_ids
         self._describer = describer
 
-    def open(self, sequence: Sequence, output: RequestOutput) -> None:
-        """Give a new sequence the containers that its request asks for."""
-        params = sequence.request.params
+    def open(self, sample: Sample, output: RequestOutput) -> None:
+        """Give a new sample the containers that its request asks for."""
+        params = sample.request.params
         output.info = self._describer.request(params)
-        if params.prompt_logprobs is not None and sequence.output.index == 0:
-            first = [None] if sequence.request.first_scored == 1 else []
+        if params.prompt_logprobs is not None and sample.output.index == 0:
+            first = [None] if sample.request.first_scored == 1 else []
             info = self._describer.prompt(params)
-            sequence.prompt_logprobs = output.prompt_logprobs = self._container(info, first)
+            sample.prompt_logprobs = output.prompt_logprobs = self._container(info, first)
         if params.logprobs is not None:
             first_stage, *more = STAGES[params.logprobs_mode]
-            sequence.output.logprobs = self._container(self._describer.completion(params, (first_stage,)))
-            sequence.output.cumulative_logprob = 0.0
+            sample.output.logprobs = self._container(self._describer.completion(params, (first_stage,)))
+            sample.output.cumulative_logprob = 0.0
             for stage in more:
                 info = self._describer.completion(params, (stage,))
-                sequence.output.processed_logprobs = self._container(info)
-        if params.max_tokens == 0 and sequence.num_prompt_rows == 0:
-            sequence.finish("length")
+                sample.output.processed_logprobs = self._container(info)
+        if params.max_tokens == 0 and sample.num_prompt_rows == 0:
+            sample.finish("length")
 
     def add_prompt_rows(self, span: Span, rows: ScoredRows) -> None:
         """Record a span of prompt positions; a prompt that is only scored ends with its last."""
-        sequence = span.sequence
-        assert sequence.prompt_logprobs is not None
+        sample = span.sample
+        assert sample.prompt_logprobs is not None
         if not rows.is_valid.all():
             position = span.start + 1 + int(rows.is_valid.argmin())
-            self._fail(sequence, f"prompt position {position}")
+            self._fail(sample, f"prompt position {position}")
             return
-        params = sequence.request.params
-        sequence.prompt_logprobs.append_rows(
+        params = sample.request.params
+        sample.prompt_logprobs.append_rows(
             rows.token_ids,
             rows.logprobs,
             rows.ranks,
             entropy=rows.entropy if params.entropy else None,
             given=rows.given if params.logprob_token_ids else None,
         )
-        if not sequence.wants_sample and span.end == sequence.num_prompt_rows:
-            sequence.finish("length")
+        if not sample.wants_sample and span.end == sample.num_prompt_rows:
+            sample.finish("length")
 
-    def add_tokens(self, sequences: Items[Sequence], rows: SampledRows, whole: WholeRows) -> None:
-        """Record one drawn token a sequence, or its whole distribution in place of one."""
+    def add_tokens(self, samples: Sequence[Sample], rows: SampledRows, whole: WholeRows) -> None:
+        """Record one drawn token a sample, or its whole distribution in place of one."""
         raw = None if rows.raw is None else _HostRows(rows.raw)
         processed = None if rows.processed is None else _HostRows(rows.processed)
-        for row, sequence in enumerate(sequences):
-            if sequence.is_finished:
+        for row, sample in enumerate(samples):
+            if sample.is_finished:
                 continue
             if not rows.is_valid[row]:
-                self._fail(sequence, f"position {sequence.num_tokens}")
+                self._fail(sample, f"position {sample.num_tokens}")
                 continue
             if row in whole:
                 whole[row].flags.writeable = False
-                sequence.output.row = whole[row]
-                sequence.finish("length")
+                sample.output.row = whole[row]
+                sample.finish("length")
                 continue
             if raw is not None and row in rows.raw_rows:
-                _record_raw(sequence, raw, rows.raw_rows[row])
+                _record_raw(sample, raw, rows.raw_rows[row])
             if processed is not None and row in rows.processed_rows:
-                _record_processed(sequence, processed, rows.processed_rows[row])
+                _record_processed(sample, processed, rows.processed_rows[row])
             token_id = int(rows.token_ids[row])
             # After its numbers, so that a reader on another thread who sees the token finds them too.
-            sequence.append_token(token_id)
-            self._check_end(sequence, token_id)
+            sample.append_token(token_id)
+            self._check_end(sample, token_id)
 
-    def _check_end(self, sequence: Sequence, token_id: int) -> None:
-        params = sequence.request.params
+    def _check_end(self, sample: Sample, token_id: int) -> None:
+        params = sample.request.params
         if token_id in params.stop_token_ids:
-            sequence.finish("stop", token_id)
+            sample.finish("stop", token_id)
         elif token_id in self._eos_token_ids and not params.ignore_eos:
-            sequence.finish("stop")
+            sample.finish("stop")
         elif (
-            sequence.stop_matcher
-            and (hit := sequence.stop_matcher.feed(self._text.bytes_of([token_id])))
-            and sequence.num_generated >= params.min_tokens
+            sample.stop_matcher
+            and (hit := sample.stop_matcher.feed(self._text.bytes_of([token_id])))
+            and sample.num_generated >= params.min_tokens
         ):
-            sequence.output.num_text_bytes = hit[1]
-            sequence.finish("stop", hit[0])
-        elif sequence.num_tokens == sequence.max_len:
-            sequence.finish("length")
+            sample.output.num_text_bytes = hit[1]
+            sample.finish("stop", hit[0])
+        elif sample.num_tokens == sample.max_len:
+            sample.finish("length")
 
-    def _container(self, info: LogprobsInfo, positions: Items[None] = ()) -> FlatLogprobs:
+    def _container(self, info: LogprobsInfo, positions: Sequence[None] = ()) -> FlatLogprobs:
         return FlatLogprobs(positions, table=self._text.vocabulary, info=info)
 
     @staticmethod
-    def _fail(sequence: Sequence, where: str) -> None:
-        sequence.output.error = NonFiniteLogitsError(
+    def _fail(sample: Sample, where: str) -> None:
+        sample.output.error = NonFiniteLogitsError(
             f"the model gave NaN or +inf, or nothing but -inf, at {where} of request "
-            f"{sequence.request.request_id!r}; check the weights and the dtype"
+            f"{sample.request.request_id!r}; check the weights and the dtype"
         )
-        sequence.finish("error")
+        sample.finish("error")
 
 
 class _HostRows:
@@ -200,16 +200,16 @@ class _HostRows:
         )
 
 
-def _record_raw(sequence: Sequence, rows: _HostRows, row: int) -> None:
-    output, params = sequence.output, sequence.request.params
+def _record_raw(sample: Sample, rows: _HostRows, row: int) -> None:
+    output, params = sample.output, sample.request.params
     output.raw_logprob = (output.raw_logprob or 0.0) + rows.chosen[row]
     if output.logprobs is not None and params.logprobs_mode != "processed_logprobs":
         rows.append_to(output.logprobs, row, params)
         output.cumulative_logprob = output.raw_logprob
 
 
-def _record_processed(sequence: Sequence, rows: _HostRows, row: int) -> None:
-    output, params = sequence.output, sequence.request.params
+def _record_processed(sample: Sample, rows: _HostRows, row: int) -> None:
+    output, params = sample.output, sample.request.params
     is_alone = params.logprobs_mode == "processed_logprobs"
     container = output.logprobs if is_alone else output.processed_logprobs
     assert container is not None

@@ -119,8 +119,8 @@ class LocalEngine:
         return self._engine.forward.adapters.paths()
 
     def _drop_adapter(self, name: str) -> None:
-        running = self._engine.scheduler.sequences()
-        if any(sequence.request.adapter == name for sequence in running):
+        running = self._engine.scheduler.samples()
+        if any(sample.request.adapter == name for sample in running):
             self._command(partial(self._drop_adapter, name))  # look again after the next step
         else:
             self._engine.forward.adapters.drop(name)
@@ -194,7 +194,7 @@ class LocalEngine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(running),
-            paused=sum(sequence.is_paused for sequence in running),
+            paused=sum(sample.is_paused for sample in running),
             free_slots=scheduler.pool.num_free + scheduler.tree.num_evictable,
             cached_tokens=scheduler.num_cached_tokens,
             preempted=scheduler.num_preempted,

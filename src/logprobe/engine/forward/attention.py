@@ -90,13 +90,13 @@ def plan_attention(
     uses_kernels = is_readable and can_attend_chunks()
     start = 0
     for span in plan.tokens:
-        context = span.sequence.slots[: span.end]
+        context = span.sample.slots[: span.end]
         if is_readable and is_short(len(span), len(context)):
             rows.add(start, span.start, context)
         else:
             chunks.append(Chunk(start, start + len(span), _to_device(context, device)))
         start += len(span)
-    slots = np.concatenate([span.sequence.slots[span.start : span.end] for span in plan.tokens])
+    slots = np.concatenate([span.sample.slots[span.start : span.end] for span in plan.tokens])
     return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build(), uses_kernels=uses_kernels)
 
 

@@ -150,7 +150,7 @@ class Adapters:
         starts: dict[str, list[torch.Tensor]] = {}
         place = 0
         for span in spans:
-            adapter = span.sequence.request.adapter
+            adapter = span.sample.request.adapter
             if adapter is not None:
                 starts.setdefault(adapter, []).append(torch.arange(place, place + len(span)))
             place += len(span)

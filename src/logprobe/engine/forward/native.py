@@ -111,7 +111,7 @@ class NativeForward:
         """Run the planned tokens; their keys, values and last hidden states land in their slots."""
         if not plan.tokens:
             return
-        token_ids = np.concatenate([span.sequence.token_ids[span.start : span.end] for span in plan.tokens])
+        token_ids = np.concatenate([span.sample.token_ids[span.start : span.end] for span in plan.tokens])
         positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
         attention = plan_attention(self.pool, plan, self.device)
         self.adapters.select(plan.tokens)

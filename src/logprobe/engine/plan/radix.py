@@ -52,7 +52,7 @@ EMPTY = np.empty(0, dtype=np.int32)
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A run of tokens below `parent`; `num_locks` counts the sequences that stand on or below it."""
+    """A run of tokens below `parent`; `num_locks` counts the samples that stand on or below it."""
 
     parent: Node | None
     token_ids: IntArray

@@ -1,7 +1,7 @@
-"""`Sequence`: one sample of one request while it runs, and where it stands.
+"""`Sample`: one sample of one request while it runs, and where it stands.
 
 Positions [0, num_computed) have a slot; positions [0, num_in_tree) have theirs in the radix tree, the
-rest of the slots (generated tokens) are the sequence's own. The scheduler alone changes a sequence.
+rest of the slots (generated tokens) are the sample's own. The scheduler alone changes a sample.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Items
+    from collections.abc import Sequence
 
     from logprobe.engine.plan.radix import IntArray, Node
     from logprobe.engine.request import CompletionOutput, FinishReason, Request
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs
 
 
-class Sequence:
+class Sample:
     """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Sequence:
         return 0.0 if self.request.params.is_greedy else self.generator.random()
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Note why the sequence ended."""
+        """Note why the sample ended."""
         self.output.stop_reason = stop_reason
         self.output.finish_reason = reason  # last: a reader on another thread takes it as the end
 
@@ -130,7 +130,7 @@ class Sequence:
 class StopMatcher:
     """Finds the first stop string in the bytes of a growing text."""
 
-    def __init__(self, stops: Items[str]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, stop.encode()) for stop in stops]
         self._longest = max(len(needle) for _, needle in self._stops)
         self._text = bytearray()
