@@ -3,7 +3,7 @@
 import json
 
 from logprobe.server.app import ROUTES
-from logprobe.server.openapi import document
+from logprobe.server.openai.openapi import document
 
 
 def main() -> None:

@@ -130,8 +130,7 @@ def serving(
     import uvicorn
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.server.app import create_app
-    from logprobe.server.run import uvicorn_config
+    from logprobe.server.app import create_app, uvicorn_config
 
     app = create_app(LoadedModel(model.engine, model.text), settings, processors)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from logprobe.cli.rows import FLOOR, token_rows, totals, visible
+from logprobe.cli.tables import FLOOR, token_rows, totals, visible
 from logprobe.models import Vocabulary
 from logprobe.records import FlatLogprobs, Logprob
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from logprobe.cli.session import flags_for, open_llm
+from logprobe.cli.options import flags_for, open_llm
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:

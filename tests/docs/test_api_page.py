@@ -12,7 +12,7 @@ import pytest
 
 from logprobe.server import ServerSettings
 from logprobe.server.app import ROUTES
-from logprobe.server.fields import NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.openai.fields import NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ import pytest
 from logprobe import AsyncLM, RemoteLM
 from logprobe.errors import EngineClosedError, ParameterError, ServerError
 from logprobe.server import ServerSettings
-from logprobe.server.errors import ApiError
+from logprobe.server.http.errors import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

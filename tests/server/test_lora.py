@@ -16,7 +16,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
-from logprobe.server.run import load_adapters
+from logprobe.server.app import load_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from logprobe.server.app import ROUTES
-from logprobe.server.openapi import BODIES, document
+from logprobe.server.openai.openapi import BODIES, document
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [{"role": "user", "content": "the cat é 🐈"}]

@@ -17,9 +17,9 @@ import typer
 from logprobe import __version__
 from logprobe.cli.chat import chat
 from logprobe.cli.generate import generate
+from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
 from logprobe.cli.models import app as models
-from logprobe.cli.processors import app as processors
 from logprobe.cli.score import score
 from logprobe.cli.serve import serve
 from logprobe.errors import BatchError, LogprobeError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.session import DEFAULT_MODEL, ModelOption, flags_for, open_llm
+from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from logprobe.cli.inputs import STDIN, read_text
-from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
-from logprobe.cli.tables import token_table
+from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
+from logprobe.cli.tables import info_dict, token_rows, token_table, totals
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

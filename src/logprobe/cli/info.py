@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import platform
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from logprobe import __version__
-from logprobe.cli.session import JsonOption  # noqa: TC001 - typer reads the annotation at run time
+from logprobe.cli.options import JsonOption  # noqa: TC001 - typer reads the annotation at run time
 from logprobe.cli.tables import table
 from logprobe.models.cache import home
+from logprobe.processors.registry import available_processors, describe_processor
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numba", "numpy")
 
@@ -51,3 +52,25 @@ def _line(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_line(part)}" for key, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+app = typer.Typer(name="processors", help="List logits processors.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Built-ins, entry points or module.path:ClassName; all that are known by name."),
+    ] = None,
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """List logits processors with their arguments; with --json as JSON Schema."""
+    found = [describe_processor(name) for name in names or available_processors()]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for one in found:
+        keys = ", ".join(one["args"].get("properties", {})) if one["args"] else "any argument"
+        typer.echo(f"{one['name']} ({keys})\n    {one['doc']}")

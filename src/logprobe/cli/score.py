@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from logprobe.cli.inputs import checked_text, read_text
-from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.session import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
-from logprobe.cli.tables import token_table, totals_table
+from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
+from logprobe.cli.tables import info_dict, token_rows, token_table, totals, totals_table
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from logprobe.cli.flags import takes_settings
-from logprobe.cli.session import DEFAULT_MODEL, flags_for, quiet_transformers
+from logprobe.cli.options import DEFAULT_MODEL, flags_for, quiet_transformers, takes_settings
 from logprobe.config import EngineConfig
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
@@ -35,7 +34,7 @@ def serve(model: _Model = DEFAULT_MODEL, **given: Any) -> None:
         config = EngineConfig(model=model, **engine)
     resolve(model)  # a name that does not exist is told before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
-    from logprobe.server.run import serve as run
+    from logprobe.server.app import serve as run
 
     with quiet_transformers():
         run(config, settings, ready=_say_ready)

@@ -1,17 +1,155 @@
-"""Rows of text as an aligned table, the same on a terminal and in a pipe."""
+"""A record's positions as plain values, one dict a token, ready for JSON and for tables.
+
+Before it: `FlatLogprobs`. After it: `tables`, or `json.dumps`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rich.cells import cell_len
 
-from logprobe.cli.rows import visible
+from logprobe import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from logprobe.cli.rows import TokenRow, Totals
+    from logprobe.llm import LLM
+    from logprobe.models import Vocabulary
+    from logprobe.records import FlatLogprobs, LogprobsInfo
+
+FLOOR = -9999.0  # stands for -inf, which JSON cannot write
+
+
+class Alternative(TypedDict):
+    """A candidate for one position."""
+
+    text: str
+    bytes: list[int]
+    id: int
+    logprob: float  # nats
+    rank: int | None  # 1 + number of strictly more likely tokens, or the place in the list
+
+
+class TokenRow(TypedDict):
+    """One token; its numbers are None where nothing predicts it."""
+
+    text: str
+    bytes: list[int]
+    id: int
+    logprob: float | None  # nats
+    rank: int | None
+    entropy: float | None  # nats, of the whole distribution at this position
+    top: list[Alternative]
+
+
+class Totals(TypedDict):
+    """Sums over the scored tokens; None where there is none."""
+
+    num_tokens: int
+    num_scored: int
+    num_bytes: int
+    num_scored_bytes: int
+    sum_logprob: float  # nats
+    mean_logprob: float | None  # nats a token
+    perplexity: float | None
+    bits_per_byte: float | None
+
+
+def token_rows(
+    token_ids: Sequence[int], logprobs: FlatLogprobs, vocabulary: Vocabulary, *, with_top: bool = True
+) -> list[TokenRow]:
+    """One row a token; `logprobs` has one position each, None where nothing predicts it."""
+    rows = [_token_row(token_id, vocabulary) for token_id in token_ids]
+    entropy = logprobs.entropy
+    for position, row in enumerate(rows):
+        chosen = logprobs.chosen(position)
+        if chosen is not None:
+            row["logprob"], row["rank"] = _finite(chosen[1].logprob), chosen[1].rank
+            row["entropy"] = None if entropy is None else float(entropy[position])
+    if with_top:
+        _add_top(rows, logprobs, vocabulary)
+    return rows
+
+
+def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
+    """Sums over the rows that have a logprob."""
+    scored = [row["logprob"] for row in rows if row["logprob"] is not None]
+    total = math.fsum(scored)
+    mean = total / len(scored) if scored else None
+    return Totals(
+        num_tokens=len(rows),
+        num_scored=len(scored),
+        num_bytes=num_bytes,
+        num_scored_bytes=num_scored_bytes,
+        sum_logprob=total,
+        mean_logprob=mean,
+        # Past 700 nats a token no float holds it.
+        perplexity=None if mean is None or mean < -700 else math.exp(-mean),
+        bits_per_byte=-total / math.log(2) / num_scored_bytes if num_scored_bytes else None,
+    )
+
+
+def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
+    """What the numbers are and where they come from; without numbers (None), where the text comes from."""
+    able = llm.engine.capabilities()
+    about = {"engine": able.engine, "model": able.model}
+    if info is not None:
+        about = info.to_dict() | {"floor": FLOOR}
+    return about | {"device": able.device, "version": __version__}
+
+
+def visible(text: Sequence[int]) -> str:
+    """A token's bytes in quotes; what is no printable character shows as an escape."""
+    characters = bytes(text).decode("utf-8", "surrogateescape")
+    return f'"{"".join(map(_visible_character, characters))}"'
+
+
+def _visible_character(character: str) -> str:
+    if character in {'"', "\\"}:
+        return f"\\{character}"
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no whole UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    if character.isprintable():
+        return character
+    # A byte is written \x80, so a character must not be.
+    return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]
+
+
+def _token_row(token_id: int, vocabulary: Vocabulary) -> TokenRow:
+    return TokenRow(
+        text=vocabulary.token_text(token_id),
+        bytes=list(vocabulary.token_bytes(token_id)),
+        id=token_id,
+        logprob=None,
+        rank=None,
+        entropy=None,
+        top=[],
+    )
+
+
+def _add_top(rows: Sequence[TokenRow], logprobs: FlatLogprobs, vocabulary: Vocabulary) -> None:
+    entries = logprobs.top_entries()
+    offsets, ranks = entries.offsets.tolist(), entries.rank_list()
+    ids, values = entries.token_ids.tolist(), entries.logprobs.tolist()
+    for row, start, end in zip(rows, offsets, offsets[1:], strict=False):
+        row["top"] = [
+            Alternative(
+                text=vocabulary.token_text(ids[entry]),
+                bytes=list(vocabulary.token_bytes(ids[entry])),
+                id=ids[entry],
+                logprob=_finite(values[entry]),
+                rank=ranks[entry],
+            )
+            for entry in range(start, end)
+        ]
+
+
+def _finite(logprob: float) -> float:
+    return FLOOR if logprob == -math.inf else logprob
+
 
 MISSING = "-"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from logprobe.server.errors import ApiError, bad_request
+from logprobe.server.http.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

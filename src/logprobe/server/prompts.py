@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.server.errors import bad_request
+from logprobe.server.http.errors import bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,15 +10,15 @@ import itertools
 import logging
 import time
 import uuid
-from typing import TYPE_CHECKING, Protocol
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
 from logprobe.records.forms.json import ChatEncoder
-from logprobe.server.errors import ApiError, bad_request
+from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.limits import Limits
 from logprobe.server.metrics import Metrics
-from logprobe.server.stored import StoredResponses
 from logprobe.transport import StreamingLogprobsCollector
 
 if TYPE_CHECKING:
@@ -28,6 +28,39 @@ if TYPE_CHECKING:
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.server.pieces import Piece
     from logprobe.server.settings import ServerSettings
+
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class StoredResponses:
+    """The latest responses by id, with the conversation that each ends; the oldest go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, tuple[dict[str, Any], Messages]] = OrderedDict()
+
+    def keep(self, response: dict[str, Any], messages: Messages) -> None:
+        """Keep one."""
+        self._kept[response["id"]] = (response, messages)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def find(self, response_id: str, param: str | None = None) -> tuple[dict[str, Any], Messages]:
+        """Get one.
+
+        Raises:
+            ApiError: 404 where it is not, or no longer, stored.
+        """
+        if response_id not in self._kept:
+            message = f"response {response_id!r} is not stored here"
+            raise ApiError(404, message, param=param, code="response_not_found")
+        return self._kept[response_id]
+
+    def drop(self, response_id: str) -> None:
+        """Forget one."""
+        self.find(response_id)
+        del self._kept[response_id]
+
 
 logger = logging.getLogger("logprobe.server")
 

@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from logprobe.engine.request import Request
 from logprobe.sampling import SamplingParams
-from logprobe.server.bodies import NextTokenBody
-from logprobe.server.decode import read_body
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
+from logprobe.server.openai.bodies import NextTokenBody
 from logprobe.server.prompts import as_ids
-from logprobe.server.sse import while_connected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from logprobe.server.answer import answer
-from logprobe.server.bodies import ChatBody
-from logprobe.server.decode import read_body
-from logprobe.server.fields import chat_params
-from logprobe.server.generation import Generation
-from logprobe.server.prompts import read_messages
-from logprobe.server.replies import (
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.sse import DONE
+from logprobe.server.openai.bodies import ChatBody
+from logprobe.server.openai.fields import chat_params
+from logprobe.server.openai.replies import (
     chat_logprobs,
     choice_extensions,
     prompt_extensions,
     reply_extensions,
     usage,
 )
-from logprobe.server.sse import DONE
+from logprobe.server.prompts import read_messages
+from logprobe.server.reply.answer import answer
+from logprobe.server.reply.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from logprobe.server.errors import ApiError
+    from logprobe.server.http.errors import ApiError
     from logprobe.server.pieces import Piece
     from logprobe.server.service import Service
 

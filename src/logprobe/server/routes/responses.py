@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
-from logprobe.server.answer import answer
-from logprobe.server.bodies import ResponsesBody
-from logprobe.server.decode import read_body
-from logprobe.server.errors import bad_request
-from logprobe.server.fields import responses_params
-from logprobe.server.generation import Generation
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.errors import bad_request
+from logprobe.server.openai.bodies import ResponsesBody
+from logprobe.server.openai.fields import responses_params
+from logprobe.server.openai.replies import JSON_TYPE, num_top
 from logprobe.server.prompts import read_messages
-from logprobe.server.replies import JSON_TYPE, num_top
+from logprobe.server.reply.answer import answer
+from logprobe.server.reply.generation import Generation
 from logprobe.server.rows_json import content
 
 if TYPE_CHECKING:
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.server.errors import ApiError
+    from logprobe.server.http.errors import ApiError
     from logprobe.server.pieces import Piece
-    from logprobe.server.service import Service
-    from logprobe.server.stored import Messages
+    from logprobe.server.service import Messages, Service
 
 
 async def create_response(request: HttpRequest, service: Service) -> Response:

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.responses import Response
 
-from logprobe.server.errors import as_api_error
-from logprobe.server.replies import JSON_TYPE, encode
-from logprobe.server.sse import EventStream, event, while_connected
+from logprobe.server.http.errors import as_api_error
+from logprobe.server.http.sse import EventStream, event, while_connected
+from logprobe.server.openai.replies import JSON_TYPE, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.server.errors import ApiError
-    from logprobe.server.generation import Generation
+    from logprobe.server.http.errors import ApiError
     from logprobe.server.pieces import Piece
+    from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
 
 logger = logging.getLogger("logprobe.server")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from logprobe.server.errors import ApiError, bad_request
+from logprobe.server.http.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -8,23 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from logprobe.server.answer import answer
-from logprobe.server.bodies import CompletionBody
-from logprobe.server.decode import read_body
-from logprobe.server.errors import bad_request
-from logprobe.server.fields import completion_params
-from logprobe.server.generation import Generation
-from logprobe.server.pieces import TextWalk
-from logprobe.server.prompts import read_prompts
-from logprobe.server.replies import (
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.errors import bad_request
+from logprobe.server.http.sse import DONE
+from logprobe.server.openai.bodies import CompletionBody
+from logprobe.server.openai.fields import completion_params
+from logprobe.server.openai.replies import (
     choice_extensions,
     legacy_logprobs,
     prompt_extensions,
     reply_extensions,
     usage,
 )
+from logprobe.server.pieces import TextWalk
+from logprobe.server.prompts import read_prompts
+from logprobe.server.reply.answer import answer
+from logprobe.server.reply.generation import Generation
 from logprobe.server.rows_json import legacy
-from logprobe.server.sse import DONE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from logprobe.sampling import SamplingParams
-    from logprobe.server.errors import ApiError
+    from logprobe.server.http.errors import ApiError
     from logprobe.server.pieces import Piece
     from logprobe.server.prompts import Prompt
     from logprobe.server.service import Service

@@ -9,12 +9,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.sampling import SamplingParams
-from logprobe.server.errors import ApiError, as_api_error, bad_request
+from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from logprobe.server.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
+    from logprobe.server.openai.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
 
 ENGINE_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
 SAMPLING_FIELDS: Final = (

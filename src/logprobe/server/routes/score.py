@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from logprobe.engine.request import Request
 from logprobe.sampling import SamplingParams
-from logprobe.server.bodies import ScoreBody
-from logprobe.server.decode import read_body
-from logprobe.server.errors import bad_request
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.errors import bad_request
+from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
+from logprobe.server.openai.bodies import ScoreBody
+from logprobe.server.openai.replies import JSON_TYPE, encode
 from logprobe.server.prompts import as_ids, lay_out
-from logprobe.server.replies import JSON_TYPE, encode
 from logprobe.server.rows_json import finite
-from logprobe.server.sse import while_connected
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

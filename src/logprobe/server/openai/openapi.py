@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from logprobe import __version__
-from logprobe.server import bodies, schemas
+from logprobe.server.openai import bodies, schemas
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from logprobe.server.errors import ApiError, as_api_error
-from logprobe.server.replies import JSON_TYPE
-from logprobe.server.sse import ClientGoneError
+from logprobe.server.http.errors import ApiError, as_api_error
+from logprobe.server.http.sse import ClientGoneError
+from logprobe.server.openai.replies import JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
-    from logprobe.server.bodies import GenerationBody
-    from logprobe.server.generation import Generation
+    from logprobe.server.openai.bodies import GenerationBody
     from logprobe.server.pieces import Piece
+    from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
 
 JSON_TYPE = "application/json"

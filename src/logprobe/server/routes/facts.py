@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
-from logprobe.server.bodies import DetokenizeBody, TokenizeBody
-from logprobe.server.decode import read_body
-from logprobe.server.errors import ApiError, bad_request
-from logprobe.server.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.http.decode import read_body
+from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
+from logprobe.server.openai.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.openai.replies import JSON_TYPE
 from logprobe.server.prompts import read_messages
-from logprobe.server.replies import JSON_TYPE
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -1,0 +1,1 @@
+"""OpenAI's shapes: bodies, their fields as parameters, replies and their schemas."""

@@ -1,0 +1,1 @@
+"""One reply from its requests to its bytes, whole or streamed."""
