@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from logprobe.config import EngineConfig, require, strict_keywords
-from logprobe.errors import ParameterError, UnknownParameterError
+from logprobe.config import EngineConfig, strict_keywords
+from logprobe.errors import ParameterError, UnknownParameterError, require
 
 
 @pytest.mark.parametrize(

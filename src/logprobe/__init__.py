@@ -7,8 +7,9 @@ quick.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
     from logprobe.async_lm import (
@@ -81,10 +82,7 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'logprobe' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from logprobe.config import EngineConfig, require
-from logprobe.errors import ParameterError
+from logprobe.config import EngineConfig
+from logprobe.errors import ParameterError, require
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import RowCache
 

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
-from logprobe.errors import ParameterError, UnknownParameterError
+from logprobe.errors import UnknownParameterError, require
 
 T = TypeVar("T")
 
@@ -27,12 +27,6 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
     cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
     return cls
-
-
-def require(condition: object, parameter: str, message: str) -> None:
-    """Raise `ParameterError` naming `parameter` unless `condition` holds."""
-    if not condition:
-        raise ParameterError(parameter, message)
 
 
 Weights = Literal["auto", "plain", "packed", "int8"]

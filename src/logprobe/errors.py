@@ -139,3 +139,9 @@ class BatchError(EngineError):
         super().__init__(f"{len(errors)} of {len(outputs)} requests failed: {listed}{more}")
         self.outputs = outputs
         self.errors = errors
+
+
+def require(condition: object, parameter: str, message: str) -> None:
+    """Raise `ParameterError` naming `parameter` unless `condition` holds."""
+    if not condition:
+        raise ParameterError(parameter, message)

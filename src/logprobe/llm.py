@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 
-from logprobe.config import EngineConfig, require
-from logprobe.errors import BatchError, LogprobeError, ParameterError
+from logprobe.config import EngineConfig
+from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.progress import progress_bar
 from logprobe.sampling import SamplingParams
 

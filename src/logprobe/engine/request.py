@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from logprobe.config import require
-from logprobe.errors import ParameterError, PromptTooLongError
+from logprobe.errors import ParameterError, PromptTooLongError, require
 
 if TYPE_CHECKING:
     from collections.abc import Container

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.config import require
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
     from logprobe.engine.plan.radix import IntArray

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import batch_logprobs_to_host, extract, extract_top_k_logprobs
@@ -18,21 +20,13 @@ __all__ = [
     "warm_up",
 ]
 
-_MODULES = {
-    "batch_logprobs_to_host": "extraction.api",
-    "extract": "extraction.api",
-    "extract_top_k_logprobs": "extraction.api",
-    "head_extract": "extraction.head",
-    "kernel_info": "info",
-    "warm_up": "info",
+_HOMES = {
+    "batch_logprobs_to_host": ".extraction.api",
+    "extract": ".extraction.api",
+    "extract_top_k_logprobs": ".extraction.api",
+    "head_extract": ".extraction.head",
+    "kernel_info": ".info",
+    "warm_up": ".info",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)

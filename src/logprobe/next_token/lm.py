@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from logprobe.config import require
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.request import Request
 from logprobe.engine.token_ids import as_token_ids
-from logprobe.errors import EngineClosedError
+from logprobe.errors import EngineClosedError, require
 from logprobe.next_token.desk import Desk
 from logprobe.next_token.rows import (
     KnownPrefix,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.config import require
-from logprobe.errors import RequestAbortedError
+from logprobe.errors import RequestAbortedError, require
 
 if TYPE_CHECKING:
     from logprobe.engine.plan.radix import IntArray

@@ -5,7 +5,9 @@ Before it: the model's own logits. After it: the draw. Each name loads when firs
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
     from logprobe.processors.arguments import TokenId
@@ -58,39 +60,31 @@ __all__ = [
     "load_processor",
 ]
 
-_MODULES = {
-    "AllowedTokensLogitsProcessor": "builtin.masks",
-    "ArgsView": "batch",
-    "BannedWordsLogitsProcessor": "builtin.masks",
-    "BatchRow": "batch",
-    "BatchState": "batch",
-    "CaptureLogitsProcessor": "builtin.capture",
-    "GlobalLogprobsCapture": "builtin.capture",
-    "GrammarLogitsProcessor": "builtin.grammar",
-    "LogitBiasLogitsProcessor": "builtin.masks",
-    "LogitsProcessor": "interface",
-    "MinTokensLogitsProcessor": "builtin.masks",
-    "ModelFacts": "interface",
-    "PenaltiesLogitsProcessor": "builtin.penalties",
-    "Pipeline": "pipeline",
-    "ProcessorEffect": "effects",
-    "ThinkingBudgetLogitsProcessor": "builtin.thinking",
-    "TokenId": "arguments",
-    "adapt_callable": "foreign",
-    "adapt_matcher": "foreign",
-    "adapt_transformers": "foreign",
-    "adapt_vllm": "foreign",
-    "available_processors": "registry",
-    "describe_processor": "registry",
-    "load_processor": "registry",
+_HOMES = {
+    "AllowedTokensLogitsProcessor": ".builtin.masks",
+    "ArgsView": ".batch",
+    "BannedWordsLogitsProcessor": ".builtin.masks",
+    "BatchRow": ".batch",
+    "BatchState": ".batch",
+    "CaptureLogitsProcessor": ".builtin.capture",
+    "GlobalLogprobsCapture": ".builtin.capture",
+    "GrammarLogitsProcessor": ".builtin.grammar",
+    "LogitBiasLogitsProcessor": ".builtin.masks",
+    "LogitsProcessor": ".interface",
+    "MinTokensLogitsProcessor": ".builtin.masks",
+    "ModelFacts": ".interface",
+    "PenaltiesLogitsProcessor": ".builtin.penalties",
+    "Pipeline": ".pipeline",
+    "ProcessorEffect": ".effects",
+    "ThinkingBudgetLogitsProcessor": ".builtin.thinking",
+    "TokenId": ".arguments",
+    "adapt_callable": ".foreign",
+    "adapt_matcher": ".foreign",
+    "adapt_transformers": ".foreign",
+    "adapt_vllm": ".foreign",
+    "available_processors": ".registry",
+    "describe_processor": ".registry",
+    "load_processor": ".registry",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias, Ty
 import msgspec
 from msgspec import inspect
 
-from logprobe.config import require
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

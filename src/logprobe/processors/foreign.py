@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, final
 
 import torch
 
-from logprobe.config import require
+from logprobe.errors import require
 from logprobe.processors.batch import BatchRow, BatchState, RowKey
 from logprobe.processors.builtin.matchers import allowed_tokens, as_matcher
 from logprobe.processors.interface import LogitsProcessor, ModelFacts

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from logprobe.config import require
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import keys_of
 
 if TYPE_CHECKING:

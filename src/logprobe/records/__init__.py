@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from logprobe._lazy import lazy_names
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.compact import cut_to_mass
 from logprobe.records.forms.json import ChatEncoder
@@ -70,7 +70,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'logprobe.records' has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+__getattr__ = lazy_names(__name__, _LATER)

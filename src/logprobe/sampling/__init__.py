@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from logprobe._lazy import lazy_names
 from logprobe.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -11,10 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampler", "SamplingParams"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "Sampler":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from logprobe.sampling.sampler import Sampler  # loads torch
-
-    return Sampler
+__getattr__ = lazy_names(__name__, {"Sampler": ".sampler"})  # loads torch

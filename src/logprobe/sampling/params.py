@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal, cast
 
-from logprobe.config import require, strict_keywords
-from logprobe.errors import ParameterError
+from logprobe.config import strict_keywords
+from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import LARGEST_FLOAT, field_args, plain
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]

@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from logprobe import __version__
-from logprobe.config import require
 from logprobe.engine.backends.start import start_native_engine
+from logprobe.errors import require
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.guard import endpoint, failure
 from logprobe.server.openai.openapi import document

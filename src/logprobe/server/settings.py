@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from logprobe.config import require, strict_keywords
+from logprobe.config import strict_keywords
+from logprobe.errors import require
 
 
 @strict_keywords

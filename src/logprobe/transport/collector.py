@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from logprobe.config import require
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

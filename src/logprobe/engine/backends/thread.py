@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from logprobe.config import require
 from logprobe.engine.protocol import EngineStats
 from logprobe.engine.request import RequestOutput, end_with_error
-from logprobe.errors import EngineClosedError, EngineError
+from logprobe.errors import EngineClosedError, EngineError, require
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence

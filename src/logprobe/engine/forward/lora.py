@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from logprobe.config import require
 from logprobe.engine.layers.packed import added
+from logprobe.errors import require
 from logprobe.models.lora import load_adapter
 
 if TYPE_CHECKING:

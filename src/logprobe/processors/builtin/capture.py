@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.config import require
+from logprobe.errors import require
 from logprobe.kernels import extract
 from logprobe.processors.arguments import CaptureArgs
 from logprobe.processors.batch import BatchState, as_batch

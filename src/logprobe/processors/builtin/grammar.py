@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 import torch
 
-from logprobe.config import require
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
 from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
-from logprobe.config import require
+from logprobe.errors import require
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
 from logprobe.processors.batch import BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor, ModelFacts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 
-from logprobe.config import require
+from logprobe.errors import require
 from logprobe.processors.arguments import ThinkingBudgetArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
 from logprobe.processors.interface import LogitsProcessor, ModelFacts

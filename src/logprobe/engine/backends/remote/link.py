@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 import msgspec
 import numpy as np
 
-from logprobe.config import require
 from logprobe.engine.protocol import Capabilities
 from logprobe.engine.request import CompletionOutput
 from logprobe.errors import (
@@ -23,6 +22,7 @@ from logprobe.errors import (
     PromptTooLongError,
     ServerError,
     UnreachableError,
+    require,
 )
 
 if TYPE_CHECKING:
