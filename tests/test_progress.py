@@ -8,7 +8,7 @@ import numpy as np
 
 from logprobe import SamplingParams
 from logprobe.engine.request import Request, RequestOutput
-from logprobe.progress import Tally, progress_bar
+from logprobe.llm import Tally, progress_bar
 from logprobe.records import FlatLogprobs
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypat
         return own_step()
 
     monkeypatch.setattr(engine, "step", step)
-    monkeypatch.setattr("logprobe.progress.Tally", Watched)
+    monkeypatch.setattr("logprobe.llm.Tally", Watched)
     monkeypatch.setenv("FORCE_COLOR", "1")
     num_tokens = 3 * tiny_llm.config.max_batch_tokens // 2
     asked = SamplingParams(max_tokens=0, prompt_logprobs=0)
