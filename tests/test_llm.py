@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.errors import (
-    PromptTooLongError,
-)
+from logprobe.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,13 +80,6 @@ def test_greedy_tokens_are_the_most_likely_and_their_sum_is_cumulative(
     want = reference(ids + got.token_ids)[len(ids) - 1 : -1]
     assert got.token_ids == want.argmax(-1).tolist()
     assert got.cumulative_logprob == pytest.approx(want.max(-1).sum(), abs=10 * TOLERANCE)
-
-
-def test_chat_uses_the_models_template(tiny_llm: LLM) -> None:
-    messages = [{"role": "user", "content": "the cat"}]
-    output = tiny_llm.chat(messages, SamplingParams(max_tokens=1))[0]
-    data = tiny_llm.text.vocabulary.bytes_of(output.prompt_token_ids)
-    assert data == b"user: the cat\nassistant:" == (output.prompt or "").encode()
 
 
 def test_progress_is_shown_on_stderr_and_changes_nothing(

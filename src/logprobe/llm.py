@@ -17,14 +17,15 @@ import numpy as np
 from logprobe.config import EngineConfig
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
+from logprobe.text.chat import lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import Request, RequestOutput
+    from logprobe.records.values import IntArray
 
 
 @contextmanager
@@ -160,7 +161,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
         *,
         progress: bool = False,
@@ -170,13 +171,10 @@ class LLM:
         Each output's `prompt` is the text that the template made.
 
         Raises:
-            ParameterError: the model has no chat template, or as `generate` does.
+            ParameterError: what `text.chat.lay_out` refuses, or as `generate` does.
             BatchError: the request failed.
         """
-        tokenizer = self.text.tokenizer
-        if tokenizer.chat_template is None:
-            raise ParameterError("messages", "the model has no chat template; use generate")
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        prompt = lay_out(messages, self.text)
         ids = self.text.encode(prompt, add_special_tokens=False).tolist()
         outputs = self.generate(ids, params, progress=progress)
         for output in outputs:
@@ -246,7 +244,7 @@ class LLM:
 
     def _request(self, prompt: Prompt | IntArray, params: SamplingParams) -> Request:
         from logprobe.engine.request import Request
-        from logprobe.engine.token_ids import as_token_ids
+        from logprobe.text.edge import as_token_ids
 
         ids = self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
         name = self._next_id()
@@ -256,7 +254,7 @@ class LLM:
         return f"request-{next(self._numbers)}"
 
     def _encode_pair(self, context: Prompt, continuation: Prompt) -> tuple[IntArray, int]:
-        from logprobe.engine.token_ids import as_token_ids
+        from logprobe.text.edge import as_token_ids
 
         if isinstance(context, str) and isinstance(continuation, str):
             return self.text.encode_pair(context, continuation)
@@ -304,7 +302,7 @@ class LLM:
 
     def _finish(self, output: RequestOutput) -> None:
         for completion in output.outputs:
-            completion.text = self.text.text_of(completion)
+            completion.text = self.text.text_of(completion.token_ids, completion.num_text_bytes)
 
 
 def _checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutput]:

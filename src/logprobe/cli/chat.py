@@ -14,8 +14,8 @@ from logprobe.sampling import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from logprobe.engine.request import CompletionOutput, CompletionPiece
     from logprobe.llm import LLM
-    from logprobe.server.pieces import Piece
 
 BOLD, RESET = "\x1b[1m", "\x1b[0m"
 # Colours that tell apart with any eyesight: blue for sure, through white, to orange for surprised.
@@ -62,17 +62,18 @@ def talk(llm: LLM, params: SamplingParams, said: list[dict[str, Any]], *, is_sha
 
 
 async def _answer(
-    llm: LLM, params: SamplingParams, said: list[dict[str, Any]], show: Callable[[Piece, LLM], str]
+    llm: LLM, params: SamplingParams, said: list[dict[str, Any]], show: Callable[[CompletionPiece, LLM], str]
 ) -> str:
     from logprobe.engine.request import Request
-    from logprobe.server.pieces import Cutter, TextWalk
-    from logprobe.server.prompts import read_messages
+    from logprobe.text.chat import read_messages
+    from logprobe.text.pieces import Cutter
 
     request = Request(
         request_id=f"chat-{len(said)}", prompt_token_ids=read_messages(said, llm.text), params=params
     )
     llm.engine.submit(request)
-    cutter, text = Cutter(llm.text, params, 0, TextWalk()), ""
+    cutter: Cutter[CompletionOutput] = Cutter(llm.text.bytes_of, params.stop, params.min_tokens)
+    text = ""
     async for output in llm.engine.stream(request.request_id):
         if output.error is not None:
             raise output.error
@@ -92,11 +93,11 @@ def _summary(total: float, count: int) -> str:
     return f"[{count} tokens, {mean:.2f} nats a token, perplexity {exp(mean):.2f}]"
 
 
-def _plain(piece: Piece, _: LLM) -> str:
+def _plain(piece: CompletionPiece, _: LLM) -> str:
     return piece.text
 
 
-def _shown(piece: Piece, llm: LLM) -> str:
+def _shown(piece: CompletionPiece, llm: LLM) -> str:
     """Each token in the colour of its surprisal; a run that ends inside a character keeps its text."""
     record = piece.completion.logprobs
     assert record is not None

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend
     from logprobe.engine.recorder import WholeRows
     from logprobe.engine.request import Request, RequestOutput
-    from logprobe.engine.text import TextEdge
     from logprobe.sampling.sampler import SampledRows
+    from logprobe.text.edge import TextEdge
 
 
 class StepClock:

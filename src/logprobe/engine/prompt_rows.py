@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.protocol import ForwardBackend
     from logprobe.records import LogprobsTensors
+    from logprobe.records.values import IntArray
 
 KNOWN_WIDTH = 20  # alternatives kept a slot
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
 
     from logprobe.engine.forward.lora import Adapters
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.processors.stages import ProcessorCounter
+    from logprobe.records.values import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

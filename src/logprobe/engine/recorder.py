@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.prompt_rows import ScoredRows
     from logprobe.engine.request import RequestOutput
-    from logprobe.engine.text import TextEdge
     from logprobe.records import LogprobsInfo, LogprobsTensors
     from logprobe.records.info import Stage
     from logprobe.sampling import SamplingParams
     from logprobe.sampling.sampler import SampledRows
+    from logprobe.text.edge import TextEdge
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "raw_logprobs": ("raw",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.errors import LogprobeError
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs, LogprobsInfo
+    from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
+    from logprobe.text.pieces import Piece
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -60,6 +61,10 @@ class CompletionOutput:
     explanations: list[list[ProcessorEffect]] | None = None  # a position: what each of its processors did
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
     error: LogprobeError | None = None
+
+
+CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
+"""What is new of a completion that grows, with its text."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,6 @@ import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.request import Request
-from logprobe.engine.token_ids import as_token_ids
 from logprobe.errors import EngineClosedError, require
 from logprobe.next_token.desk import Desk
 from logprobe.next_token.rows import (
@@ -31,6 +30,7 @@ from logprobe.next_token.rows import (
     top_tokens,
 )
 from logprobe.sampling import SamplingParams
+from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.protocol import RowEngine, RowModel, Words
     from logprobe.next_token.rows import Row
+    from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from logprobe.errors import RequestAbortedError, require
 
 if TYPE_CHECKING:
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import Request, RequestOutput
+    from logprobe.records.values import IntArray
 
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+IntArray: TypeAlias = "npt.NDArray[np.int32]"
+"""Token ids, or slots of the key/value pool."""
+
 
 class TokenTable(Protocol):
     """Token id → text and exact bytes."""

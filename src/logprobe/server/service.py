@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.engine.request import Request, RequestOutput
-    from logprobe.server.pieces import Piece
+    from logprobe.engine.request import CompletionPiece, Request, RequestOutput
     from logprobe.server.settings import ServerSettings
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -90,7 +89,7 @@ class Service:
         self.limits = Limits(settings)
         self.stored = StoredResponses(settings.max_stored)
         self.metrics = Metrics(model.engine)
-        self.collector: StreamingLogprobsCollector[list[Piece]] = StreamingLogprobsCollector(
+        self.collector: StreamingLogprobsCollector[list[CompletionPiece]] = StreamingLogprobsCollector(
             settings.buffer_rows, pause=self._pause, resume=self._resume
         )
         self._open: dict[str, Sequence[str]] = {}  # reply → its engine requests

@@ -10,10 +10,10 @@ from logprobe.engine.backends.thread import LocalEngine
 from logprobe.engine.engine import Engine
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.protocol import Capabilities
-from logprobe.engine.text import TextEdge
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig

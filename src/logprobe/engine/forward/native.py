@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.models import ModelFiles
+    from logprobe.records.values import IntArray
 
 
 class _GivenRows(nn.Module):

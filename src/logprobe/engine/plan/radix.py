@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-IntArray = NDArray[np.int32]
+    from logprobe.records.values import IntArray
 
 
 class SlotPool:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from logprobe.text.pieces import StopMatcher
 
-    from logprobe.engine.plan.radix import IntArray, Node
+if TYPE_CHECKING:
+    from logprobe.engine.plan.radix import Node
     from logprobe.engine.request import CompletionOutput, FinishReason, Request
     from logprobe.processors.pipeline import ActiveSample
     from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
 
 
 class Sample:
@@ -125,23 +126,3 @@ class Sample:
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""
         return self.output.finish_reason is not None
-
-
-class StopMatcher:
-    """Finds the first stop string in the bytes of a growing text."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, stop.encode()) for stop in stops]
-        self._longest = max(len(needle) for _, needle in self._stops)
-        self._text = bytearray()
-
-    def feed(self, piece: bytes) -> tuple[str, int] | None:
-        """Add a token's bytes; the stop string that now stands in the text and where it begins, if any."""
-        search_from = max(0, len(self._text) - self._longest + 1)
-        self._text += piece
-        found = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
-        hits = [(start, stop) for start, stop in found if start >= 0]
-        if not hits:
-            return None
-        start, stop = min(hits)
-        return stop, start

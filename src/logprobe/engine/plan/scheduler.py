@@ -21,8 +21,9 @@ from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from logprobe.engine.plan.radix import IntArray, Node
+    from logprobe.engine.plan.radix import Node
     from logprobe.engine.plan.sample import Sample
+    from logprobe.records.values import IntArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from logprobe.records.forms.json import IMPOSSIBLE
 from logprobe.server.rows_json import content, finite, legacy, prompt_rows, token_rows
 
 if TYPE_CHECKING:
-    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.request import CompletionPiece, RequestOutput
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.server.openai.bodies import GenerationBody
-    from logprobe.server.pieces import Piece
     from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
 
@@ -40,7 +39,7 @@ def num_top(generation: Generation) -> int | None:
     return None if asked == -1 else asked
 
 
-def chat_logprobs(service: Service, generation: Generation, piece: Piece) -> dict[str, Any] | None:
+def chat_logprobs(service: Service, generation: Generation, piece: CompletionPiece) -> dict[str, Any] | None:
     """OpenAI's chat object for the tokens of a piece that gave text, with the extensions asked for."""
     record = piece.completion.logprobs
     if record is None:
@@ -53,7 +52,7 @@ def chat_logprobs(service: Service, generation: Generation, piece: Piece) -> dic
     return found | _beside(record, rows, service)
 
 
-def legacy_logprobs(service: Service, piece: Piece) -> dict[str, Any] | None:
+def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
     """The completions object for all tokens of a piece, with the extensions asked for."""
     record = piece.completion.logprobs
     if record is None:
@@ -69,7 +68,7 @@ def legacy_logprobs(service: Service, piece: Piece) -> dict[str, Any] | None:
     return found | _beside(record, range(piece.start, piece.stop), service)
 
 
-def choice_extensions(body: GenerationBody, piece: Piece) -> dict[str, Any]:
+def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
     """Fields of a choice that are there only when asked for."""
     found: dict[str, Any] = {}
     if body.return_token_ids:
@@ -117,7 +116,7 @@ def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]
     return found
 
 
-def _explanations(piece: Piece) -> list[Any]:
+def _explanations(piece: CompletionPiece) -> list[Any]:
     told = piece.completion.explanations or []
     return [[_effect(one) for one in position] for position in told[piece.start : piece.stop]]
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.pieces import Piece
     from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
 
@@ -31,13 +31,13 @@ logger = logging.getLogger("logprobe.server")
 class Shape(Protocol):
     """One route's form of a reply."""
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, from one piece a choice."""
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Chunks before any text."""
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
         """Chunks of one increment."""
 
     def closing(self) -> Iterator[dict[str, Any]]:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 from logprobe.engine.request import Request
 from logprobe.server.limits import Cost
-from logprobe.server.pieces import Cutter, TextWalk
+from logprobe.text.pieces import Cutter, TextWalk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from logprobe.engine.plan.radix import IntArray
-    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
+    from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.server.limits import Ticket
-    from logprobe.server.pieces import Piece
     from logprobe.server.service import Service
 
 
@@ -52,7 +51,7 @@ class Generation:
             )
             for number, (ids, params) in enumerate(asks)
         ]
-        self._cutters: dict[int, Cutter] = {}
+        self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
         for request in self.requests:
             service.engine.check(request)
@@ -68,11 +67,11 @@ class Generation:
         """Tokens generated so far."""
         return sum(len(one.token_ids) for output in self.outputs.values() for one in output.outputs)
 
-    def prompt_of(self, piece: Piece) -> int:
+    def prompt_of(self, piece: CompletionPiece) -> int:
         """Number of the prompt that a choice belongs to."""
         return piece.index // self.params.n
 
-    async def whole(self) -> list[Piece]:
+    async def whole(self) -> list[CompletionPiece]:
         """One piece a choice, in the order of their numbers, once all have ended.
 
         Raises:
@@ -85,7 +84,7 @@ class Generation:
         self.outputs = dict(enumerate(outputs))
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
 
-    async def stream(self) -> AsyncGenerator[list[Piece]]:
+    async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:
         """Pieces as they come; leaving early gives all requests up.
 
         Raises:
@@ -128,7 +127,7 @@ class Generation:
                 self._service.collector.add(self.reply_id, pieces, num_rows=rows)
         self._service.metrics.ended(output)
 
-    def _cut(self, number: int) -> list[Piece]:
+    def _cut(self, number: int) -> list[CompletionPiece]:
         pieces = []
         for completion in self.outputs[number].outputs:
             index = number * self.params.n + completion.index
@@ -140,8 +139,10 @@ class Generation:
                 pieces.append(piece)
         return pieces
 
-    def _new_cutter(self, number: int, index: int) -> Cutter:
+    def _new_cutter(self, number: int, index: int) -> Cutter[CompletionOutput]:
         walk = TextWalk()
         if self._echoes:
             walk.feed(self._echoes[number])
-        return Cutter(self._service.text, self.params, index, walk)
+        return Cutter(
+            self._service.text.bytes_of, self.params.stop, self.params.min_tokens, index=index, walk=walk
+        )

@@ -18,9 +18,9 @@ from logprobe.server.openai.replies import (
     reply_extensions,
     usage,
 )
-from logprobe.server.prompts import read_messages
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
+from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
+    from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.pieces import Piece
     from logprobe.server.service import Service
 
 
@@ -59,7 +59,7 @@ class ChatShape:
         self._has_usage = bool(options and options.include_usage)
         self._told_prompt = False
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, one choice a completion."""
         output = self._generation.outputs[0]
         reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
@@ -72,7 +72,7 @@ class ChatShape:
         for index in range(self._generation.params.n):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
         """Text with its rows, then the reason where it has ended."""
         extras = choice_extensions(self._body, piece)
         if piece.text or piece.text_tokens or (extras and piece.num_rows):
@@ -92,7 +92,7 @@ class ChatShape:
         """The error as any reply would carry it."""
         return error.to_dict()
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         return {
             "index": piece.index,
             "message": {"role": "assistant", "content": piece.text, "refusal": None},

@@ -13,6 +13,7 @@ from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import DONE
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params
+from logprobe.server.openai.prompts import read_prompts
 from logprobe.server.openai.replies import (
     choice_extensions,
     legacy_logprobs,
@@ -20,11 +21,10 @@ from logprobe.server.openai.replies import (
     reply_extensions,
     usage,
 )
-from logprobe.server.pieces import TextWalk
-from logprobe.server.prompts import read_prompts
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
 from logprobe.server.rows_json import legacy
+from logprobe.text.pieces import TextWalk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
+    from logprobe.engine.request import CompletionPiece
     from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.pieces import Piece
-    from logprobe.server.prompts import Prompt
+    from logprobe.server.openai.prompts import Prompt
     from logprobe.server.service import Service
 
 PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -91,7 +91,7 @@ class CompletionShape:
         self._has_usage = bool(options and options.include_usage)
         self._begun: set[int] = set()  # choices whose prompt was told
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, choices in the order of prompts."""
         reply = self._frame([self._begin(piece) for piece in pieces])
         return reply | {"usage": usage(self._generation)}
@@ -100,7 +100,7 @@ class CompletionShape:
         """Nothing: the first text opens."""
         yield from ()
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
         """One chunk, the prompt's echo in the first of a choice."""
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
@@ -115,7 +115,7 @@ class CompletionShape:
         """The error as any reply would carry it."""
         return error.to_dict()
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
         return {
             "index": piece.index,
             "text": piece.text,
@@ -124,7 +124,7 @@ class CompletionShape:
             **choice_extensions(self._body, piece),
         }
 
-    def _begin(self, piece: Piece) -> dict[str, Any]:
+    def _begin(self, piece: CompletionPiece) -> dict[str, Any]:
         choice, number = self._choice(piece), self._generation.prompt_of(piece)
         output = self._generation.outputs[number]
         if self._body.echo:

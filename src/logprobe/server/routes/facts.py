@@ -17,7 +17,7 @@ from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
 from logprobe.server.openai.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
 from logprobe.server.openai.replies import JSON_TYPE
-from logprobe.server.prompts import read_messages
+from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

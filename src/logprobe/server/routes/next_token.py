@@ -17,7 +17,7 @@ from logprobe.server.http.decode import read_body
 from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
 from logprobe.server.openai.bodies import NextTokenBody
-from logprobe.server.prompts import as_ids
+from logprobe.server.openai.prompts import as_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,18 +16,18 @@ from logprobe.server.http.errors import bad_request
 from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.replies import JSON_TYPE, num_top
-from logprobe.server.prompts import read_messages
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
 from logprobe.server.rows_json import content
+from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.pieces import Piece
     from logprobe.server.service import Messages, Service
 
 
@@ -86,10 +86,10 @@ class ResponseShape:
         self._said = said
         self._item_id = generation.reply_id.replace("resp", "msg", 1)
         self._created_at = service.now()
-        self._pieces: list[Piece] = []
+        self._pieces: list[CompletionPiece] = []
         self._num_events = 0
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The response, stored unless the client asked not to."""
         (piece,) = pieces
         status = "completed" if piece.finish_reason == "stop" else "incomplete"
@@ -107,7 +107,7 @@ class ResponseShape:
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
         yield self._part_event("response.content_part.added", part=self._part("", msgspec.Raw(b"[]")))
 
-    def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
         """Text with its rows."""
         self._pieces.append(piece)
         if piece.text or piece.text_tokens:
@@ -130,7 +130,7 @@ class ResponseShape:
         """The error event of this interface."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
-    def _joined(self) -> Piece:
+    def _joined(self) -> CompletionPiece:
         last = self._pieces[-1]
         return replace(
             last,
@@ -139,7 +139,7 @@ class ResponseShape:
             text_tokens=[token for piece in self._pieces for token in piece.text_tokens],
         )
 
-    def _rows(self, piece: Piece) -> msgspec.Raw:
+    def _rows(self, piece: CompletionPiece) -> msgspec.Raw:
         record = piece.completion.logprobs
         if record is None:
             return msgspec.Raw(b"[]")

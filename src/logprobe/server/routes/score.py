@@ -18,17 +18,18 @@ from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
 from logprobe.server.openai.bodies import ScoreBody
+from logprobe.server.openai.prompts import as_ids
 from logprobe.server.openai.replies import JSON_TYPE, encode
-from logprobe.server.prompts import as_ids, lay_out
 from logprobe.server.rows_json import finite
+from logprobe.text.chat import lay_out
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.engine.plan.radix import IntArray
     from logprobe.engine.request import RequestOutput
-    from logprobe.engine.text import TextEdge
+    from logprobe.records.values import IntArray
     from logprobe.server.service import Service
+    from logprobe.text.edge import TextEdge
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Items
+    from collections.abc import Sequence
 
-    from logprobe.engine.plan.radix import IntArray
-    from logprobe.engine.request import CompletionOutput
     from logprobe.models import Vocabulary
+    from logprobe.records.values import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +74,15 @@ class TextEdge:
             raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
         return np.array([first], dtype=np.int32)
 
-    def text_of(self, completion: CompletionOutput) -> str:
-        """The text of a completion, cut before its stop string; incomplete characters show as U+FFFD."""
-        data = self.bytes_of(completion.token_ids)
-        return data[: completion.num_text_bytes].decode("utf-8", "replace")
+    def text_of(self, token_ids: Sequence[int], num_bytes: int | None = None) -> str:
+        """The text of tokens, of its first `num_bytes` bytes; incomplete characters show as U+FFFD."""
+        return self.bytes_of(token_ids)[:num_bytes].decode("utf-8", "replace")
 
-    def bytes_of(self, token_ids: Items[int]) -> bytes:
+    def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """The bytes of tokens without the special ones."""
         return self.vocabulary.bytes_of(i for i in token_ids if i not in self.special_token_ids)
 
-    def _check_nothing_dropped(self, data: bytes, ids: Items[int]) -> None:
+    def _check_nothing_dropped(self, data: bytes, ids: Sequence[int]) -> None:
         kept = self.vocabulary.bytes_of(ids)
         if data not in kept:
             at = next((i for i, (a, b) in enumerate(zip(data, kept, strict=False)) if a != b), len(kept))
@@ -92,3 +90,21 @@ class TextEdge:
                 "prompt",
                 f"the model's tokenizer has no token for byte 0x{data[at]:02x} (at byte {at}); remove it",
             )
+
+
+def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
+    """Token ids of any integer sequence, (num_tokens,) int32, an array of its own.
+
+    Raises:
+        ParameterError: it is nothing of the kind, or an id lies outside every vocabulary.
+    """
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of different lengths within
+        ids = np.array(None)
+    is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
+    require(is_ids, name, f"must be a list of token ids, got {prompt!r:.60}")
+    outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
+    if len(outside):  # numpy takes longer to print an array than all the rest here
+        raise ParameterError(name, f"token id {outside} lies outside every vocabulary")
+    return ids.astype(np.int32)

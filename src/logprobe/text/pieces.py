@@ -1,36 +1,53 @@
-"""A completion that grows → increments of whole tokens with exactly their text.
+"""A completion that grows → increments of whole tokens with exactly their text, and where it must stop.
 
-Before it: the engine's output. After it: the shapes of each route. A whole reply is the one piece that
-holds everything; a stream is the same pieces earlier.
+Before it: the engine's tokens. After it: replies and screens. A whole reply is the one piece that holds
+everything; a stream is the same pieces earlier.
 """
 
 from __future__ import annotations
 
 import codecs
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from logprobe.engine.request import CompletionOutput, FinishReason
-    from logprobe.engine.text import TextEdge
-    from logprobe.sampling import SamplingParams
+    from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
 
+class GrowingCompletion(Protocol):
+    """What is read of a completion while it grows."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its tokens so far."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it grows."""
+
+    @property
+    def num_text_bytes(self) -> int | None:
+        """Where a stop string cut its text; None: not cut."""
+
+
+C = TypeVar("C", bound=GrowingCompletion)
+
+
 @dataclass(slots=True, kw_only=True)
-class Piece:
+class Piece(Generic[C]):
     """Tokens [start, stop) of one completion and their text."""
 
     index: int  # of the choice
-    completion: CompletionOutput
+    completion: C
     start: int
     stop: int
     text: str
     offsets: list[int] = field(default_factory=list)  # a token; characters from the start of the text
     text_tokens: list[int] = field(default_factory=list)  # tokens of [start, stop) that gave text
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,22 +81,33 @@ class TextWalk:
         return text, begins_at
 
 
-class Cutter:
-    """Takes from one completion what may be told: no half character, nothing that may be a stop string."""
+class Cutter(Generic[C]):
+    """Takes from one completion what may be told: no half character, nothing that may be a stop string.
 
-    def __init__(self, text: TextEdge, params: SamplingParams, index: int, walk: TextWalk) -> None:
-        self._edge = text
-        self._stops = [stop.encode() for stop in params.stop]
-        self._min_tokens = params.min_tokens  # before which no stop string counts
+    `bytes_of` gives the bytes of tokens; before `min_tokens` tokens no stop string counts.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[Sequence[int]], bytes],
+        stops: Sequence[str],
+        min_tokens: int,
+        *,
+        index: int = 0,
+        walk: TextWalk | None = None,
+    ) -> None:
+        self._bytes_of = bytes_of
+        self._stops = [stop.encode() for stop in stops]
+        self._min_tokens = min_tokens
         self._longest = max(map(len, self._stops), default=0)
         self._index = index
-        self._walk = walk
+        self._walk = walk or TextWalk()
         self._num_taken = 0  # tokens handed out
         self._num_bytes = 0  # bytes of those
         self._is_done = False
         self._held: list[bytes] = []  # bytes of tokens that came after them
 
-    def take(self, completion: CompletionOutput) -> Piece | None:
+    def take(self, completion: C) -> Piece[C] | None:
         """What is new and certain; None where nothing is."""
         if self._is_done:
             return None
@@ -87,7 +115,7 @@ class Cutter:
         self._is_done = reason is not None
         ids = completion.token_ids
         for token_id in ids[self._num_taken + len(self._held) : len(ids)]:
-            self._held.append(self._edge.bytes_of([token_id]))
+            self._held.append(self._bytes_of([token_id]))
         count = len(self._held) if reason else self._num_certain()
         if not count and not reason:
             return None
@@ -104,7 +132,7 @@ class Cutter:
         del self._held[:count]
         return piece
 
-    def _fill(self, piece: Piece, parts: list[bytes], end: int | None) -> None:
+    def _fill(self, piece: Piece[C], parts: list[bytes], end: int | None) -> None:
         texts = []
         for place, part in enumerate(parts):
             shown = part if end is None else part[: max(end - self._num_bytes, 0)]
@@ -148,3 +176,23 @@ class Cutter:
             if any(stop.startswith(tail) for stop in self._stops):
                 return len(tail)
         return 0
+
+
+class StopMatcher:
+    """Finds the first stop string in the bytes of a growing text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, stop.encode()) for stop in stops]
+        self._longest = max(len(needle) for _, needle in self._stops)
+        self._text = bytearray()
+
+    def feed(self, piece: bytes) -> tuple[str, int] | None:
+        """Add a token's bytes; the stop string that now stands in the text and where it begins, if any."""
+        search_from = max(0, len(self._text) - self._longest + 1)
+        self._text += piece
+        found = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
+        hits = [(start, stop) for start, stop in found if start >= 0]
+        if not hits:
+            return None
+        start, stop = min(hits)
+        return stop, start

@@ -15,8 +15,8 @@ from logprobe.server.http.errors import bad_request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.plan.radix import IntArray
-    from logprobe.engine.text import TextEdge
+    from logprobe.records.values import IntArray
+    from logprobe.text.edge import TextEdge
 
 LARGEST_ID = 2**31 - 1
 
@@ -47,50 +47,6 @@ def read_prompts(prompt: str | Sequence[Any], text: TextEdge, *, name: str = "pr
     if all(isinstance(one, list) for one in prompt):
         return [_from_ids(one, text, name) for one in prompt]
     raise bad_request(name, "mixes texts and token ids; give a list of one kind")
-
-
-def read_messages(messages: Sequence[dict[str, Any]], text: TextEdge) -> IntArray:
-    """A conversation as ids; see `lay_out`."""
-    return text.encode(lay_out(messages, text), add_special_tokens=False)
-
-
-def lay_out(messages: Sequence[dict[str, Any]], text: TextEdge) -> str:
-    """A conversation laid out by the model's chat template, ready for the assistant's turn.
-
-    Raises:
-        ApiError: no template, a message without a role, parts other than text, or the template's refusal.
-    """
-    tokenizer = text.tokenizer
-    if tokenizer.chat_template is None:
-        raise bad_request("messages", "the model has no chat template; use /v1/completions")
-    plain = [_plain_message(message, place) for place, message in enumerate(messages)]
-    try:
-        laid_out: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of the model's and may raise anything
-        raise bad_request("messages", f"the model's chat template refuses them: {error}") from error
-    return laid_out
-
-
-def _plain_message(message: dict[str, Any], place: int) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    if not isinstance(message.get("role"), str):
-        raise bad_request(f"{where}.role", "must be a string")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part_text(part, f"{where}.content") for part in content)
-    elif content is None and message["role"] == "assistant":
-        content = ""
-    if not isinstance(content, str):
-        raise bad_request(f"{where}.content", "must be a string or a list of text parts")
-    return {**message, "content": content}
-
-
-def _part_text(part: Any, where: str) -> str:
-    is_part = isinstance(part, dict) and part.get("type") in {"text", "input_text", "output_text"}
-    if not is_part or not isinstance(part.get("text"), str):
-        raise bad_request(where, "holds a part other than {type: text, text: ...}; this model reads text")
-    found: str = part["text"]
-    return found
 
 
 def _from_text(prompt: str, text: TextEdge) -> Prompt:

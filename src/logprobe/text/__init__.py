@@ -1,0 +1,1 @@
+"""Where text meets ids: prompts in, a text that grows, conversations."""
