@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logprobe.engine.plan.sample import StopMatcher
+from logprobe.text.pieces import StopMatcher
 
 TEXTS = st.text(alphabet="abé😀", max_size=12)
 

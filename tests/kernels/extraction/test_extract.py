@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logprobe.errors import ParameterError
 from logprobe.kernels import extract
-from logprobe.kernels.extraction.api import reference
+from logprobe.kernels.extraction import reference
 from logprobe.records.steps import LogprobsTensors
 
 VOCABS = [1, 2, 100, 1023, 1024, 1025, 8193, 50272]

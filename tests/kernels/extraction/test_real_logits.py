@@ -9,7 +9,7 @@ import torch
 
 from logprobe.errors import ModelError
 from logprobe.kernels import extract
-from logprobe.kernels.extraction.api import reference
+from logprobe.kernels.extraction import reference
 from logprobe.models import load_model, load_tokenizer, resolve
 
 pytestmark = pytest.mark.real_model
@@ -18,7 +18,7 @@ KS = [0, 5, 20, 1000, -1]
 TOLERANCE = 2e-6  # nats, of the computation in double precision ...
 ROUNDING = 2.0**-23  # ... and relative, of the float32 numbers that are returned
 WIDE = 262_144
-TEXT = Path(__file__).parents[2] / "examples" / "lighthouse.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "lighthouse.txt"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 COMPARE = """
 import json, sys, torch
 from logprobe.kernels.extraction.api import triton as cuda
-from logprobe.kernels.extraction.api import reference
+from logprobe.kernels.extraction import reference
 from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 
 def compare(logits, k, given_ids=None):
