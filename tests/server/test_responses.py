@@ -123,3 +123,13 @@ def test_an_unknown_previous_response_is_a_404(server: Any) -> None:
     reply = server.post("/v1/responses", input="a", previous_response_id="resp_none")
     assert reply.status_code == 404
     assert reply.json()["error"]["param"] == "previous_response_id"
+
+
+def test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first(new_server: Any) -> None:
+    with new_server(max_stored_bytes=2500) as server:
+        ids = [
+            server.post("/v1/responses", input="the cat", max_output_tokens=1).json()["id"] for _ in range(4)
+        ]
+        statuses = [server.get(f"/v1/responses/{response_id}").status_code for response_id in ids]
+        assert statuses[0] == 404
+        assert statuses[-1] == 200

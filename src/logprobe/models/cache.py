@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from platformdirs import user_cache_path
+
 from logprobe.errors import DownloadError
 
 if TYPE_CHECKING:
@@ -29,13 +31,8 @@ def home() -> Path:
     """Give the cache's folder: `$LOGPROBE_HOME`, or `logprobe` in the user's cache folder."""
     if chosen := os.environ.get("LOGPROBE_HOME"):
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "logprobe"
+    # On Windows without a folder `Cache` of its own below it.
+    return user_cache_path("logprobe", appauthor=False, opinion=False)
 
 
 def entry_folder(stem: str, sha256: str) -> Path:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from logprobe.errors import RequestAbortedError, require
@@ -36,45 +37,40 @@ class RowCache:
         is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
         known = "must be a number of bytes (0 keeps no rows); a cache without a bound would fill the memory"
         require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._rows: OrderedDict[RowKey, Row] = OrderedDict()
+        # The size of a value is all that it is told, so a value brings its key's bytes along.
+        self._kept: LRUCache[RowKey, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
         self._lock = threading.Lock()
 
+    @property
+    def max_bytes(self) -> int:
+        """The bound."""
+        return int(self._kept.maxsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """What rows and keys take now."""
+        return int(self._kept.currsize)
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._kept)
 
     def get(self, key: RowKey) -> Row | None:
         """The row of a key, now the most recently used; None where it is not kept."""
         with self._lock:
-            row = self._rows.get(key)
-            if row is not None:
-                self._rows.move_to_end(key)
-            return row
+            kept = self._kept.get(key)
+        return None if kept is None else kept[0]
 
     def put(self, key: RowKey, row: Row) -> None:
-        """Keep a row of its own memory, and let the oldest go where the bound asks it."""
-        with self._lock:
-            self._drop(key)
-            self._rows[key] = row
-            self.num_bytes += _size(key, row)
-            while self.num_bytes > self.max_bytes:
-                self._drop(next(iter(self._rows)))
+        """Keep a row of its own memory where the bound has room for it; the oldest go first."""
+        num_bytes = row.nbytes + len(key[1])
+        if num_bytes <= self.max_bytes:
+            with self._lock:
+                self._kept[key] = (row, num_bytes)
 
     def clear(self) -> None:
         """Forget every row."""
         with self._lock:
-            self._rows.clear()
-            self.num_bytes = 0
-
-    def _drop(self, key: RowKey) -> None:
-        row = self._rows.pop(key, None)
-        if row is not None:
-            self.num_bytes -= _size(key, row)
-
-
-def _size(key: RowKey, row: Row) -> int:
-    return row.nbytes + len(key[1])
+            self._kept.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

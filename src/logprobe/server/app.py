@@ -11,10 +11,9 @@ import socket
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from logprobe import __version__
 from logprobe.engine.backends.start import start_native_engine
 from logprobe.errors import require
 from logprobe.server.http.errors import ApiError
@@ -68,13 +67,13 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
 
 def create_app(
     model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
-) -> FastAPI:
+) -> Starlette:
     """Put a loaded model behind HTTP; the caller closes its engine.
 
     `processors` are the logits processors that the engine was started with.
     """
     service = Service(model, settings, processors)
-    app = FastAPI(title="logprobe", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = Starlette()
     app.state.service = service
     for method, path, handler in ROUTES:
         serve = endpoint(path, handler, service, is_open=path in OPEN)
@@ -145,7 +144,7 @@ def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:
         model.engine.add_lora(name, path)
 
 
-def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:
+def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket) -> None:
     """Run uvicorn on a listening socket until a signal has been drained."""
     server = uvicorn.Server(uvicorn_config(app, settings))
 
@@ -159,7 +158,7 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
     server.run([listener])
 
 
-def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs the application."""
     return uvicorn.Config(
         app,

@@ -10,10 +10,10 @@ import itertools
 import logging
 import time
 import uuid
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
+from cachetools import FIFOCache
 
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.http.errors import ApiError, bad_request
@@ -32,19 +32,22 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class StoredResponses:
-    """The latest responses by id, with the conversation that each ends; the oldest go first."""
+    """The latest responses by id, as JSON, with the conversation that each ends; the oldest go first."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: OrderedDict[str, tuple[dict[str, Any], Messages]] = OrderedDict()
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._kept: FIFOCache[str, tuple[bytes, Messages]]
+        self._kept = FIFOCache(max_bytes, getsizeof=lambda kept: len(kept[0]))
 
     def keep(self, response: dict[str, Any], messages: Messages) -> None:
-        """Keep one."""
-        self._kept[response["id"]] = (response, messages)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+        """Keep one, unless it alone is beyond the bounds."""
+        data = msgspec.json.encode(response)
+        if self._max_responses and len(data) <= self._kept.maxsize:
+            while len(self._kept) >= self._max_responses:
+                self._kept.popitem()
+            self._kept[response["id"]] = (data, messages)
 
-    def find(self, response_id: str, param: str | None = None) -> tuple[dict[str, Any], Messages]:
+    def find(self, response_id: str, param: str | None = None) -> tuple[bytes, Messages]:
         """Get one.
 
         Raises:
@@ -86,8 +89,9 @@ class Service:
         self.model_name = settings.model_name or self.capabilities.model
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
+        self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
         self.limits = Limits(settings)
-        self.stored = StoredResponses(settings.max_stored)
+        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
         self.metrics = Metrics(model.engine)
         self.collector: StreamingLogprobsCollector[list[CompletionPiece]] = StreamingLogprobsCollector(
             settings.buffer_rows, pause=self._pause, resume=self._resume

@@ -28,6 +28,7 @@ class ServerSettings:
         max_logprob_bytes: estimated bytes of the logprobs of those.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
         max_stored: replies of `/v1/responses` kept for later; the oldest go first.
+        max_stored_bytes: bytes of JSON that those may come to.
         drain_s: how long running requests may go on after SIGTERM.
         cors_origin: web origins that may call; none by default.
         log_requests: whether texts of requests are logged.
@@ -45,6 +46,7 @@ class ServerSettings:
     max_logprob_bytes: int = 2 << 30
     buffer_rows: int = 100
     max_stored: int = 256
+    max_stored_bytes: int = 64 << 20
     drain_s: float = 30.0
     cors_origin: tuple[str, ...] = ()
     log_requests: bool = False
@@ -63,6 +65,7 @@ class ServerSettings:
             "max_requests",
             "max_tokens_in_flight",
             "max_logprob_bytes",
+            "max_stored_bytes",
             "buffer_rows",
         ):
             require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")

@@ -27,12 +27,15 @@ FEW_ROWS = 8  # up to here rows one by one are quicker than arrays of all of the
 
 
 class ChatEncoder:
-    """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once."""
+    """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once.
 
-    def __init__(self, table: TokenTable, *, floor: float = IMPOSSIBLE) -> None:
+    Without `has_bytes` the entries have no `bytes`, as in the events of `/v1/responses`.
+    """
+
+    def __init__(self, table: TokenTable, *, floor: float = IMPOSSIBLE, has_bytes: bool = True) -> None:
         self._floor = floor
         self._floor_json = msgspec.json.encode(float(np.float32(floor)))
-        self._parts = _Parts(table)
+        self._parts = _Parts(table, has_bytes=has_bytes)
 
     def content(self, record: FlatLogprobs, num_top: int | None = None) -> bytes:
         """A JSON array, one entry a position; `num_top` cuts the k best further, None keeps them all.
@@ -95,12 +98,16 @@ class ChatEncoder:
 class _Parts(dict[int, bytes]):
     """Token id → all that stands before its number, encoded when first asked for."""
 
-    def __init__(self, table: TokenTable) -> None:
+    def __init__(self, table: TokenTable, *, has_bytes: bool) -> None:
         super().__init__()
         self._table = table
+        self._has_bytes = has_bytes
 
     def __missing__(self, token_id: int) -> bytes:
         text = msgspec.json.encode(self._table.token_text(token_id))
-        own_bytes = msgspec.json.encode(list(self._table.token_bytes(token_id)))
-        part = self[token_id] = b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
+        part = b'{"token":%b,"logprob":' % text
+        if self._has_bytes:
+            own_bytes = msgspec.json.encode(list(self._table.token_bytes(token_id)))
+            part = b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
+        self[token_id] = part
         return part

@@ -1,6 +1,6 @@
-"""The interface as an OpenAPI document, made from the typed bodies and the route table.
+"""The interface as an OpenAPI document, made from the typed bodies and replies and the route table.
 
-Before it: `bodies` and `app.ROUTES`. After it: `GET /openapi.json` and docs/openapi.json.
+Before it: `bodies`, `schemas` and `app.ROUTES`. After it: `GET /openapi.json` and docs/openapi.json.
 """
 
 from __future__ import annotations
@@ -28,11 +28,16 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/detokenize": bodies.DetokenizeBody,
 }
 _REF: Final = "#/components/schemas/{name}"
+_STREAMED: Final = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+_BINARY: Final = {"schema": {"type": "string", "format": "binary"}}
+_TEXT: Final = {"schema": {"type": "string"}}
 
 
 def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
     """The whole document."""
-    _, parts = msgspec.json.schema_components(set(BODIES.values()), ref_template=_REF)
+    types = [*BODIES.values(), *schemas.REPLIES.values()]
+    types += [schemas.ChatCompletionChunk, schemas.Error, schemas.Facts]
+    _, parts = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, Any] = {}
     for method, path, handler in routes:
         told = (handler.__doc__ or "").strip().split("\n")[0]
@@ -43,7 +48,7 @@ def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
         "info": {"title": "logprobe", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": parts | schemas.COMPONENTS,
+            "schemas": parts,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -55,16 +60,16 @@ def _operation(method: str, path: str, told: str) -> dict[str, Any]:
         "summary": told,
         "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
         "responses": {
-            "200": {"description": "What was asked for.", "content": schemas.contents(method, path)},
+            "200": {"description": "What was asked for.", "content": _contents(method, path)},
             "default": {
                 "description": "A failure; the message says what to change.",
-                "content": {"application/json": {"schema": {"$ref": _REF.format(name="Error")}}},
+                "content": {"application/json": {"schema": _ref(schemas.Error)}},
             },
         },
     }
     if path in BODIES and method == "POST":
-        schema = {"$ref": _REF.format(name=BODIES[path].__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"application/json": {"schema": _ref(BODIES[path])}}
+        operation["requestBody"] = {"required": True, "content": content}
     names = re.findall(r"{(\w+)}", path)
     if names:
         operation["parameters"] = [
@@ -72,3 +77,22 @@ def _operation(method: str, path: str, told: str) -> dict[str, Any]:
             for name in names
         ]
     return operation
+
+
+def _contents(method: str, path: str) -> dict[str, Any]:
+    """What a route answers, by media type."""
+    if path == "/metrics":
+        return {"text/plain": _TEXT}
+    if path == "/v1/next_token_logprobs":
+        return {"application/vnd.safetensors": _BINARY}
+    reply = schemas.REPLIES.get(f"{method} {path}", schemas.Facts)
+    contents: dict[str, Any] = {"application/json": {"schema": _ref(reply)}}
+    if method == "POST" and path in _STREAMED:
+        contents["text/event-stream"] = _TEXT
+    if path == "/v1/score":
+        contents["application/vnd.apache.arrow.stream"] = _BINARY
+    return contents
+
+
+def _ref(reply: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": _REF.format(name=reply.__name__)}

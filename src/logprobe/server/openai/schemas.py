@@ -1,263 +1,314 @@
-"""Shapes of the replies as JSON Schema, after OpenAI's published specification.
+"""Shapes of the replies, typed after OpenAI's published specification.
 
-Before it: nothing. After it: the OpenAPI document, and the tests, which hold every reply against them.
+Before it: nothing. After it: the OpenAPI document, and the tests, which hold every reply against it. A field
+that is UNSET by default stands in a reply only when it was asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-Schema = dict[str, Any]
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-STRING: Final[Schema] = {"type": "string"}
-INTEGER: Final[Schema] = {"type": "integer"}
-NUMBER: Final[Schema] = {"type": "number"}
-BOOLEAN: Final[Schema] = {"type": "boolean"}
-ANY: Final[Schema] = {}
-
-
-def _ref(name: str) -> Schema:
-    return {"$ref": f"#/components/schemas/{name}"}
+Logprob = Annotated[float, Meta(ge=-9999.0, le=1e-4)]  # nats; -9999.0 is impossible
+Bytes: TypeAlias = list[Annotated[int, Meta(ge=0, le=255)]]
+Ids: TypeAlias = list[int]
+FinishReason: TypeAlias = Literal["stop", "length"]
 
 
-def _list(of: Schema) -> Schema:
-    return {"type": "array", "items": of}
+class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object with these fields and no others."""
 
 
-def _maybe(of: Schema) -> Schema:
-    return {"anyOf": [of, {"type": "null"}]}
+class Failure(Shape, kw_only=True):
+    """What went wrong, and at which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-def _object(required: dict[str, Schema], optional: dict[str, Schema] | None = None, *, more: bool) -> Schema:
-    return {
-        "type": "object",
-        "properties": required | (optional or {}),
-        "required": list(required),
-        "additionalProperties": more,
-    }
+class Error(Shape, kw_only=True):
+    """A reply other than 2xx."""
+
+    error: Failure
 
 
-_LOGPROB: Final[Schema] = {"type": "number", "maximum": 1e-4, "minimum": -9999.0}
-_BYTES: Final = _list({"type": "integer", "minimum": 0, "maximum": 255})
-_TOP: Final = {"token": STRING, "logprob": _LOGPROB, "bytes": _BYTES}
-_GIVEN: Final = _list(_maybe(_list(_ref("TokenRow"))))
-_BESIDE: Final = {"entropy": _list(_maybe(NUMBER)), "given": _GIVEN}
-_CHOICE_EXTRAS: Final = {"token_ids": _list(INTEGER), "explain": _list(ANY)}
-_PROMPT_EXTRAS: Final = {
-    "prompt_token_ids": _list(INTEGER),
-    "prompt_logprobs": _list(_maybe(_ref("PromptRow"))),
-    "prompt_entropy": _list(_maybe(NUMBER)),
-    "prompt_given": _GIVEN,
-    "logprobs_info": {"type": "object"},
+class Usage(Shape, kw_only=True):
+    """Tokens in and out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatTopLogprob(Shape, kw_only=True):
+    """One candidate of a position; `bytes` are the token's own."""
+
+    token: str
+    logprob: Logprob
+    bytes: Bytes
+
+
+class ChatTokenLogprob(ChatTopLogprob, kw_only=True):
+    """One token with its alternatives."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class TokenRow(ChatTopLogprob, kw_only=True):
+    """One candidate, by id, with its rank where that is known."""
+
+    token_id: int
+    rank: int | None
+
+
+class PromptRow(TokenRow, kw_only=True):
+    """One token of a prompt."""
+
+    top_logprobs: list[TokenRow]
+
+
+class _Beside(Shape, kw_only=True):
+    entropy: list[float | None] | UnsetType = UNSET
+    given: list[list[TokenRow] | None] | UnsetType = UNSET
+
+
+class _PromptExtras(Shape, kw_only=True):
+    prompt_token_ids: Ids | UnsetType = UNSET
+    prompt_logprobs: list[PromptRow | None] | UnsetType = UNSET
+    prompt_entropy: list[float | None] | UnsetType = UNSET
+    prompt_given: list[list[TokenRow] | None] | UnsetType = UNSET
+    logprobs_info: dict[str, Any] | UnsetType = UNSET
+
+
+class _ChoiceExtras(Shape, kw_only=True):
+    token_ids: Ids | UnsetType = UNSET
+    explain: list[Any] | UnsetType = UNSET
+
+
+class _ChatFrame(_PromptExtras, kw_only=True):
+    id: str
+    created: int
+    model: str
+
+
+class ChatLogprobs(_Beside, kw_only=True):
+    """Rows of a choice, or of a chunk's text."""
+
+    content: list[ChatTokenLogprob] | None
+    refusal: list[ChatTokenLogprob] | None
+    processed_content: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class ChatMessage(Shape, kw_only=True):
+    """What the assistant said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: str | None
+
+
+class ChatChoice(_ChoiceExtras, kw_only=True):
+    """One completion of a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(_ChatFrame, kw_only=True):
+    """The reply of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Shape, kw_only=True):
+    """What a chunk adds."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_ChoiceExtras, kw_only=True):
+    """An increment of one completion."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(_ChatFrame, kw_only=True):
+    """One event of a streamed chat."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class LegacyRows(Shape, kw_only=True):
+    """The other stage's numbers: the chosen token's, and a map of text to number a position."""
+
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None]
+
+
+class CompletionLogprobs(_Beside, kw_only=True):
+    """OpenAI's parallel arrays, one entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[Logprob | None]
+    top_logprobs: list[dict[str, Logprob] | None]
+    text_offset: list[int]
+    processed: LegacyRows | UnsetType = UNSET
+
+
+class CompletionChoice(_PromptExtras, kw_only=True):
+    """One completion of a prompt, whole or an increment."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: Ids | UnsetType = UNSET
+    explain: list[Any] | UnsetType = UNSET
+
+
+class Completion(Shape, kw_only=True):
+    """The reply of `/v1/completions`, and each event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class OutputText(Shape, kw_only=True):
+    """Text with its rows."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class OutputMessage(Shape, kw_only=True):
+    """The one item of a response's output."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: str
+    content: list[OutputText]
+
+
+class IncompleteDetails(Shape, kw_only=True):
+    """Why a response is not whole."""
+
+    reason: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The reply of `/v1/responses`; it repeats more of what was asked than stands here."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    temperature: float
+    tool_choice: str
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    usage: dict[str, Any] | None
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """What the model gives to one continuation, nats; more measures stand beside these."""
+
+    index: int
+    logprob: float
+    is_greedy: bool
+    num_tokens: int
+    token_ids: Ids
+    token_logprobs: list[Logprob]
+
+
+class Scores(Shape, kw_only=True):
+    """The reply of `/v1/score`."""
+
+    id: str
+    object: Literal["score"]
+    model: str
+    unit: Literal["nats"]
+    data: list[Score]
+    usage: Usage
+
+
+class Model(Shape, kw_only=True):
+    """A model, or weights of its own name on one."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | UnsetType = UNSET
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
+
+
+class Models(Shape, kw_only=True):
+    """The reply of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shape, kw_only=True):
+    """The reply of `/tokenize`."""
+
+    tokens: Ids
+    count: int
+    max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Text(Shape, kw_only=True):
+    """The reply of `/detokenize`."""
+
+    prompt: str
+
+
+class Facts(msgspec.Struct):
+    """An object whose fields docs/api.md tells."""
+
+
+REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
+    "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/completions": Completion,
+    "POST /v1/responses": Response,
+    "GET /v1/responses/{response_id}": Response,
+    "POST /v1/score": Scores,
+    "GET /v1/models": Models,
+    "GET /v1/models/{model}": Model,
+    "POST /tokenize": Tokens,
+    "POST /v1/tokenize": Tokens,
+    "POST /detokenize": Text,
+    "POST /v1/detokenize": Text,
 }
-_FINISH: Final[Schema] = {"enum": ["stop", "length"]}
-_MODEL: Final = {"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING}
-_FRAME: Final = {"id": STRING, "created": INTEGER, "model": STRING}
-_LEGACY_ROWS: Final = {
-    "token_logprobs": _list(_maybe(_LOGPROB)),
-    "top_logprobs": _list(_maybe({"type": "object", "additionalProperties": _LOGPROB})),
-}
-_RESPONSE_PART: Final = _object(
-    {
-        "type": {"const": "output_text"},
-        "text": STRING,
-        "annotations": _list(ANY),
-        "logprobs": _list(_ref("ChatTokenLogprob")),
-    },
-    more=False,
-)
-
-COMPONENTS: Final[dict[str, Schema]] = {
-    "Error": _object(
-        {
-            "error": _object(
-                {"message": STRING, "type": STRING, "param": _maybe(STRING), "code": _maybe(STRING)},
-                more=False,
-            )
-        },
-        more=False,
-    ),
-    "Usage": _object(
-        {"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER}, more=False
-    ),
-    "ChatTopLogprob": _object(_TOP, more=False),
-    "ChatTokenLogprob": _object({**_TOP, "top_logprobs": _list(_ref("ChatTopLogprob"))}, more=False),
-    "ChatLogprobs": _object(
-        {
-            "content": _maybe(_list(_ref("ChatTokenLogprob"))),
-            "refusal": _maybe(_list(_ref("ChatTokenLogprob"))),
-        },
-        {"processed_content": _list(_ref("ChatTokenLogprob")), **_BESIDE},
-        more=False,
-    ),
-    "TokenRow": _object({"token_id": INTEGER, **_TOP, "rank": _maybe(INTEGER)}, more=False),
-    "PromptRow": _object(
-        {"token_id": INTEGER, **_TOP, "rank": _maybe(INTEGER), "top_logprobs": _list(_ref("TokenRow"))},
-        more=False,
-    ),
-    "ChatCompletion": _object(
-        {
-            **_FRAME,
-            "object": {"const": "chat.completion"},
-            "choices": _list(
-                _object(
-                    {
-                        "index": INTEGER,
-                        "message": _object(
-                            {"role": {"const": "assistant"}, "content": STRING, "refusal": _maybe(STRING)},
-                            more=False,
-                        ),
-                        "logprobs": _maybe(_ref("ChatLogprobs")),
-                        "finish_reason": _FINISH,
-                    },
-                    _CHOICE_EXTRAS,
-                    more=False,
-                )
-            ),
-            "usage": _ref("Usage"),
-        },
-        _PROMPT_EXTRAS,
-        more=False,
-    ),
-    "ChatCompletionChunk": _object(
-        {
-            **_FRAME,
-            "object": {"const": "chat.completion.chunk"},
-            "choices": _list(
-                _object(
-                    {
-                        "index": INTEGER,
-                        "delta": _object({}, {"role": STRING, "content": STRING}, more=False),
-                        "logprobs": _maybe(_ref("ChatLogprobs")),
-                        "finish_reason": _maybe(_FINISH),
-                    },
-                    _CHOICE_EXTRAS,
-                    more=False,
-                )
-            ),
-        },
-        {"usage": _maybe(_ref("Usage")), **_PROMPT_EXTRAS},
-        more=False,
-    ),
-    "CompletionLogprobs": _object(
-        {"tokens": _list(STRING), **_LEGACY_ROWS, "text_offset": _list(INTEGER)},
-        {"processed": _object(_LEGACY_ROWS, more=False), **_BESIDE},
-        more=False,
-    ),
-    "Completion": _object(
-        {
-            **_FRAME,
-            "object": {"const": "text_completion"},
-            "choices": _list(
-                _object(
-                    {
-                        "index": INTEGER,
-                        "text": STRING,
-                        "logprobs": _maybe(_ref("CompletionLogprobs")),
-                        "finish_reason": _maybe(_FINISH),
-                    },
-                    _CHOICE_EXTRAS | _PROMPT_EXTRAS,
-                    more=False,
-                )
-            ),
-        },
-        {"usage": _maybe(_ref("Usage"))},
-        more=False,
-    ),
-    "Response": _object(
-        {
-            "id": STRING,
-            "object": {"const": "response"},
-            "created_at": INTEGER,
-            "status": {"enum": ["completed", "incomplete", "in_progress"]},
-            "error": {"type": "null"},
-            "incomplete_details": _maybe(_object({"reason": STRING}, more=False)),
-            "instructions": _maybe(STRING),
-            "metadata": {"type": "object"},
-            "model": STRING,
-            "output": _list(
-                _object(
-                    {
-                        "id": STRING,
-                        "type": {"const": "message"},
-                        "role": {"const": "assistant"},
-                        "status": STRING,
-                        "content": _list(_RESPONSE_PART),
-                    },
-                    more=False,
-                )
-            ),
-            "parallel_tool_calls": BOOLEAN,
-            "temperature": NUMBER,
-            "tool_choice": STRING,
-            "tools": _list(ANY),
-            "top_logprobs": INTEGER,
-            "top_p": NUMBER,
-            "usage": _maybe({"type": "object"}),
-        },
-        more=True,
-    ),
-    "Scores": _object(
-        {
-            "id": STRING,
-            "object": {"const": "score"},
-            "model": STRING,
-            "unit": {"const": "nats"},
-            "data": _list(
-                _object(
-                    {
-                        "index": INTEGER,
-                        "logprob": NUMBER,
-                        "is_greedy": BOOLEAN,
-                        "num_tokens": INTEGER,
-                        "token_ids": _list(INTEGER),
-                        "token_logprobs": _list(_LOGPROB),
-                    },
-                    more=True,
-                )
-            ),
-            "usage": _ref("Usage"),
-        },
-        more=False,
-    ),
-    "Model": _object(_MODEL, {"max_model_len": INTEGER, "root": STRING, "parent": STRING}, more=False),
-    "Models": _object({"object": {"const": "list"}, "data": _list(_ref("Model"))}, more=False),
-    "Tokens": _object(
-        {"tokens": _list(INTEGER), "count": INTEGER, "max_model_len": INTEGER},
-        {"token_strs": _list(STRING)},
-        more=False,
-    ),
-    "Text": _object({"prompt": STRING}, more=False),
-    "Facts": {"type": "object"},
-}
-
-_REPLIES: Final = {
-    "POST /v1/chat/completions": "ChatCompletion",
-    "POST /v1/completions": "Completion",
-    "POST /v1/responses": "Response",
-    "GET /v1/responses/{response_id}": "Response",
-    "POST /v1/score": "Scores",
-    "GET /v1/models": "Models",
-    "GET /v1/models/{model}": "Model",
-    "POST /tokenize": "Tokens",
-    "POST /v1/tokenize": "Tokens",
-    "POST /detokenize": "Text",
-    "POST /v1/detokenize": "Text",
-}
-_STREAMED: Final = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
-
-
-def contents(method: str, path: str) -> dict[str, Any]:
-    """What a route answers, by media type."""
-    if path == "/metrics":
-        return {"text/plain": {"schema": STRING}}
-    if path == "/v1/next_token_logprobs":
-        return {"application/vnd.safetensors": {"schema": {"type": "string", "format": "binary"}}}
-    name = _REPLIES.get(f"{method} {path}", "Facts")
-    found: dict[str, Any] = {"application/json": {"schema": _ref(name)}}
-    if method == "POST" and path in _STREAMED:
-        found["text/event-stream"] = {"schema": STRING}
-    if path == "/v1/score":
-        media = "application/vnd.apache.arrow.stream"
-        found[media] = {"schema": {"type": "string", "format": "binary"}}
-    return found
+"""What each route answers in JSON; the others answer facts."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import CompletionPiece
+    from logprobe.records.forms.json import ChatEncoder
     from logprobe.server.http.errors import ApiError
     from logprobe.server.service import Messages, Service
 
@@ -48,8 +49,8 @@ async def create_response(request: HttpRequest, service: Service) -> Response:
 
 async def get_response(request: HttpRequest, service: Service) -> Response:
     """Give a stored response again."""
-    found, _ = service.stored.find(request.path_params["response_id"])
-    return Response(msgspec.json.encode(found), media_type=JSON_TYPE)
+    data, _ = service.stored.find(request.path_params["response_id"])
+    return Response(data, media_type=JSON_TYPE)
 
 
 async def delete_response(request: HttpRequest, service: Service) -> Response:
@@ -93,7 +94,7 @@ class ResponseShape:
         """The response, stored unless the client asked not to."""
         (piece,) = pieces
         status = "completed" if piece.finish_reason == "stop" else "incomplete"
-        part = self._part(piece.text, self._rows(piece))
+        part = self._part(piece.text, self._rows(piece, self._service.encoder))
         response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
         if self._body.store is not False:
             messages = [*self._said, {"role": "assistant", "content": piece.text}]
@@ -111,7 +112,7 @@ class ResponseShape:
         """Text with its rows."""
         self._pieces.append(piece)
         if piece.text or piece.text_tokens:
-            rows = _without_bytes(self._rows(piece))
+            rows = self._rows(piece, self._service.event_encoder)
             yield self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
 
     def closing(self) -> Iterator[dict[str, Any]]:
@@ -120,7 +121,7 @@ class ResponseShape:
         response = self.whole([piece])
         (item,) = response["output"]
         (part,) = item["content"]
-        rows = _without_bytes(part["logprobs"])
+        rows = self._rows(piece, self._service.event_encoder)
         yield self._part_event("response.output_text.done", text=piece.text, logprobs=rows)
         yield self._part_event("response.content_part.done", part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
@@ -139,11 +140,11 @@ class ResponseShape:
             text_tokens=[token for piece in self._pieces for token in piece.text_tokens],
         )
 
-    def _rows(self, piece: CompletionPiece) -> msgspec.Raw:
+    def _rows(self, piece: CompletionPiece, encoder: ChatEncoder) -> msgspec.Raw:
         record = piece.completion.logprobs
         if record is None:
             return msgspec.Raw(b"[]")
-        return content(self._service.encoder, record, piece.text_tokens, num_top(self._generation))
+        return content(encoder, record, piece.text_tokens, num_top(self._generation))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._num_events
@@ -203,12 +204,3 @@ class ResponseShape:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": given + made,
         }
-
-
-def _without_bytes(rows: msgspec.Raw) -> list[dict[str, Any]]:
-    """The rows as events carry them."""
-    found: list[dict[str, Any]] = msgspec.json.decode(bytes(rows))
-    for row in found:
-        for one in (row, *row["top_logprobs"]):
-            del one["bytes"]
-    return found
