@@ -9,7 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -17,6 +17,8 @@ import numpy as np
 from logprobe.config import EngineConfig
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
+from logprobe.scoring import measures
+from logprobe.scoring.score import Score
 from logprobe.text.chat import lay_out
 
 if TYPE_CHECKING:
@@ -95,18 +97,6 @@ def _num_done(output: RequestOutput) -> int:
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """What a model gives a continuation after its context; nats."""
-
-    logprob: float  # sum over the continuation's tokens
-    token_logprobs: list[float]  # (num_tokens,)
-    token_ids: list[int]  # (num_tokens,)
-    is_greedy: bool  # every token was the most likely one (ties count)
-    num_tokens: int
-    num_bytes: int  # UTF-8 bytes of the continuation
 
 
 class LLM:
@@ -203,28 +193,39 @@ class LLM:
         return self.engine.list_loras()
 
     def score(
-        self, pairs: Sequence[tuple[Prompt, Prompt]], *, progress: bool = False, lora: str | None = None
+        self,
+        pairs: Sequence[tuple[Prompt, Prompt]],
+        *,
+        progress: bool = False,
+        lora: str | None = None,
+        entropy: bool = False,
+        unconditional: bool = False,
     ) -> list[Score]:
         """Score continuations after their contexts; a context that several share is computed once.
 
-        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`); `lora` names
-        an adapter.
+        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`).
+
+        Args:
+            pairs: (context, continuation), both texts or both lists of token ids.
+            progress: show a progress bar on stderr.
+            lora: the adapter to run on, by name.
+            entropy: give the entropy at each token, too.
+            unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
 
         Raises:
             ParameterError: an empty continuation, or a pair that is too long; nothing was started then.
             BatchError: some requests failed.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, lora=lora)
-        requests, starts = [], []
-        for pair in pairs:
-            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-            require(is_pair, "pairs", f"must hold (context, continuation) pairs, got {pair!r:.60}")
-            ids, start = self._encode_pair(*pair)
-            request = replace(self._request(ids, params), first_scored=start)
-            requests.append(request)
-            starts.append(start)
-        outputs = _checked(self._run(requests, progress=progress), "raise")
-        return [self._score(output, start) for output, start in zip(outputs, starts, strict=True)]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, entropy=entropy, lora=lora)
+        split = [self._split_pair(pair) for pair in pairs]
+        outputs = self._score_after(split, params, progress=progress)
+        alone: Sequence[RequestOutput | None] = [None] * len(split)
+        if unconditional:
+            prefix = self.text.prefix()
+            after_nothing = [(np.concatenate([prefix, ids[start:]]), len(prefix)) for ids, start in split]
+            alone = self._score_after(after_nothing, params, progress=progress)
+        starts = [start for _, start in split]
+        return [self._score(*each) for each in zip(outputs, starts, alone, strict=True)]
 
     def close(self) -> None:
         """Let the model go; a second call does nothing."""
@@ -265,19 +266,27 @@ class LLM:
         require(len(after) > 0, "continuation", "is empty; there is nothing to score")
         return np.concatenate([before, after]), len(before)
 
-    def _score(self, output: RequestOutput, start: int) -> Score:
-        rows = output.prompt_logprobs
-        assert rows is not None
+    def _split_pair(self, pair: tuple[Prompt, Prompt]) -> tuple[IntArray, int]:
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        require(is_pair, "pairs", f"must hold (context, continuation) pairs, got {pair!r:.60}")
+        return self._encode_pair(*pair)
+
+    def _score_after(
+        self, split: Sequence[tuple[IntArray, int]], params: SamplingParams, *, progress: bool
+    ) -> list[RequestOutput]:
+        requests = [replace(self._request(ids, params), first_scored=start) for ids, start in split]
+        return _checked(self._run(requests, progress=progress), "raise")
+
+    def _score(self, output: RequestOutput, start: int, alone: RequestOutput | None) -> Score:
+        record = output.prompt_logprobs
+        assert record is not None
         ids = output.prompt_token_ids[start:]
-        logprobs, ranks = list(rows.logprobs), list(rows.ranks)  # one entry a position: the chosen token
-        return Score(
-            logprob=float(np.sum(logprobs, dtype=np.float64)),
-            token_logprobs=logprobs,
-            token_ids=ids,
-            is_greedy=all(rank == 1 for rank in ranks),
-            num_tokens=len(ids),
-            num_bytes=len(self.text.vocabulary.bytes_of(ids)),
-        )
+        unconditional = None
+        if alone is not None:
+            assert alone.prompt_logprobs is not None
+            unconditional = measures.total(alone.prompt_logprobs.chosen_entries().logprobs)
+        data = self.text.vocabulary.bytes_of(ids)
+        return Score.of(ids, record, data, unconditional_logprob=unconditional)
 
     def _run(self, requests: Sequence[Request], *, progress: bool) -> list[RequestOutput]:
         for request in requests:

@@ -1,0 +1,251 @@
+"""From log-probabilities to the numbers that people quote: pure functions of arrays.
+
+Everything is in nats unless a name says bits. An impossible token is -inf, and so is every sum that holds it.
+Before it: the records of a model's answers. After it: `Score`, data sets, replies and tables.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from logprobe.errors import require
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+Floats: TypeAlias = "npt.NDArray[np.float64]"
+LARGEST_EXPONENT = 700.0  # beyond it no float holds the exponential
+
+# -- of the chosen tokens ------------------------------------------------------------------------------------
+
+
+def total(logprobs: npt.ArrayLike) -> float:
+    """Sum in float64; -inf where a token is impossible."""
+    return float(np.sum(np.asarray(logprobs, np.float64)))
+
+
+def per_unit(logprob: float, num_units: int) -> float | None:
+    """A sum by tokens, bytes, characters or words; None where there is none."""
+    return logprob / num_units if num_units else None
+
+
+def pmi(logprob: float, unconditional_logprob: float) -> float:
+    """Pointwise mutual information of a continuation and its context, nats; NaN where both are -inf."""
+    with np.errstate(invalid="ignore"):
+        return float(np.float64(logprob) - np.float64(unconditional_logprob))
+
+
+def is_greedy(ranks: npt.ArrayLike) -> bool:
+    """Whether every token was the most likely one; ties count."""
+    return bool(np.all(np.asarray(ranks) == 1))
+
+
+def perplexity(logprob: float, num_units: int) -> float | None:
+    """The exponential of the mean surprisal of a token (or word, or byte); None without any."""
+    mean = per_unit(logprob, num_units)
+    if mean is None:
+        return None
+    return math.exp(-mean) if -mean < LARGEST_EXPONENT else math.inf
+
+
+def bits_per_byte(logprob: float, num_bytes: int) -> float | None:
+    """Mean surprisal of a byte in bits; None without any byte."""
+    mean = per_unit(logprob, num_bytes)
+    return None if mean is None else in_bits(-mean)
+
+
+def in_bits(nats: float) -> float:
+    """The same amount in bits."""
+    return nats / math.log(2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStats:
+    """How high the chosen tokens stood among all."""
+
+    mean: float
+    median: float
+    mean_reciprocal: float  # of 1 / rank
+    top_1: float  # share of tokens of rank 1
+    top_5: float
+    top_10: float
+
+
+def rank_stats(ranks: npt.ArrayLike) -> RankStats | None:
+    """Statistics of 1-based ranks; None without any."""
+    values = np.asarray(ranks, np.float64)
+    if not len(values):
+        return None
+    shares = [float(np.mean(values <= limit)) for limit in (1, 5, 10)]
+    return RankStats(
+        mean=float(values.mean()),
+        median=float(np.median(values)),
+        mean_reciprocal=float(np.mean(1 / values)),
+        top_1=shares[0],
+        top_5=shares[1],
+        top_10=shares[2],
+    )
+
+
+# -- of whole distributions: rows are log-probabilities (..., V), each answer is (...) -----------------------
+
+
+def entropy(rows: npt.ArrayLike) -> Floats:
+    """Shannon entropy of each row, nats."""
+    logprobs = np.asarray(rows, np.float64)
+    return -_mean_under(np.exp(logprobs), logprobs)
+
+
+def varentropy(rows: npt.ArrayLike) -> Floats:
+    """Variance of the surprisal under each row's own distribution, nats squared."""
+    logprobs = np.asarray(rows, np.float64)
+    weights = np.exp(logprobs)
+    mean = _mean_under(weights, logprobs)
+    apart = np.where(weights > 0, logprobs - mean[..., None], 0.0)
+    return np.asarray(np.sum(weights * apart**2, axis=-1))
+
+
+def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
+    """Rényi entropy of an order, nats: 0 counts the possible tokens, 1 is Shannon's, inf the best alone.
+
+    Raises:
+        ParameterError: a negative order.
+    """
+    require(order >= 0, "order", f"must be 0 or more (inf is allowed), got {order}")
+    logprobs = np.asarray(rows, np.float64)
+    if order == 1:
+        return entropy(logprobs)
+    if math.isinf(order):
+        return np.asarray(-np.max(logprobs, axis=-1))
+    if order == 0:
+        return np.asarray(np.log(np.sum(np.isfinite(logprobs), axis=-1)))
+    return _logsumexp(order * logprobs) / (1 - order)
+
+
+def self_certainty(rows: npt.ArrayLike) -> Floats:
+    """KL divergence from the uniform distribution to each row, nats (Kang et al. 2025)."""
+    logprobs = np.asarray(rows, np.float64)
+    return np.asarray(-np.mean(logprobs, axis=-1) - np.log(logprobs.shape[-1]))
+
+
+def top_p_size(rows: npt.ArrayLike, mass: float) -> npt.NDArray[np.int64]:
+    """How many of the most likely tokens it takes to hold a mass.
+
+    Raises:
+        ParameterError: a mass outside (0, 1].
+    """
+    require(0 < mass <= 1, "mass", f"must lie in (0, 1], got {mass}")
+    logprobs = np.asarray(rows, np.float64)
+    held = np.cumsum(-np.sort(-np.exp(logprobs), axis=-1), axis=-1)
+    size = 1 + np.sum(held < mass * (1 - 1e-12), axis=-1)
+    return np.asarray(np.minimum(size, np.sum(np.isfinite(logprobs), axis=-1)), np.int64)
+
+
+def ranks(rows: npt.ArrayLike, token_ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """1 + the number of strictly more likely tokens, of one token a row."""
+    logprobs = np.asarray(rows, np.float64)
+    chosen = np.take_along_axis(logprobs, np.asarray(token_ids)[..., None], axis=-1)
+    return np.asarray(1 + np.sum(logprobs > chosen, axis=-1), np.int64)
+
+
+def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
+    """KL divergence from each of `others` to its row, nats: the loss of using the other in its place."""
+    logprobs, other = np.asarray(rows, np.float64), np.asarray(others, np.float64)
+    weights = np.exp(logprobs)
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.sum(np.where(weights > 0, weights * (logprobs - other), 0.0), axis=-1))
+
+
+def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
+    """Log of the mass that each row gives to the members, (V,) bool; nats."""
+    return _logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
+
+
+# -- of answers ----------------------------------------------------------------------------------------------
+
+
+def choice_probabilities(logprobs: npt.ArrayLike) -> Floats:
+    """Softmax over the scores of some choices, (C,)."""
+    values = np.asarray(logprobs, np.float64)
+    return np.asarray(np.exp(values - _logsumexp(values)))
+
+
+def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
+    """Mean and its standard error (sample deviation by root n); no error of fewer than two values."""
+    numbers = np.asarray(values, np.float64)
+    if len(numbers) < 2:
+        return float(numbers.mean()), None
+    return float(numbers.mean()), float(numbers.std(ddof=1) / math.sqrt(len(numbers)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Confidence against accuracy in bins of equal width; a bin without answers holds NaN."""
+
+    error: float  # expected calibration error: mean |confidence - accuracy|, weighted by count
+    edges: Floats  # (num_bins + 1,)
+    counts: npt.NDArray[np.int64]  # (num_bins,)
+    confidence: Floats  # (num_bins,), mean within
+    accuracy: Floats  # (num_bins,), mean within
+
+
+def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bins: int = 10) -> Calibration:
+    """Expected calibration error and its bins (Naeini et al. 2015; Guo et al. 2017).
+
+    Raises:
+        ParameterError: no answers, confidences outside [0, 1], lengths that differ, no bin.
+    """
+    values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
+    require(num_bins >= 1, "num_bins", f"must be at least 1, got {num_bins}")
+    require(values.ndim == 1 and len(values) > 0, "confidences", "give at least one")
+    require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
+    require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must lie in [0, 1]")
+    bins = np.minimum((values * num_bins).astype(np.int64), num_bins - 1)
+    counts = np.bincount(bins, minlength=num_bins)
+    with np.errstate(invalid="ignore"):
+        confidence = np.bincount(bins, values, num_bins) / counts
+        accuracy = np.bincount(bins, hits, num_bins) / counts
+    gaps = np.where(counts > 0, np.abs(confidence - accuracy), 0.0)
+    return Calibration(
+        error=float(np.sum(gaps * counts) / len(values)),
+        edges=np.linspace(0, 1, num_bins + 1),
+        counts=counts,
+        confidence=confidence,
+        accuracy=accuracy,
+    )
+
+
+# -- of two models' logprobs of the same tokens --------------------------------------------------------------
+
+
+def importance_ratios(logprobs: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
+    """Ratios p / q of tokens, from what a target (p) and a sampler (q) gave them; NaN where both are 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.asarray(np.exp(np.asarray(logprobs, np.float64) - np.asarray(others, np.float64)))
+
+
+def effective_sample_size(ratios: npt.ArrayLike) -> float:
+    """Kish's (Σ w)² / Σ w² of importance weights: as many equal ones would tell as much."""
+    weights = np.asarray(ratios, np.float64)
+    squares = float(np.sum(weights**2))
+    return float(np.sum(weights)) ** 2 / squares if squares else 0.0
+
+
+def _mean_under(weights: Floats, values: Floats) -> Floats:
+    """Σ w v, where 0 · -inf is 0."""
+    return np.asarray(
+        np.sum(np.where(weights > 0, weights * np.where(weights > 0, values, 0.0), 0.0), axis=-1)
+    )
+
+
+def _logsumexp(values: Floats) -> Floats:
+    if not values.shape[-1]:
+        return np.full(values.shape[:-1], -np.inf)
+    best = np.max(values, axis=-1, keepdims=True)
+    shift = np.where(np.isfinite(best), best, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.sum(np.exp(values - shift), axis=-1)) + shift[..., 0])

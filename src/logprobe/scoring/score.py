@@ -1,0 +1,89 @@
+"""`Score`: what a model gives one continuation, in every usual form.
+
+Before it: the record of a scored prompt. After it: Python callers, `/v1/score`, data sets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from logprobe.scoring import measures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.records import FlatLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What a model gives a continuation after its context; nats, -inf where a token is impossible."""
+
+    logprob: float  # sum over the continuation's tokens
+    token_logprobs: list[float]  # (num_tokens,)
+    token_ids: list[int]  # (num_tokens,)
+    ranks: list[int]  # (num_tokens,), 1 + number of strictly more likely tokens
+    is_greedy: bool  # every token was the most likely one (ties count)
+    num_tokens: int
+    num_bytes: int  # UTF-8 bytes of the continuation
+    num_chars: int  # Unicode code points of the continuation
+    entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
+    unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        record: FlatLogprobs,
+        data: bytes,
+        *,
+        unconditional_logprob: float | None = None,
+    ) -> Score:
+        """Read a continuation's record: one position a token of `token_ids`, whose bytes are `data`."""
+        chosen = record.chosen_entries()
+        ranks = chosen.ranks.tolist()
+        return cls(
+            logprob=measures.total(chosen.logprobs),
+            token_logprobs=chosen.logprobs.tolist(),
+            token_ids=list(token_ids),
+            ranks=ranks,
+            is_greedy=measures.is_greedy(ranks),
+            num_tokens=len(token_ids),
+            num_bytes=len(data),
+            num_chars=len(data.decode("utf-8", "replace")),
+            entropy=None if record.entropy is None else record.entropy[-len(ranks) :].tolist(),
+            unconditional_logprob=unconditional_logprob,
+        )
+
+    @property
+    def logprob_per_token(self) -> float:
+        """Mean over tokens, nats."""
+        return self.logprob / max(self.num_tokens, 1)
+
+    @property
+    def logprob_per_byte(self) -> float:
+        """Mean over UTF-8 bytes, nats; the sum where there is none."""
+        return self.logprob / max(self.num_bytes, 1)
+
+    @property
+    def logprob_per_char(self) -> float:
+        """Mean over characters, nats; the sum where there is none."""
+        return self.logprob / max(self.num_chars, 1)
+
+    @property
+    def perplexity(self) -> float | None:
+        """The exponential of the mean surprisal of a token."""
+        return measures.perplexity(self.logprob, self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean surprisal of a byte in bits; None without any byte."""
+        return measures.bits_per_byte(self.logprob, self.num_bytes)
+
+    @property
+    def pmi(self) -> float | None:
+        """What the context adds, nats; None where the score after nothing was not asked for."""
+        if self.unconditional_logprob is None:
+            return None
+        return measures.pmi(self.logprob, self.unconditional_logprob)
