@@ -17,6 +17,13 @@ def test_a_second_warm_up_finds_all_done() -> None:
     assert warm_up().seconds < 0.1
 
 
+def test_another_process_loads_every_kernel_from_disk() -> None:
+    warm_up()
+    code = "from logprobe.kernels import warm_up; print(warm_up().is_from_cache)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def test_no_module_takes_the_place_of_a_public_function() -> None:
     for module in pkgutil.iter_modules(kernels.__path__):
         assert module.name not in kernels.__all__

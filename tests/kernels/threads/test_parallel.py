@@ -1,29 +1,27 @@
-import functools
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import cfunc, njit
+from numba import cfunc
 
 from logprobe.kernels.threads import parallel
 from logprobe.kernels.threads.parallel import (
     Worker,
-    compile_worker,
+    compiled_worker,
     int64_at,
     next_item,
     parallel_for,
-    task_at,
 )
 
 
-@njit
-def count_items(task: Any) -> None:
+def add_to_items(task: Any) -> None:
     counts = int64_at(task[2], task[1])
     item = next_item(task)
     while item >= 0:
@@ -31,18 +29,7 @@ def count_items(task: Any) -> None:
         item = next_item(task)
 
 
-def make_counter(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def counter(address: Any) -> None:
-        if digest >= 0:
-            count_items(task_at(address))
-
-    return counter
-
-
-@functools.cache
-def counter() -> Worker:
-    return compile_worker(make_counter, __file__)
+counter = compiled_worker()(add_to_items)
 
 
 def counted(num_items: int, num_threads: int | None) -> np.ndarray:
@@ -98,25 +85,16 @@ import module_with_worker
 print(module_with_worker.worker().is_from_cache, module_with_worker.result())
 """
 MODULE = """
-from pathlib import Path
+import helper
 import numpy as np
-from numba import cfunc
-from helper import increment
-from logprobe.kernels.threads.parallel import compile_worker, int64_at, next_item, parallel_for, task_at
+from logprobe.kernels.threads.parallel import compiled_worker, int64_at, next_item, parallel_for
 
-def make(digest, *, cache):
-    @cfunc("void(voidptr)", cache=cache)
-    def body(address):
-        if digest >= 0:
-            task = task_at(address)
-            item = next_item(task)
-            while item >= 0:
-                int64_at(task[2], task[1])[item] = increment(item)
-                item = next_item(task)
-    return body
-
-def worker():
-    return compile_worker(make, __file__, str(Path(__file__).with_name("helper.py")))
+@compiled_worker(helper)
+def worker(task):
+    item = next_item(task)
+    while item >= 0:
+        int64_at(task[2], task[1])[item] = helper.increment(item)
+        item = next_item(task)
 
 def result():
     values = np.zeros(3, dtype=np.int64)
@@ -141,13 +119,35 @@ def test_the_disk_cache_notices_a_change_in_any_source_file(tmp_path: Path) -> N
     assert run(step=5) == "False [5, 6, 7]"
 
 
-def test_a_worker_compiles_where_no_cache_can_be_written() -> None:
-    def make(digest: int, *, cache: bool) -> Any:
+def test_a_worker_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_cache(signature: str, *, cache: bool) -> Any:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
-        return make_counter(digest, cache=False)
+        return cfunc(signature)
 
-    assert not compile_worker(make, __file__).is_from_cache
+    monkeypatch.setattr(parallel, "cfunc", refuse_cache)
+    worker = compiled_worker()(add_to_items)()
+    counts = np.zeros(9, dtype=np.int64)
+    parallel_for(worker, [counts.ctypes.data, 3], 9)
+    assert (counts == 3).all()
+    assert not worker.is_from_cache
+
+
+def test_workers_made_of_the_same_lines_are_told_apart_by_name() -> None:
+    def adding(number: int) -> Callable[[], Worker]:
+        @compiled_worker(name=f"adding_{number}")
+        def add(task: Any) -> None:
+            item = next_item(task)
+            while item >= 0:
+                int64_at(task[2], task[1])[item] += number
+                item = next_item(task)
+
+        return add
+
+    counts = np.zeros(5, dtype=np.int64)
+    for worker in [adding(number) for number in (1, 10)]:
+        parallel_for(worker(), [counts.ctypes.data], 5)
+    assert (counts == 11).all()
 
 
 @pytest.mark.skipif(parallel.thread_pool() != "openmp", reason="torch does not run on libgomp here")

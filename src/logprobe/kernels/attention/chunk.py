@@ -8,22 +8,18 @@ Before it: the context gathered from the pool.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     next_item,
     parallel_for,
-    task_at,
 )
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, maximum
 
@@ -143,26 +139,12 @@ def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
     x[end:] = ZERO
 
 
-@njit
-def _soften_all(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Blocks of ITEM_ROWS rows of scores, each softened by itself."""
     settings = float32_at(task[SETTINGS], 2)
     item = next_item(task)
     while item >= 0:
         for row in range(item * ITEM_ROWS, min(task[NUM_ROWS], (item + 1) * ITEM_ROWS)):
             _soften_row(task, row, settings[0], settings[1])
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def chunk_worker(address: Any) -> None:
-        if digest >= 0:
-            _soften_all(task_at(address))
-
-    return chunk_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, vectors.__file__)

@@ -7,22 +7,18 @@ lie anywhere, which no processor foresees: each is fetched some slots ahead of i
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int32_at,
     next_item,
     prefetch_line,
-    task_at,
 )
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, maximum
 
@@ -146,8 +142,9 @@ def _attend(task: Any, row: Any, heads: Any, scores: Any) -> None:
     _sum_values(task, slots, out, heads, scores)
 
 
-@njit
-def _attend_all(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """One row of the plan an item, or one row's part of the key/value heads."""
     lengths = int32_at(task[LENGTHS], task[NUM_ROWS])
     longest = np.int64(0)
     for length in lengths:
@@ -160,18 +157,3 @@ def _attend_all(task: Any) -> None:
         heads = (part * task[KV_HEADS] // parts, (part + 1) * task[KV_HEADS] // parts)
         _attend(task, item // parts, heads, scores)
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def attention_worker(address: Any) -> None:
-        if digest >= 0:
-            _attend_all(task_at(address))
-
-    return attention_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, vectors.__file__)

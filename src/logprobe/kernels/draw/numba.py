@@ -7,22 +7,18 @@ are put in order.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int32_at,
     next_item,
     parallel_for,
-    task_at,
     uint8_at,
 )
 from logprobe.kernels.threads.vectors import F32, I32, LOWEST, SUMS, ZERO, exponential, maximum
@@ -265,8 +261,9 @@ def _draw_row(row: Any, settings: Any, token_ids: Any, cut_logits: Any, cut_ids:
     token_ids[0] = _pick(row, best, temperature, cut_logit, cut_id, uniform)
 
 
-@njit
-def _draw_all(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """One row an item."""
     width, num_rows = task[3], task[10]
     token_ids, cut_logits = int32_at(task[6], num_rows), float32_at(task[7], num_rows)
     cut_ids, is_valid = int32_at(task[8], num_rows), uint8_at(task[9], num_rows)
@@ -277,18 +274,3 @@ def _draw_all(task: Any) -> None:
         one = slice(item, item + 1)
         _draw_row(row, settings, token_ids[one], cut_logits[one], cut_ids[one], is_valid[one])
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def draw_worker(address: Any) -> None:
-        if digest >= 0:
-            _draw_all(task_at(address))
-
-    return draw_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, vectors.__file__)

@@ -5,26 +5,22 @@ Before it: checked requests. After it: output rows, filled in place.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import njit
 
 from logprobe.kernels.extraction import select
 from logprobe.kernels.extraction.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int32_at,
     int64_at,
     next_item,
     parallel_for,
-    task_at,
     uint8_at,
     uint16_at,
 )
@@ -105,23 +101,8 @@ def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None
     parallel_for(worker(), context, len(logits), num_threads=1 if is_small else None)
 
 
-@functools.cache
-def worker() -> Worker:
-    """The compiled row kernel."""
-    return compile_worker(_make_worker, __file__, select.__file__, vectors.__file__)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def extract_rows(address: Any) -> None:
-        if digest >= 0:
-            _run(task_at(address))
-
-    return extract_rows
-
-
-@njit
-def _run(task: Any) -> None:
+@compiled_worker(select)
+def worker(task: Any) -> None:
     """Rows, one after the other, until no thread has any left."""
     vocab_size = task[VOCAB_SIZE]
     wide = np.empty(vocab_size if task[KIND] else 1, np.float32)

@@ -6,22 +6,18 @@ Before it: hidden states. After it: `torch._int_mm`, and then the next layer.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from numba import cfunc, njit
+from numba import njit
 
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int8_at,
     int32_at,
     next_item,
     parallel_for,
-    task_at,
 )
 from logprobe.kernels.threads.vectors import F32, I32, LOWEST, ONE, exponential, float_bits, maximum
 
@@ -153,25 +149,11 @@ def _convert_row(task: Any, row: Any) -> None:
         _scale_and_gate(gates, others, scales[row], columns[:half], columns[half:], out)
 
 
-@njit
-def _convert(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Blocks of BLOCK_ROWS rows, by the pass that is asked for."""
     item = next_item(task)
     while item >= 0:
         for row in range(item * BLOCK_ROWS, min(task[NUM_ROWS], (item + 1) * BLOCK_ROWS)):
             _convert_row(task, row)
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def int8_worker(address: Any) -> None:
-        if digest >= 0:
-            _convert(task_at(address))
-
-    return int8_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, vectors.__file__)

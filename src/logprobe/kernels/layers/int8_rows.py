@@ -7,28 +7,24 @@ way from memory is the time it takes. Before it: hidden states. After it: the ne
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from logprobe.kernels.layers import int8
 from logprobe.kernels.layers.int8 import gated, round_row
-from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.parallel import (
     Stage,
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int8_at,
     next_item,
     prefetch_line,
-    task_at,
 )
 from logprobe.kernels.threads.vectors import F32, I32, LANES
 
@@ -139,8 +135,9 @@ def _fetch(weight: Any, width: Any) -> None:
         prefetch_line(weight + AHEAD + place)
 
 
-@njit
-def _multiply(task: Any) -> None:
+@compiled_worker(int8)
+def worker(task: Any) -> None:
+    """Round the rows, every thread for itself, then blocks of BLOCK outputs."""
     num_rows, width = task[NUM_ROWS], task[WIDTH]
     factors = float32_at(task[FACTORS], width)
     rows, scales = np.empty((num_rows, width), np.int8), np.empty(num_rows, np.float32)
@@ -156,18 +153,3 @@ def _multiply(task: Any) -> None:
             for row in range(num_rows):
                 _fill(task, rows.ctypes.data + width * row, scales[row], row, column)
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def int8_rows_worker(address: Any) -> None:
-        if digest >= 0:
-            _multiply(task_at(address))
-
-    return int8_rows_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, int8.__file__, vectors.__file__)

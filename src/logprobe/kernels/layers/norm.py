@@ -5,15 +5,13 @@ Before it: hidden states inside the model. After it: the next layer's linear pro
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import cfunc, njit
+from numba import njit
 
-from logprobe.kernels.threads import vectors
-from logprobe.kernels.threads.parallel import Stage, Worker, compile_worker, float32_at, next_item, task_at
+from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
 from logprobe.kernels.threads.vectors import F32, SUMS
 
 if TYPE_CHECKING:
@@ -63,8 +61,9 @@ def _scale(x: Any, factor: Any, weight: Any, out: Any) -> None:
         out[i] = x[i] * factor * weight[i]
 
 
-@njit
-def _normalise(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Blocks of BLOCK_ROWS rows."""
     width, num_rows = task[WIDTH], task[NUM_ROWS]
     weight, epsilon = float32_at(task[WEIGHT], width), float32_at(task[EPSILON], 1)[0]
     item = next_item(task)
@@ -74,18 +73,3 @@ def _normalise(task: Any) -> None:
             factor = F32(1 / math.sqrt(_sum_of_squares(x) / F32(width) + epsilon))
             _scale(x, factor, weight, float32_at(task[OUT] + 4 * width * row, width))
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def norm_worker(address: Any) -> None:
-        if digest >= 0:
-            _normalise(task_at(address))
-
-    return norm_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__, vectors.__file__)

@@ -5,20 +5,17 @@ Before it: a layer's projections. After it: attention over the pool.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numba import cfunc, njit
+from numba import njit
 
 from logprobe.kernels.threads.parallel import (
     Stage,
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int64_at,
     next_item,
-    task_at,
 )
 
 if TYPE_CHECKING:
@@ -123,8 +120,9 @@ def _place_row(task: Any, row: Any, slot: Any) -> None:
         target[i] = value[i]
 
 
-@njit
-def _place_all(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Blocks of BLOCK_ROWS rows."""
     num_rows = task[NUM_ROWS]
     slots = int64_at(task[SLOTS], num_rows)
     item = next_item(task)
@@ -132,18 +130,3 @@ def _place_all(task: Any) -> None:
         for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
             _place_row(task, row, slots[row])
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def rotary_worker(address: Any) -> None:
-        if digest >= 0:
-            _place_all(task_at(address))
-
-    return rotary_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__)

@@ -5,19 +5,16 @@ Before it: a layer's packed keys and values. After it: attention over the pool.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
-from numba import cfunc, njit
+from numba import njit
 
 from logprobe.kernels.threads.parallel import (
-    Worker,
-    compile_worker,
+    compiled_worker,
     float32_at,
     int64_at,
     next_item,
     parallel_for,
-    task_at,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +49,9 @@ def _copy(source: Any, target: Any) -> None:
         target[i] = source[i]
 
 
-@njit
-def _store(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Blocks of BLOCK_ROWS rows."""
     num_rows, key_width, value_width = task[NUM_ROWS], task[KEY_WIDTH], task[VALUE_WIDTH]
     slots = int64_at(task[SLOTS], num_rows)
     item = next_item(task)
@@ -64,18 +62,3 @@ def _store(task: Any) -> None:
             value = float32_at(task[VALUES] + 4 * value_width * row, value_width)
             _copy(value, float32_at(task[VALUE_POOL] + 4 * value_width * slots[row], value_width))
         item = next_item(task)
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def store_worker(address: Any) -> None:
-        if digest >= 0:
-            _store(task_at(address))
-
-    return store_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__)

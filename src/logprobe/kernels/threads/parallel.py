@@ -7,8 +7,8 @@ Windows), plain Python threads run the same workers.
 
 A worker is compiled once, by Numba, and takes items from a counter that all threads share::
 
-    @njit
-    def double(task):                                  # task: (TASK_FIELDS,) int64
+    @compiled_worker()                                 # names the other modules that its code comes from
+    def worker(task):                                  # task: (TASK_FIELDS,) int64
         item = next_item(task)                         # each item in [0, num_items) exactly once
         while item >= 0:
             row = float32_at(task[2] + 4 * task[3] * item, task[3])
@@ -16,23 +16,14 @@ A worker is compiled once, by Numba, and takes items from a counter that all thr
                 row[column] *= 2.0
             item = next_item(task)
 
-    def make_worker(digest, *, cache):                 # a closure, so that the digest keys the disk cache
-        @cfunc("void(voidptr)", cache=cache)
-        def worker(address):
-            if digest >= 0:
-                double(task_at(address))
-
-        return worker
-
-    @functools.cache
-    def worker() -> Worker:
-        return compile_worker(make_worker, __file__)   # every file that the worker's code comes from
-
     parallel_for(worker(), [rows.data_ptr(), num_columns], num_items=num_rows)
 
 The numbers in the list arrive as `task[2:]`. Workers must not raise: check before the launch. Which thread
 takes which item is not fixed, so an item's result must depend on the item alone. Scratch memory that a
 worker makes with `np.empty` is its own.
+
+Machine code is kept on disk by Numba, beside the file of the worker's body. Numba asks only whether that one
+file has changed; the digest of all others stands in a closure's cell, which is part of the cache's key.
 
 Before it: the kernels' checked arguments. After it: the processor.
 """
@@ -41,31 +32,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import threading
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    WorkerOf: TypeAlias = Callable[[], "Worker"]
 
 OMP_PAUSE_HARD = 2  # OpenMP 5.0, 3.6
 TASK_FIELDS = 32  # int64 a task holds at most: next item, number of items, 30 of the kernel's own
-
-
-class MakeWorker(Protocol):
-    """Compiles one C function `void(void*)`."""
-
-    def __call__(self, digest: int, *, cache: bool) -> Any:
-        """Numba's CFunc; `digest` must be read in its body, which makes it part of the cache's key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +67,65 @@ class Worker:
     is_from_cache: bool
 
 
-def compile_worker(make: MakeWorker, *sources: str) -> Worker:
-    """Compiles a worker, or loads it from Numba's disk cache where none of its source files has changed."""
-    digest = 0
-    for source in (__file__, *sources):
-        digest = zlib.crc32(Path(source).read_bytes(), digest)
+def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[[Any], None]], WorkerOf]:
+    """Make of a worker's body, `body(task)`, the function that compiles it once and gives the worker.
+
+    Args:
+        modules: those besides the body's own and this folder's whose code or constants the body is made of.
+        name: told apart by it are workers whose bodies are the same lines of one file.
+    """
+    sources = [str(module.__file__) for module in modules]
+
+    def decorate(body: Callable[[Any], None]) -> WorkerOf:
+        @functools.cache
+        def worker() -> Worker:
+            return _compile(body, name or body.__qualname__, sources)
+
+        worker.__doc__ = body.__doc__
+        return worker
+
+    return decorate
+
+
+def _compile(body: Any, name: str, sources: list[str]) -> Worker:
+    """Compile a worker, or load it from Numba's disk cache where none of its source files has changed."""
+    start = _start_function(body, name, _digest(inspect.getfile(body), *sources))
     try:
-        cfunc = make(digest, cache=True)
+        c_function: Any = cfunc("void(voidptr)", cache=True)(start)
     except RuntimeError:  # no folder that a cache could be written to
-        cfunc = make(digest, cache=False)
-    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(cfunc.address)
-    return Worker(cfunc, run, cfunc.address, bool(cfunc.cache_hits))
+        c_function = cfunc("void(voidptr)", cache=False)(start)
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(c_function.address)
+    return Worker(c_function, run, c_function.address, bool(c_function.cache_hits))
+
+
+def _digest(*sources: str) -> int:
+    """Of this folder's files and others: what compiled code may come from."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, sources)]
+    return functools.reduce(lambda digest, file: zlib.crc32(file.read_bytes(), digest), files, 0)
+
+
+def _start_function(body: FunctionType, name: str, digest: int) -> FunctionType:
+    """`void(void*)` in Python: what calls `_body`, to Numba's cache a function of the body's file and place.
+
+    The body itself must not be in the closure: Numba would find another key for it in every process.
+    """
+
+    def start(address: Any) -> None:
+        if digest >= 0:
+            _body(task_at(address))
+
+    code = start.__code__.replace(
+        co_filename=body.__code__.co_filename,
+        co_firstlineno=body.__code__.co_firstlineno,
+        co_name=name,
+        co_qualname=name,
+    )
+    names = {"__name__": body.__module__, "_body": njit(body), "task_at": task_at}
+    return FunctionType(code, names, name, closure=start.__closure__)
+
+
+def _body(task: Any) -> None:
+    """Stands for the body in the text of `start`; each worker's start has its own."""
 
 
 def parallel_for(
@@ -97,7 +134,7 @@ def parallel_for(
     """Runs `worker` until each item in [0, num_items) is done, each exactly once; releases the GIL.
 
     Args:
-        worker: from `compile_worker`.
+        worker: what a `compiled_worker` gives.
         context: at most 30 integers (addresses and sizes) that the worker finds in `task[2:]`; the caller
             keeps the memory behind the addresses alive.
         num_items: how many items there are.

@@ -6,23 +6,20 @@ as it takes. Recorded once, they are started together, as a CUDA graph does for 
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from logprobe.kernels.threads.parallel import (
     TASK_FIELDS,
-    Worker,
     barrier_address,
-    compile_worker,
+    compiled_worker,
     int64_at,
     parallel_for,
-    task_at,
 )
 
 if TYPE_CHECKING:
@@ -85,24 +82,10 @@ _run_worker: Any = intrinsic(_call_with_task)
 _wait: Any = intrinsic(_call_alone)
 
 
-@njit
-def _run_all(task: Any) -> None:
+@compiled_worker()
+def worker(task: Any) -> None:
+    """Every stage in turn, in every thread."""
     workers = int64_at(task[WORKERS], task[NUM_STAGES])
     for number in range(task[NUM_STAGES]):
         _run_worker(workers[number], task[TASKS] + TASK_BYTES * number)
         _wait(task[BARRIER])
-
-
-def _make_worker(digest: int, *, cache: bool) -> Any:
-    @cfunc("void(voidptr)", cache=cache)
-    def series_worker(address: Any) -> None:
-        if digest >= 0:
-            _run_all(task_at(address))
-
-    return series_worker
-
-
-@functools.cache
-def worker() -> Worker:
-    """The compiled worker."""
-    return compile_worker(_make_worker, __file__)
