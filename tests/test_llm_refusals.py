@@ -97,7 +97,7 @@ def test_a_failed_request_is_raised_with_all_outputs_or_returned(
     plain = forward.run
 
     def run(plan: Any) -> None:
-        if any(66 in span.sample.token_ids for span in plan.tokens):
+        if any(66 in plan.token_ids[plan.span(index)] for index in range(len(plan.loras))):
             raise RuntimeError("boom")
         plain(plan)
 

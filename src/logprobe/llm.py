@@ -249,7 +249,7 @@ class LLM:
 
         ids = self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
         name = self._next_id()
-        return Request(request_id=name, prompt_token_ids=ids, params=params, adapter=params.lora)
+        return Request(request_id=name, prompt_token_ids=ids, params=params)
 
     def _next_id(self) -> str:
         return f"request-{next(self._numbers)}"

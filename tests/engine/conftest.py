@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from logprobe.engine.plan.scheduler import StepPlan
+    from logprobe.engine.protocol import StepBatch
 
 TOLERANCE = 1e-4  # nats, on the tiny models
 SMALL: dict[str, Any] = {
@@ -39,16 +39,16 @@ class WatchedForward:
         self._forward = forward
         self.num_slots = num_slots
         self.num_tokens_run = 0
-        self.before_run: Callable[[StepPlan], None] = lambda _: None
+        self.before_run: Callable[[StepBatch], None] = lambda _: None
         self.spoil: Callable[[Any, Any], None] = lambda _slots, _rows: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._forward, name)
 
-    def run(self, plan: StepPlan) -> None:
-        self.before_run(plan)
-        self.num_tokens_run += sum(map(len, plan.tokens))
-        self._forward.run(plan)
+    def run(self, batch: StepBatch) -> None:
+        self.before_run(batch)
+        self.num_tokens_run += len(batch.token_ids)
+        self._forward.run(batch)
 
     def hidden_rows(self, slots: Any) -> Any:
         rows = self._forward.hidden_rows(slots).clone()

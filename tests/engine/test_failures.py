@@ -19,8 +19,8 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 BAD_ID = 66
 
 
-def fail_on_bad_id(plan: Any) -> None:
-    if any(BAD_ID in span.sample.token_ids[span.start : span.end] for span in plan.tokens):
+def fail_on_bad_id(batch: Any) -> None:
+    if BAD_ID in batch.token_ids:
         raise RuntimeError("boom")
 
 
@@ -28,11 +28,9 @@ def spoil_after(engine: Any, bad_ids: set[int], value: float) -> None:
     """Make the hidden rows of slots that hold these ids non-finite; prompts are seen as they are planned."""
     bad_slots: set[int] = set()
 
-    def watch(plan: Any) -> None:
-        for span in plan.tokens:
-            ids, slots = span.sample.token_ids, span.sample.slots
-            for place in range(span.start, span.end):
-                (bad_slots.add if ids[place] in bad_ids else bad_slots.discard)(int(slots[place]))
+    def watch(batch: Any) -> None:
+        for token_id, slot in zip(batch.token_ids.tolist(), batch.slots.tolist(), strict=True):
+            (bad_slots.add if token_id in bad_ids else bad_slots.discard)(slot)
 
     def spoil(slots: Any, rows: torch.Tensor) -> None:
         for place, slot in enumerate(slots.tolist()):

@@ -28,7 +28,7 @@ def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run, counts = forward.run, []
 
     def counted(plan: Any) -> None:
-        counts.append(sum(map(len, plan.tokens)))
+        counts.append(len(plan.token_ids))
         run(plan)
 
     monkeypatch.setattr(forward, "run", counted)

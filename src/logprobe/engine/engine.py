@@ -100,7 +100,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise `ParameterError` where a request can never be served; may be called from any thread."""
         check_request(request, self.outputs, max_len=self.max_len, vocab_size=self.forward.vocab_size)
-        self.forward.adapters.check(request.adapter)
+        self.forward.loras.check(request.lora)
         self.processing.check(request.params)
 
     def add(self, request: Request, output: RequestOutput) -> RequestOutput | None:
@@ -136,11 +136,12 @@ class Engine:
         """Advance every running request; the outputs that changed."""
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
+            batch = plan.batch()
         try:
-            self.scorer.forget(plan.slots)
+            self.scorer.forget(batch.slots)
             self.processing.prepare(plan.draws)
             with self.clock.part("forward"):
-                self.forward.run(plan)
+                self.forward.run(batch)
             with self.clock.part("prompt_rows"):
                 scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):

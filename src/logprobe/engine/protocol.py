@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from logprobe.engine.forward.lora import Adapters
-    from logprobe.engine.plan.scheduler import StepPlan
+    from logprobe.engine.forward.lora import Loras
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.processors.stages import ProcessorCounter
@@ -109,6 +108,23 @@ class EngineBackend(Protocol):
         """End all requests and let the model go; a second call does nothing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step's tokens as arrays, span after span: a span is a run of new tokens of one sample."""
+
+    token_ids: IntArray  # (num_tokens,) int32
+    positions: IntArray  # (num_tokens,) int32, in their samples
+    slots: IntArray  # (num_tokens,) int32, each once
+    starts: IntArray  # (num_spans + 1,) int32: span s holds tokens [starts[s], starts[s + 1])
+    context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; the last are the span's own
+    loras: Sequence[str | None]  # num_spans: the weights that each runs on
+    draw_slots: IntArray  # (num_draws,) int32: the tokens after which one is drawn
+
+    def span(self, index: int) -> slice:
+        """The tokens of a span."""
+        return slice(int(self.starts[index]), int(self.starts[index + 1]))
+
+
 class ForwardBackend(Protocol):
     """Runs packed tokens through a model and keeps keys, values and hidden rows by slot."""
 
@@ -116,10 +132,10 @@ class ForwardBackend(Protocol):
     context_len: int
     num_slots: int
     dtype: torch.dtype  # that the logits are computed in
-    adapters: Adapters
+    loras: Loras
 
-    def run(self, plan: StepPlan) -> None:
-        """Compute the planned tokens; all keys of a layer are stored before any is read."""
+    def run(self, batch: StepBatch) -> None:
+        """Compute a step's tokens; all keys of a layer are stored before any is read."""
 
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
         """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""

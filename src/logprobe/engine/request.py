@@ -29,14 +29,18 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and what is asked of it; `adapter` names the weights it runs on (None: the base model)."""
+    """One prompt and what is asked of it."""
 
     request_id: str
     prompt_token_ids: IntArray  # (num_prompt_tokens,) int32
     params: SamplingParams
     first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
     wants_row: bool = False  # end with the whole next-token distribution in place of a token
-    adapter: str | None = None
+
+    @property
+    def lora(self) -> str | None:
+        """The LoRA weights that it runs on; None: the base model alone."""
+        return self.params.lora
 
 
 @dataclass(slots=True, kw_only=True)

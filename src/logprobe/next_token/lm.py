@@ -7,6 +7,7 @@ concurrent asks into requests to that engine, each distinct one computed once.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import threading
 import weakref
@@ -60,7 +61,12 @@ def shut_down_elsewhere(desk: Desk, bridge: LoopThread, engine: RowEngine | None
 
 
 DEFAULT_CACHE_BYTES = 1 << 28
-ROW_PARAMS = SamplingParams(max_tokens=1, temperature=0)  # the draw is not used; this is the cheapest
+
+
+@functools.lru_cache(maxsize=64)
+def row_params(lora: str | None) -> SamplingParams:
+    """What an ask for a row under some weights is; the draw is not used, and this is the cheapest."""
+    return SamplingParams(max_tokens=1, temperature=0, lora=lora)
 
 
 class NextTokenLM:
@@ -115,7 +121,7 @@ class NextTokenLM:
                 unknown adapter.
             EngineError: the engine failed, was closed, or gave the ask up.
         """
-        [row] = await self._rows([token_ids], self._adapter(lora))
+        [row] = await self._rows([token_ids], self._chosen_lora(lora))
         return row
 
     async def batch_next_token_logprobs(
@@ -127,7 +133,7 @@ class NextTokenLM:
             ParameterError: a prefix that cannot be served; none was asked then.
             EngineError: the engine failed, was closed, or gave an ask up.
         """
-        rows = await self._rows(prefixes, self._adapter(lora))
+        rows = await self._rows(prefixes, self._chosen_lora(lora))
         if not rows:
             return np.empty((0, self.vocab_size), dtype=np.float32)
         return await asyncio.to_thread(np.stack, rows)
@@ -177,13 +183,13 @@ class NextTokenLM:
         whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
         ordered = sorted(nodes)
-        return dict(zip(ordered, await self._rows(ordered, self._adapter(lora)), strict=True))
+        return dict(zip(ordered, await self._rows(ordered, self._chosen_lora(lora)), strict=True))
 
     async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix:
         """A prefix with its row, for `extend`."""
-        ids, adapter = self._as_prompt(token_ids), self._adapter(lora)
-        [row] = await self._rows([ids], adapter)
-        return KnownPrefix(ids, adapter, row)
+        ids, chosen = self._as_prompt(token_ids), self._chosen_lora(lora)
+        [row] = await self._rows([ids], chosen)
+        return KnownPrefix(ids, chosen, row)
 
     async def extend(self, known: KnownPrefix, token_id: int) -> KnownPrefix:
         """A prefix one token longer, under the same adapter; it costs one token while that is cached."""
@@ -210,12 +216,16 @@ class NextTokenLM:
             ParameterError: a value that cannot be served.
             EngineError: the engine failed, was closed, or gave the sample up.
         """
-        stops = tuple(eos_token_ids)
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=stops, ignore_eos=True
-        )
         self._check_open()
-        request = self._request(self._as_prompt(prompt_token_ids), self._adapter(lora), params)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=tuple(eos_token_ids),
+            ignore_eos=True,
+            lora=self._chosen_lora(lora),
+        )
+        request = self._request(self._as_prompt(prompt_token_ids), params)
         self._engine.submit(request)
         return sampled_ids(await self._engine.result(request.request_id))
 
@@ -311,13 +321,14 @@ class NextTokenLM:
         r"""Every id as text: bytes that are no whole UTF-8 show as `\xNN`, others as `<id>`."""
         return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
 
-    async def _rows(self, prefixes: Iterable[TokenIds], adapter: str | None) -> list[Row]:
+    async def _rows(self, prefixes: Iterable[TokenIds], lora: str | None) -> list[Row]:
         self._check_open()
         prompts = [self._as_prompt(ids) for ids in prefixes]
-        rows = [self._cache.get((adapter, ids.tobytes())) for ids in prompts]
+        rows = [self._cache.get((lora, ids.tobytes())) for ids in prompts]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
-        requests = [self._request(prompts[i], adapter, ROW_PARAMS, wants_row=True) for i in missing]
+        params = row_params(lora)
+        requests = [self._request(prompts[i], params, wants_row=True) for i in missing]
         for request in requests:
             self._engine.check(request)
         waiters = self._desk.ask(requests)
@@ -334,19 +345,15 @@ class NextTokenLM:
         require(bos is not None, "token_ids", "is empty and the model has no BOS; give at least one token")
         return np.array([bos], dtype=np.int32)
 
-    def _request(
-        self, ids: IntArray, adapter: str | None, params: SamplingParams, *, wants_row: bool = False
-    ) -> Request:
+    def _request(self, ids: IntArray, params: SamplingParams, *, wants_row: bool = False) -> Request:
         name = f"{self._prefix}-{next(self._names)}"
-        return Request(
-            request_id=name, prompt_token_ids=ids, params=params, wants_row=wants_row, adapter=adapter
-        )
+        return Request(request_id=name, prompt_token_ids=ids, params=params, wants_row=wants_row)
 
-    def _adapter(self, lora: str | None) -> str | None:
-        adapter = self._lora if lora is None else lora
-        if adapter is not None:
-            self._check_lora(adapter)  # before a kept row could answer for an adapter that was removed
-        return adapter
+    def _chosen_lora(self, lora: str | None) -> str | None:
+        chosen = self._lora if lora is None else lora
+        if chosen is not None:
+            self._check_lora(chosen)  # before a kept row could answer for weights that were removed
+        return chosen
 
     def _check_lora(self, name: str) -> None:
         known = self._engine.list_loras()

@@ -26,7 +26,7 @@ RowKey: TypeAlias = tuple[str | None, bytes]
 
 def key_of(request: Request) -> RowKey:
     """The key of the row that a request asks for."""
-    return request.adapter, request.prompt_token_ids.tobytes()
+    return request.lora, request.prompt_token_ids.tobytes()
 
 
 @final

@@ -43,14 +43,14 @@ class Runner:
         slots = [
             np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)
         ]
-        request = SimpleNamespace(adapter=None)
+        request = SimpleNamespace(lora=None)
         sequences: list[Any] = [
             SimpleNamespace(token_ids=ids, slots=own, request=request)
             for ids, own in zip(prompts, slots, strict=True)
         ]
         for start in range(0, max(map(len, prompts)), split):
             spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
-            self.forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]))
+            self.forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())
         return [self.forward.hidden_rows(own) for own in slots]
 
     @torch.inference_mode()

@@ -53,14 +53,14 @@ def run(forward: NativeForward, prompts: list[Any], *, split: int) -> Any:
     """Log-probabilities of all tokens of all prompts, `split` tokens of each prompt a step."""
     ends = np.cumsum([len(ids) for ids in prompts])
     places = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
-    request = SimpleNamespace(adapter=None)
+    request = SimpleNamespace(lora=None)
     sequences: list[Any] = [
         SimpleNamespace(token_ids=ids, slots=own, request=request)
         for ids, own in zip(prompts, places, strict=True)
     ]
     for start in range(0, max(map(len, prompts)), split):
         spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
-        forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]))
+        forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())
     with torch.inference_mode():
         rows = forward.hidden_rows(np.concatenate(places))
         return forward.head(rows).double().log_softmax(-1)

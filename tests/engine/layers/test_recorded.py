@@ -48,7 +48,7 @@ class Prompts:
     def __init__(self, forward: NativeForward, count: int, length: int = 20) -> None:
         rng = np.random.default_rng(count)
         slots = rng.permutation(forward.num_slots)[: count * length].reshape(count, length).astype(np.int32)
-        request = SimpleNamespace(adapter=None)
+        request = SimpleNamespace(lora=None)
         self.forward, self.slots = forward, slots
         token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
         self.sequences: list[Any] = [
@@ -58,7 +58,7 @@ class Prompts:
 
     def step(self, start: int, end: int) -> torch.Tensor:
         """The hidden rows of tokens [start, end) of all sequences."""
-        self.forward.run(StepPlan(tokens=[Span(one, start, end) for one in self.sequences]))
+        self.forward.run(StepPlan(tokens=[Span(one, start, end) for one in self.sequences]).batch())
         return self.forward.hidden_rows(np.concatenate(self.slots[:, start:end])).clone()
 
 
@@ -111,10 +111,10 @@ def test_rows_under_an_adapter_take_the_layers_own_way(
     runs = count_runs(monkeypatch)
     prompts = Prompts(forward, 2)
     prompts.step(0, 15)
-    prompts.sequences[1].request = SimpleNamespace(adapter="other")
+    prompts.sequences[1].request = SimpleNamespace(lora="other")
     prompts.step(15, 16)
     assert runs == []
-    prompts.sequences[1].request = SimpleNamespace(adapter=None)
+    prompts.sequences[1].request = SimpleNamespace(lora=None)
     prompts.step(16, 17)
     assert runs == [2]
 

@@ -79,7 +79,7 @@ def test_no_step_runs_more_tokens_than_its_limit(
 ) -> None:
     engine = new_engine(400, max_batch_tokens=max_batch_tokens, max_batch_rows=8)
     counts: list[int] = []
-    engine.forward.before_run = lambda plan: counts.append(sum(map(len, plan.tokens)))
+    engine.forward.before_run = lambda batch: counts.append(len(batch.token_ids))
     for index in range(12):
         engine.submit(f"r{index}", range(2 + index, 2 + 5 * index + 3), max_tokens=5, **GREEDY)
     engine.run()

@@ -78,7 +78,7 @@ class LocalEngine:
             for request in requests:
                 is_new = request.request_id not in self._outputs
                 require(is_new, "request_id", f"{request.request_id!r} is in use; give each request its own")
-                self._engine.forward.adapters.check(request.adapter)  # it may have gone since
+                self._engine.forward.loras.check(request.lora)  # it may have gone since
             for request in requests:
                 output = RequestOutput.for_request(request)
                 self._outputs[request.request_id] = output
@@ -101,7 +101,7 @@ class LocalEngine:
             ModelError: the folder cannot be read, or does not fit the model.
             ParameterError: the name is, or was, another adapter's.
         """
-        self._engine.forward.adapters.add(name, path)
+        self._engine.forward.loras.add(name, path)
 
     def remove_lora(self, name: str) -> None:
         """Refuse new requests for an adapter; its weights go once none runs, its name is not used again.
@@ -110,19 +110,19 @@ class LocalEngine:
             ParameterError: no such adapter.
         """
         with self._wake:
-            self._engine.forward.adapters.hide(name)
+            self._engine.forward.loras.hide(name)
             self._command(partial(self._drop_adapter, name))
 
     def list_loras(self) -> dict[str, str]:
         """The loaded adapters: name → path."""
-        return self._engine.forward.adapters.paths()
+        return self._engine.forward.loras.paths()
 
     def _drop_adapter(self, name: str) -> None:
         running = self._engine.scheduler.samples()
-        if any(sample.request.adapter == name for sample in running):
+        if any(sample.request.lora == name for sample in running):
             self._command(partial(self._drop_adapter, name))  # look again after the next step
         else:
-            self._engine.forward.adapters.drop(name)
+            self._engine.forward.loras.drop(name)
 
     def check(self, request: Request) -> None:
         """Raise `ParameterError` where a request can never be served."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from logprobe.engine.forward.pool import KVPool
-    from logprobe.engine.plan.scheduler import StepPlan
+    from logprobe.engine.protocol import StepBatch
 
 NAME = "logprobe"
 # Below, the row kernel is the faster one (measured: docs/decisions.md).
@@ -81,23 +81,21 @@ def is_short(num_rows: int, context: int) -> bool:
 
 
 def plan_attention(
-    pool: KVPool, plan: StepPlan, device: str, *, is_short: Callable[[int, int], bool] = is_short
+    pool: KVPool, batch: StepBatch, device: str, *, is_short: Callable[[int, int], bool] = is_short
 ) -> AttentionPlan:
     """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     is_readable = pool.is_readable_in_place
     uses_kernels = is_readable and can_attend_chunks()
-    start = 0
-    for span in plan.tokens:
-        context = span.sample.slots[: span.end]
-        if is_readable and is_short(len(span), len(context)):
-            rows.add(start, span.start, context)
+    bounds = batch.starts.tolist()
+    for start, end, context in zip(bounds, bounds[1:], batch.context_slots, strict=False):
+        if is_readable and is_short(end - start, len(context)):
+            rows.add(start, len(context) - (end - start), context)
         else:
-            chunks.append(Chunk(start, start + len(span), _to_device(context, device)))
-        start += len(span)
-    slots = np.concatenate([span.sample.slots[span.start : span.end] for span in plan.tokens])
-    return AttentionPlan(pool, _to_device(slots, device), chunks, rows.build(), uses_kernels=uses_kernels)
+            chunks.append(Chunk(start, end, _to_device(context, device)))
+    slots = _to_device(batch.slots, device)
+    return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 
 def every_way(pool: KVPool, slots: torch.Tensor) -> Iterator[tuple[int, AttentionPlan]]:

@@ -18,10 +18,9 @@ from logprobe.errors import require
 from logprobe.models.lora import load_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from logprobe.engine.plan.scheduler import Span
+    from logprobe.engine.protocol import StepBatch
     from logprobe.models.lora import Adapter, LowRank
 
 Groups: TypeAlias = "list[tuple[str, torch.Tensor]]"
@@ -85,7 +84,7 @@ class AdaptedLinear(nn.Module):
 
 
 @final
-class Adapters:
+class Loras:
     """The loaded adapters of one model; loading may happen on any thread while steps run."""
 
     def __init__(self, model: Any) -> None:
@@ -145,17 +144,15 @@ class Adapters:
             if isinstance(module, AdaptedLinear):
                 module.parts.pop(name, None)
 
-    def select(self, spans: Sequence[Span]) -> None:
-        """Note which rows of the step about to run, spans packed one after another, run under what."""
-        starts: dict[str, list[torch.Tensor]] = {}
-        place = 0
-        for span in spans:
-            adapter = span.sample.request.adapter
-            if adapter is not None:
-                starts.setdefault(adapter, []).append(torch.arange(place, place + len(span)))
-            place += len(span)
+    def select(self, batch: StepBatch) -> None:
+        """Note which rows of the step about to run run under which weights."""
+        rows: dict[str, list[torch.Tensor]] = {}
+        for index, lora in enumerate(batch.loras):
+            if lora is not None:
+                span = batch.span(index)
+                rows.setdefault(lora, []).append(torch.arange(span.start, span.stop))
         device = self._model.device
-        self._rows.groups = [(name, torch.cat(rows).to(device)) for name, rows in starts.items()]
+        self._rows.groups = [(name, torch.cat(parts).to(device)) for name, parts in rows.items()]
 
     def _check_new(self, name: str) -> None:
         with self._lock:

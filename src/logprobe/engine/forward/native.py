@@ -22,7 +22,7 @@ from logprobe.engine.forward.attention import (
     plan_attention,
     pooled_attention,
 )
-from logprobe.engine.forward.lora import Adapters
+from logprobe.engine.forward.lora import Loras
 from logprobe.engine.forward.pool import KVPool, SlotMemory
 from logprobe.engine.layers.fused import fuse_
 from logprobe.engine.layers.int8 import CALIBRATION_TEXT, quantise_
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.plan.scheduler import StepPlan
+    from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
     from logprobe.records.values import IntArray
 
@@ -87,7 +87,7 @@ class NativeForward:
         if self.weights == "int8":
             self._quantise(files)
         self.head = OutputHead(self.model)
-        self.adapters = Adapters(self.model)
+        self.loras = Loras(self.model)
         slot_bytes = probe.bytes_per_slot + text_config.hidden_size * self.dtype.itemsize
         kv_bytes = config.kv_bytes or DEFAULT_KV_BYTES
         self.num_slots = kv_bytes // slot_bytes
@@ -107,19 +107,17 @@ class NativeForward:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> None:
-        """Run the planned tokens; their keys, values and last hidden states land in their slots."""
-        if not plan.tokens:
+    def run(self, batch: StepBatch) -> None:
+        """Run a step's tokens; their keys, values and last hidden states land in their slots."""
+        if not len(batch.token_ids):
             return
-        token_ids = np.concatenate([span.sample.token_ids[span.start : span.end] for span in plan.tokens])
-        positions = np.concatenate([np.arange(span.start, span.end) for span in plan.tokens])
-        attention = plan_attention(self.pool, plan, self.device)
-        self.adapters.select(plan.tokens)
-        recorded = None if self.adapters.are_running else self.recorded
+        attention = plan_attention(self.pool, batch, self.device)
+        self.loras.select(batch)
+        recorded = None if self.loras.are_running else self.recorded
         if recorded is not None and recorded.can_run(attention):
-            hidden = recorded.run(token_ids, positions, attention)
+            hidden = recorded.run(batch.token_ids, batch.positions, attention)
         else:
-            hidden = self._forward(token_ids, positions, attention)
+            hidden = self._forward(batch.token_ids, batch.positions, attention)
         self.hidden.index_copy_(0, attention.slots, hidden)
 
     @torch.inference_mode()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
+from logprobe.engine.protocol import StepBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -47,10 +48,23 @@ class StepPlan:
     draws: list[Sample] = field(default_factory=list)
     touched: set[Sample] = field(default_factory=set)  # whose state rests on this step's success
 
-    @property
-    def slots(self) -> IntArray:
-        """The slots that this step fills, in the order of its tokens."""
-        return np.concatenate([span.sample.slots[span.start : span.end] for span in self.tokens] or [EMPTY])
+    def batch(self) -> StepBatch:
+        """The step as arrays, which is all that a forward pass knows of it."""
+        spans = self.tokens
+        lengths = [len(span) for span in spans]
+        return StepBatch(
+            token_ids=_joined([span.sample.token_ids[span.start : span.end] for span in spans]),
+            positions=_joined([np.arange(span.start, span.end, dtype=np.int32) for span in spans]),
+            slots=_joined([span.sample.slots[span.start : span.end] for span in spans]),
+            starts=np.cumsum([0, *lengths], dtype=np.int32),
+            context_slots=[span.sample.slots[: span.end] for span in spans],
+            loras=[span.sample.request.lora for span in spans],
+            draw_slots=np.array([sample.slots[-1] for sample in self.draws], dtype=np.int32),
+        )
+
+
+def _joined(parts: list[IntArray]) -> IntArray:
+    return np.concatenate(parts) if parts else EMPTY
 
 
 class Scheduler:
@@ -143,7 +157,7 @@ class Scheduler:
             sample = next((one for one in self.waiting if not one.is_paused), None)
             if sample is None:
                 return
-            root = self.tree.root(sample.request.adapter)
+            root = self.tree.root(sample.request.lora)
             todo = sample.token_ids[: sample.num_remaining]
             node, known = self.tree.descend(root, todo)
             self.tree.lock(node)

@@ -47,7 +47,9 @@ class Generation:
         self._service = service
         self.requests = [
             Request(
-                request_id=f"{reply_id}-{number}", prompt_token_ids=ids, params=params, adapter=params.lora
+                request_id=f"{reply_id}-{number}",
+                prompt_token_ids=ids,
+                params=params,
             )
             for number, (ids, params) in enumerate(asks)
         ]

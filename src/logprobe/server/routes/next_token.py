@@ -45,7 +45,6 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
             else as_ids(prompt, "prompts"),
             params=params,
             wants_row=True,
-            adapter=body.lora,
         )
         for number, prompt in enumerate(body.prompts)
     ]

@@ -56,7 +56,6 @@ async def score(request: HttpRequest, service: Service) -> Response:
             prompt_token_ids=pair.token_ids,
             params=params,
             first_scored=pair.start,
-            adapter=body.lora,
         )
         for number, pair in enumerate(pairs + alone)
     ]

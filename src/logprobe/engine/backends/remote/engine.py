@@ -168,7 +168,7 @@ class HttpEngine:
         num_tokens = 0
         for request in self._gathered:
             num_tokens += len(request.prompt_token_ids) + 1
-            is_alike = request.adapter == self._gathered[0].adapter
+            is_alike = request.lora == self._gathered[0].lora
             fits = len(taken) < self._most_rows and num_tokens <= self._most_tokens
             (taken if not taken or (is_alike and fits) else left).append(request)
         self._gathered = left

@@ -223,7 +223,7 @@ async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> 
     from safetensors.numpy import load
 
     prompts = [request.prompt_token_ids.tolist() for request in requests]
-    data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].adapter})
+    data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].lora})
     try:
         table = load(data)["logprobs"]
     except (SafetensorError, KeyError) as error:
@@ -246,7 +246,7 @@ async def ask_sample(link: Link, request: Request) -> CompletionOutput:
         "seed": params.seed,
         "stop_token_ids": list(params.stop_token_ids or ()),
         "ignore_eos": params.ignore_eos,
-        "lora": request.adapter,
+        "lora": request.lora,
         "return_token_ids": True,
     }
     data = await link.post(SAMPLES, body)
