@@ -9,9 +9,9 @@ from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.compact import cut_to_mass
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
+from logprobe.records.lists import GivenLists, LogprobsLists
 from logprobe.records.steps import (
     GivenLogprobs,
-    LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
@@ -44,6 +44,7 @@ _LATER = dict.fromkeys(
 __all__ = [
     "ChatEncoder",
     "FlatLogprobs",
+    "GivenLists",
     "GivenLogprobs",
     "Logprob",
     "LogprobsInfo",

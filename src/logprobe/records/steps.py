@@ -1,19 +1,18 @@
-"""What one engine step found, as arrays: device side (`LogprobsTensors`).
+"""What one engine step found: `LogprobsTensors` on the device, and what a step hands on.
 
-Before it: the extraction kernels. After it: the per-request records.
+Before it: the extraction kernels and the sampler. After it: `LogprobsLists` on the host, the records of
+requests.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.flat import FlatLogprobs
-from logprobe.records.store.columns import Column
+from logprobe.records.lists import GivenLists, LogprobsLists, token_texts
 from logprobe.records.values import TokenLogprob, TopLogprobs, best_indices
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
 
 
@@ -120,14 +120,24 @@ class LogprobsTensors:
             self.is_set[row] = True
 
     def to_lists(self, tokenizer: Any = None) -> LogprobsLists:
-        """The positions set so far on the host, sequence by sequence; texts from `tokenizer.decode([id])`.
+        """The positions set so far on the host, sequence by sequence; texts from `tokenizer`.
 
-        A flagged row keeps its place: its logprob is NaN, its rank 0, its top list empty.
+        From a GPU all arrays come in one copy. A flagged row keeps its place: its logprob is NaN, its rank 0,
+        its top list empty.
         """
-        lists = LogprobsLists(self.batch_size)
-        for row in np.flatnonzero(self._set_rows()).tolist():
-            lists.append(row // self.max_seq_len, self._top_of(row, tokenizer))
-        return lists
+        names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
+        tensors = {name: getattr(self, name) for name in names}
+        if self.entropy is not None:
+            tensors["entropy"] = self.entropy
+        if self.given is not None:
+            for name in ("offsets", "token_ids", "logprobs", "ranks"):
+                tensors[f"given.{name}"] = getattr(self.given, name)
+        arrays = dict(zip(tensors, on_host(list(tensors.values())), strict=True))
+        given = {name[6:]: arrays.pop(name) for name in list(arrays) if name.startswith("given.")}
+        lists = LogprobsLists.of_rows(**arrays, given=GivenLists(**given) if given else None)
+        if self.is_set is not None or self.max_seq_len != 1:
+            lists = lists.in_sequences(np.flatnonzero(self._set_rows()), self.batch_size, self.max_seq_len)
+        return lists if tokenizer is None else lists.with_texts(tokenizer)
 
     def latest(self, batch_idx: int, tokenizer: Any = None) -> TopLogprobs | None:
         """The last position set of one sequence, None where there is none; other sequences are not read."""
@@ -161,7 +171,7 @@ class LogprobsTensors:
         k = int(self.num_logprobs[row]) if self.is_valid[row] else 0
         ids = self.token_ids[row, : k + 1].tolist()
         logprobs = self.logprobs[row, : k + 1].tolist()
-        texts = [f"<{token_id}>" if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids]
+        texts = token_texts(ids, tokenizer)
         return TopLogprobs(
             position=row % self.max_seq_len,
             token_id=ids[0],
@@ -172,101 +182,26 @@ class LogprobsTensors:
         )
 
 
-class LogprobsLists:
-    """Positions of several sequences in typed columns; any thread may append or read."""
-
-    def __init__(self, num_sequences: int = 1) -> None:
-        if num_sequences < 0:
-            raise ParameterError("num_sequences", f"{num_sequences} is negative")
-        self._lock = Lock()
-        self._rows = [FlatLogprobs() for _ in range(num_sequences)]
-        self._positions = [Column("int64") for _ in range(num_sequences)]
-
-    def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
-        """Add a position to a sequence; a sequence beyond the last makes room up to it.
-
-        Raises:
-            ParameterError: a negative sequence index, or what `FlatLogprobs.append_fast` refuses.
-        """
-        if seq_idx < 0:
-            raise ParameterError("seq_idx", f"{seq_idx} is negative")
-        entries = [TokenLogprob(logprobs.token_id, logprobs.token, logprobs.logprob), *logprobs.top_k]
-        with self._lock:
-            while len(self._rows) <= seq_idx:
-                self._rows.append(FlatLogprobs())
-                self._positions.append(Column("int64"))
-            rows = self._rows[seq_idx]
-            self._positions[seq_idx].write_one(len(rows), logprobs.position)
-            rows.append_fast(
-                [entry.token_id for entry in entries],
-                [entry.logprob for entry in entries],
-                [logprobs.rank, *range(1, len(entries))],
-                [entry.token for entry in entries],
-            )
-
-    def get_sequence(self, seq_idx: int) -> list[TopLogprobs]:
-        """Positions of one sequence in the order in which they came; empty beyond the last sequence."""
-        with self._lock:
-            if not 0 <= seq_idx < len(self._rows):
-                return []
-            rows = self._rows[seq_idx][:]
-            positions = self._positions[seq_idx].read(0, len(rows)).tolist()
-        return [_top_of(rows, place, position) for place, position in enumerate(positions)]
-
-    def get_all(self) -> list[list[TopLogprobs]]:
-        """Positions of every sequence."""
-        return [self.get_sequence(seq_idx) for seq_idx in range(len(self))]
-
-    def latest(self, seq_idx: int) -> TopLogprobs | None:
-        """The last position of one sequence, None where there is none; no other position is read."""
-        with self._lock:
-            rows = self._rows[seq_idx] if 0 <= seq_idx < len(self._rows) else FlatLogprobs()
-            if not len(rows):
-                return None
-            last = len(rows) - 1
-            return _top_of(rows, last, int(self._positions[seq_idx].row(last)))
-
-    def slice_request(self, row: int) -> FlatLogprobs:
-        """One sequence as columns, each position as wide as its own k; shares memory.
-
-        Raises:
-            ParameterError: no such sequence.
-        """
-        with self._lock:
-            if not 0 <= row < len(self._rows):
-                raise ParameterError("row", f"{row} lies outside the {len(self._rows)} sequences")
-            return self._rows[row][:]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def total_tokens(self) -> int:
-        """Number of positions of all sequences."""
-        with self._lock:
-            return sum(len(rows) for rows in self._rows)
-
-
-def _top_of(rows: FlatLogprobs, place: int, position: int) -> TopLogprobs:
-    ids, logprobs, ranks, texts = rows.rows.store.row(place)
-    tokens = ["" if text is None else text for text in texts or [None] * len(ids)]
-    top = zip(ids[1:], tokens[1:], logprobs[1:], strict=True)
-    return TopLogprobs(
-        position, ids[0], tokens[0], logprobs[0], ranks[0] or 0, [TokenLogprob(*entry) for entry in top]
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """Tokens that one step sampled, one row a sequence."""
+    """Tokens that one step sampled, one row a sequence.
+
+    A step may report numbers of some of its rows only: `logprobs_rows` then names the row of `logprobs` that
+    belongs to each, -1 where none does.
+    """
 
     sampled_token_ids: Array  # (B,) or (B, n) integers
-    logprobs: LogprobsTensors | LogprobsLists | None = None  # None: not asked for
+    logprobs: LogprobsTensors | LogprobsLists | None = None  # raw; None: not asked for
     prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
     num_samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None  # None: not cut
+    temperature: float | Array = 1.0  # of all rows, or (B,)
+    top_p: float | Array = 1.0
+    top_k: int | Array | None = None  # None: not cut
     spec_decode_accepted: Array | None = None  # (B,) integers: drafted tokens kept
+    logprobs_rows: Array | None = None  # (B,) integers; None: row b is row b
+    processed_logprobs: LogprobsLists | None = None  # of what the tokens were drawn from
+    processed_rows: Array | None = None  # (B,) integers
+    is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
 
     @property
     def batch_size(self) -> int:
@@ -327,5 +262,26 @@ class ModelRunnerOutput:
         row = self.req_id_to_index.get(req_id)
         if row is None:
             return None
-        logprobs = self.sampler_output.logprobs
-        return self.sampler_output.get_token_ids(row), None if logprobs is None else logprobs.latest(row)
+        output = self.sampler_output
+        place = row if output.logprobs_rows is None else int(output.logprobs_rows[row])
+        logprobs = None if output.logprobs is None or place < 0 else output.logprobs.latest(place)
+        return output.get_token_ids(row), logprobs
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Array]:
+    """Tensors as arrays: views of what lies on the CPU, one packed copy of what lies elsewhere."""
+    import torch
+
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    # Each begins at a multiple of 8 bytes, so that its view is aligned.
+    starts = np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]).tolist()
+    packed = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
+    for tensor, start, size in zip(tensors, starts, sizes, strict=False):
+        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
+    data = packed.cpu()
+    return [
+        data[start : start + size].view(tensor.dtype).view(tensor.shape).numpy()
+        for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+    ]
