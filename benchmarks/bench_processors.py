@@ -71,7 +71,7 @@ def stepper(facts: ModelFacts, name: str, params: dict[str, Any], logits: torch.
         OwnLogitsProcessor, "ThinkingBudgetLogitsProcessor", "CaptureLogitsProcessor",
     ]  # fmt: skip
     pipeline = Pipeline(EngineConfig(logits_processors=registered), facts)
-    history = facts.encode(OPENING) if name.startswith("Grammar") else range(1000, 1000 + HISTORY)
+    history = facts.encode(OPENING) if name.startswith("Grammar") else range(facts.vocab_size)[-HISTORY:]
     (next_id, *_) = facts.encode("word")
     outputs = [list(history) for _ in logits]
     rows = [

@@ -1,24 +1,81 @@
+import importlib
 import json
-import subprocess
+import runpy
+import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
+import harness
+import protocol
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Only what is there is run: each benchmark is tested from the commit that adds it.
 SCRIPTS = sorted(BENCHMARKS.glob("bench_*.py"))
+CONTEXT_LEN = 1024
+IN_PROCESSES_OF_THEIR_OWN = {"bench_decode", "bench_start"}
 
 
-@pytest.mark.real_model
+class InThisProcess:
+    """A rival without its process, whose start is most of what a smoke run takes: the same jobs, as JSON."""
+
+    def __init__(self, rival: Any, **_: Any) -> None:
+        self._open = importlib.import_module(rival.script.stem).open_front_door
+        self._opened: Any = None
+
+    def ask(self, job: Any) -> Any:
+        job = json.loads(json.dumps(job))
+        self._opened = self._opened or self._open(job)
+        self._opened.use(job["variant"])
+        return json.loads(json.dumps(protocol._run_job(self._opened, job)))
+
+    def pause(self) -> None:
+        """There is nothing to stop."""
+
+    resume = pause
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with room for the prompts of the smoke forms."""
+    folder = tmp_path_factory.mktemp("benchmarks") / "tiny"
+    shutil.copytree(tiny_model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_LEN}))
+    return folder
+
+
+@pytest.fixture
+def as_a_program() -> Iterator[None]:
+    """Give back what a script may change in its process for good."""
+    num_threads, on_term = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield
+    torch.set_num_threads(num_threads)
+    signal.signal(signal.SIGTERM, on_term)
+
+
+@pytest.mark.usefixtures("as_a_program")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_the_benchmark_runs_in_its_smoke_form_and_prints_json(script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(script), "--smoke", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=900,  # a hang, not slowness
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)
+def test_the_benchmark_runs_in_its_smoke_form_and_prints_json(
+    script: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if script.stem not in IN_PROCESSES_OF_THEIR_OWN:
+        monkeypatch.setattr(harness, "RivalProcess", InThisProcess)
+        monkeypatch.setattr("process.RivalProcess", InThisProcess)
+    monkeypatch.setattr(sys, "argv", [str(script), "--smoke", "--json", "--model", str(model_folder)])
+    runpy.run_path(str(script), run_name="__main__")
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["figures"]
