@@ -12,6 +12,7 @@ from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from logprobe.errors import RequestAbortedError, require
+from logprobe.records.values import top_indices
 
 if TYPE_CHECKING:
     from logprobe.engine.request import Request, RequestOutput
@@ -92,10 +93,7 @@ class TopTokens:
 
 def top_tokens(row: Row, k: int) -> TopTokens:
     """The `k` largest of a row, descending, ties by ascending id."""
-    # Everything as large as the k-th largest, since a tie may stand on either side of the cut.
-    threshold = np.partition(row, len(row) - k)[len(row) - k]
-    candidates = np.flatnonzero(row >= threshold)
-    ids = candidates[np.argsort(-row[candidates], kind="stable")][:k].astype(np.int32)
+    ids = top_indices(row, k).astype(np.int32)
     return TopTokens(ids, row[ids])
 
 

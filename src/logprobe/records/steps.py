@@ -13,7 +13,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.lists import GivenLists, LogprobsLists, token_texts
-from logprobe.records.values import TokenLogprob, TopLogprobs, best_indices
+from logprobe.records.values import TokenLogprob, TopLogprobs, top_indices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,7 +106,7 @@ class LogprobsTensors:
         values = np.asarray(logprobs, np.float32)
         self._check_row(values, token_id)
         is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
-        best = best_indices(values, int(self.num_logprobs[row])) if is_valid else []
+        best = top_indices(values, int(self.num_logprobs[row])) if is_valid else []
         columns = np.array([token_id, *best], np.int32)
         host_ids, host_logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         host_ids[row, : len(columns)] = columns

@@ -86,7 +86,7 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         """
         values, ids = np.asarray(logprobs), np.asarray(token_ids)
         _check_candidates(values, ids, selected_idx, k)
-        best = np.lexsort((ids, -values))[:k]
+        best = top_indices(values, k, ids)
         texts = tokens or ()
 
         def text(index: int) -> str:
@@ -105,15 +105,21 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         )
 
 
-def best_indices(values: npt.NDArray[Any], k: int) -> list[int]:
-    """Indices of the k largest values (n,), best first, ties by ascending index; k >= n gives all."""
+def top_indices(
+    values: npt.NDArray[Any], k: int, token_ids: npt.NDArray[Any] | None = None
+) -> npt.NDArray[np.intp]:
+    """Places of the k largest values (n,), descending, ties by ascending id; k >= n gives all.
+
+    The host's twin of the kernels' choice: values are no NaN, and without `token_ids` (n,) places are ids.
+    """
     k = min(k, len(values))
     if k == 0:
-        return []
+        return np.empty(0, np.intp)
+    # All as large as the k-th largest: a tie may stand on either side of the cut.
     least = np.partition(values, len(values) - k)[len(values) - k]
     candidates = np.flatnonzero(values >= least)
-    indices: list[int] = candidates[np.lexsort((candidates, -values[candidates]))][:k].tolist()
-    return indices
+    ties = candidates if token_ids is None else token_ids[candidates]
+    return candidates[np.lexsort((ties, -values[candidates]))][:k]
 
 
 def _check_candidates(values: npt.NDArray[Any], ids: npt.NDArray[Any], selected_idx: int, k: int) -> None:

@@ -13,6 +13,7 @@ from logprobe.errors import ParameterError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction import reference
 from logprobe.records.steps import LogprobsTensors
+from logprobe.records.values import top_indices
 
 VOCABS = [1, 2, 100, 1023, 1024, 1025, 8193, 50272]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -244,3 +245,19 @@ def test_wrong_arguments_are_named(
     with pytest.raises(ParameterError) as error:
         extract(logits, chosen_ids, k, given_ids=given_ids)
     assert error.value.parameter == parameter
+
+
+@pytest.mark.parametrize("fill", [normal, heavy_ties, masked, signed_zeros, subnormals])
+@pytest.mark.parametrize("k", [0, 1, 20, 1000, 5000])
+def test_the_hosts_choice_of_the_k_largest_is_the_kernels(
+    fill: Callable[[tuple[int, int], torch.Generator], Tensor], k: int
+) -> None:
+    rows = fill((3, 3000), torch.Generator().manual_seed(k))
+    top = extract(rows, [0] * 3, k).token_ids[:, 1:]
+    for row, ids in zip(rows.numpy(), top.tolist(), strict=True):
+        assert top_indices(row, k).tolist() == ids
+
+
+def test_ties_are_put_in_the_order_of_the_ids_that_are_given() -> None:
+    values, token_ids = np.array([1.0, 2.0, 2.0, 0.0, 2.0]), np.array([3, 9, 4, 1, 7])
+    assert top_indices(values, 2, token_ids).tolist() == [2, 4]

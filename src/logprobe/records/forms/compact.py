@@ -13,6 +13,7 @@ from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.store.ragged_rows import Entries
 from logprobe.records.store.row_keys import num_sign_bits, read_signs, write_signs
+from logprobe.records.values import top_indices
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -90,7 +91,7 @@ def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float)
 
 
 def _cut_row(row: Array, token_id: int, mass: float) -> Entries:
-    order = np.argsort(-row, kind="stable")
+    order = top_indices(row, len(row))
     total = np.cumsum(np.exp(row[order], dtype=np.float64))
     kept = order[: min(int(np.searchsorted(total, mass)) + 1, len(order))]
     ids = np.concatenate([[token_id], kept[kept != token_id]])
