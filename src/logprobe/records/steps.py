@@ -106,7 +106,7 @@ class LogprobsTensors:
         values = np.asarray(logprobs, np.float32)
         self._check_row(values, token_id)
         is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
-        best = top_indices(values, int(self.num_logprobs[row])) if is_valid else []
+        best = top_indices(values, int(self.num_logprobs[row]) if is_valid else 0)
         columns = np.array([token_id, *best], np.int32)
         host_ids, host_logprobs = self.token_ids.numpy(), self.logprobs.numpy()
         host_ids[row, : len(columns)] = columns

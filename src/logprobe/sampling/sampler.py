@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from logprobe.kernels import extract
-from logprobe.kernels.draw.api import Drawn, DrawParams, draw, truncated_
+from logprobe.kernels.draw.api import draw, truncated_
+from logprobe.kernels.draw.params import Drawn, DrawParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

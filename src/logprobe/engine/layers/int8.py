@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from logprobe.engine.layers.packed import GatedMLP, JoinedPart, as_packed_norm, children, is_gated_mlp, join
+from logprobe.kernels import hooks
 from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
 from logprobe.kernels.layers.int8_rows import Int8Weights
 
@@ -32,6 +33,7 @@ CALIBRATION_TEXT = (
 SHARE_OF_INPUTS = 0.65
 SHARE_WHERE_NARROWER = 0.5
 TINY = 1e-5
+_product = hooks.INT8_PRODUCT.find()
 SILU = {"SiLUActivation", "SiLU"}  # transformers' and torch's classes
 
 
@@ -65,7 +67,7 @@ class Int8Linear(nn.Module):
     def _scaled(self, x: torch.Tensor, *, is_gated: bool = False) -> torch.Tensor:
         rows, scales = quantise_rows(x, self.weights.column_factors)
         # The transposed view: at one row, oneDNN is several times as fast as on the transposed copy.
-        products = torch._int_mm(rows, self.weights.values.t())  # noqa: SLF001
+        products = _product(rows, self.weights.values.t())
         return scale_products(products, scales, self.weights.scales, is_gated=is_gated)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from logprobe.errors import ParameterError
+from logprobe.kernels import hooks
 from logprobe.kernels.layers.norm import rms_norm
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ _ACTIVATIONS: Final = {
     "GELUTanh": ("gelu", "tanh"),
     "GELUActivation": ("gelu", "none"),
 }
-# The operator that torch's own compiler emits; a torch built without oneDNN lacks it, and none calls it.
-_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_product, _reorder = hooks.LINEAR.find(), hooks.REORDER.find()
 
 
 class PackedLinear(nn.Module):
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         weight = linear.weight.detach()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)  # noqa: SLF001
+        self._weight = _reorder(weight, PACK_ROWS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) → (..., out_features)."""
@@ -169,8 +169,7 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN is here for such a weight."""
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and hooks.has_onednn()
 
 
 def pack_(model: nn.Module) -> None:

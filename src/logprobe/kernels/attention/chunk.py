@@ -12,16 +12,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numba import njit
 
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
-    float32_at,
-    next_item,
-    parallel_for,
-)
-from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, maximum
+from logprobe.kernels import hooks
+from logprobe.kernels.attention.api import NO_WINDOW
+from logprobe.kernels.threads.parallel import compiled_worker, float32_at, next_item, parallel_for
+from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, greatest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,15 +27,12 @@ if TYPE_CHECKING:
 (SCORES, NUM_ROWS, WIDTH, BLOCK_ROWS, FIRST_SEEN, WINDOW, SETTINGS) = range(2, 9)
 QUERY_BLOCK = 128
 ITEM_ROWS = 8
-NO_WINDOW = 1 << 30
-# The operator that torch's own compiler emits; a torch built without oneDNN lacks it, and none calls it.
-_product: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_product = hooks.LINEAR.find()
 
 
 def can_attend_chunks() -> bool:
     """Whether torch was built with oneDNN."""
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_onednn
+    return hooks.has_onednn()
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
@@ -91,14 +84,6 @@ def soften_(scores: Tensor, block_rows: int, rule: ScoreRule) -> None:
     parallel_for(worker(), context, (num_rows + ITEM_ROWS - 1) // ITEM_ROWS)
 
 
-@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
-def _largest(x: Any) -> Any:
-    largest = F32(-np.inf)
-    for i in range(x.size):
-        largest = maximum(largest, x[i])
-    return largest
-
-
 @njit(fastmath=SUMS)
 def _exponentials(x: Any, largest: Any, scale: Any) -> Any:
     total = ZERO
@@ -133,7 +118,7 @@ def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
     if softcap > 0:
         _cap(seen, scale, softcap)
         scale = F32(1)
-    total = _exponentials(seen, _largest(seen), scale)
+    total = _exponentials(seen, greatest(seen), scale)
     _scale(seen, F32(1) / total)
     x[:start] = ZERO
     x[end:] = ZERO

@@ -13,14 +13,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
-    float32_at,
-    int32_at,
-    next_item,
-    prefetch_line,
-)
-from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, maximum
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, prefetch_line
+from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int32_at, next_item
+from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, greatest
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (
@@ -42,8 +37,6 @@ from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, max
     WINDOW,
     PARTS,  # of the key/value heads, an item each: 1, or as many as there are heads
 ) = range(2, 19)
-FLOAT = 4  # bytes
-LINE = 64  # bytes of a cache line
 AHEAD = 8  # slots between the one that is read and the one that is fetched
 
 
@@ -100,10 +93,7 @@ def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
 
 @njit
 def _normalise(own: Any) -> None:
-    best = F32(-np.inf)
-    for j in range(own.size):
-        best = maximum(best, own[j])
-    inverse = F32(1) / _soften(own, best)
+    inverse = F32(1) / _soften(own, greatest(own))
     for j in range(own.size):
         own[j] *= inverse
 

@@ -8,94 +8,27 @@ Before it: a chunk of logits. After it: extraction, which needs the drawn ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from logprobe.kernels.draw.numba import draw_rows
+from logprobe.kernels.draw.params import Drawn
+from logprobe.kernels.draw.reference import draw_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FloatArray: TypeAlias = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class DrawParams:
-    """How each of B rows is drawn, all (B,) float32 but `uniforms`."""
-
-    temperatures: FloatArray  # 0: the most likely token
-    top_ks: FloatArray  # 0: all
-    top_ps: FloatArray  # 1: all
-    min_ps: FloatArray  # 0: all
-    uniforms: NDArray[np.float64]  # in [0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was drawn, and what truncation kept."""
-
-    token_ids: NDArray[np.int32]  # (B,)
-    cut_logits: FloatArray  # (B,), -inf: nothing cut
-    cut_ids: NDArray[np.int32]  # (B,), of the tokens at cut_logits those with ids up to this are kept
-    is_valid: NDArray[np.bool_]  # (B,), False: the row held NaN or +inf, or nothing but -inf
-
-    @classmethod
-    def empty(cls, num_rows: int) -> Drawn:
-        """Room for `num_rows` draws."""
-        return cls(
-            np.empty(num_rows, dtype=np.int32),
-            np.empty(num_rows, dtype=np.float32),
-            np.empty(num_rows, dtype=np.int32),
-            np.empty(num_rows, dtype=np.bool_),
-        )
+    from logprobe.kernels.draw.params import DrawParams, FloatArray
 
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits."""
     if logits.device.type != "cpu":
         return draw_reference(logits, params)
-    from logprobe.kernels.draw.numba import draw_rows
-
     drawn = Drawn.empty(len(logits))
     draw_rows(logits.numpy(), params, drawn)
     return drawn
-
-
-def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
-    """The plain twin of `draw`: full sorts in float64, any device."""
-    drawn = Drawn.empty(len(logits))
-    for row in range(len(logits)):
-        values = logits[row].double()
-        order = torch.sort(values, descending=True, stable=True).indices
-        best = values[order[0]]
-        drawn.is_valid[row] = bool(torch.isfinite(best)) and not bool(values.isnan().any())
-        drawn.token_ids[row], drawn.cut_logits[row], drawn.cut_ids[row] = order[0], -np.inf, len(values)
-        if drawn.is_valid[row] and params.temperatures[row] > 0:
-            kept = order[: _num_kept(values[order], params, row)]
-            if len(kept) < len(values):
-                drawn.cut_logits[row], drawn.cut_ids[row] = values[kept[-1]], kept[-1]
-            kept = kept.sort().values
-            weights = torch.exp((values[kept] - best) / params.temperatures[row])
-            sums = weights.cumsum(0)
-            hit = torch.searchsorted(sums, sums[-1] * params.uniforms[row], right=True)
-            drawn.token_ids[row] = kept[min(int(hit), len(kept) - 1)]
-    return drawn
-
-
-def _num_kept(descending: Tensor, params: DrawParams, row: int) -> int:
-    """How many of a row's logits, sorted in descending order, the truncations keep."""
-    weights = torch.exp((descending - descending[0]) / params.temperatures[row])
-    count = len(weights)
-    if params.top_ks[row] > 0:
-        count = min(count, int(params.top_ks[row]))
-    if params.top_ps[row] < 1:
-        sums = weights[:count].cumsum(0)
-        count = min(count, int((sums < sums[-1] * params.top_ps[row]).sum()) + 1)
-    if params.min_ps[row] > 0:
-        count = min(count, int((weights >= params.min_ps[row]).sum()))
-    return max(count, 1)
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
+from logprobe.kernels.threads.intrinsics import BLOCK
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -21,17 +22,15 @@ from logprobe.kernels.threads.parallel import (
     parallel_for,
     uint8_at,
 )
-from logprobe.kernels.threads.vectors import F32, I32, LOWEST, SUMS, ZERO, exponential, maximum
+from logprobe.kernels.threads.vectors import F32, I32, LOWEST, MINUS_INF, SUMS, ZERO, exponential, greatest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from logprobe.kernels.draw.api import Drawn, DrawParams
+    from logprobe.kernels.draw.params import Drawn, DrawParams
 
-BLOCK = 1024
 BINS_PER_UNIT = F32(32)  # of (maximum - logit) / temperature
 NUM_BINS = 87 * 32 + 1  # the last bin takes all that weighs next to nothing (`LOWEST`)
-MINUS_INF = F32(-np.inf)
 
 
 def draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
@@ -61,15 +60,6 @@ def _zero_products(x: Any) -> Any:
     return total
 
 
-@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
-def _greatest(x: Any) -> Any:
-    """The largest value of a block that holds no NaN."""
-    greatest = MINUS_INF
-    for i in range(x.size):
-        greatest = maximum(greatest, x[i])
-    return greatest
-
-
 @njit
 def _has_nan(x: Any) -> Any:
     for value in x:  # noqa: SIM110 - compiled
@@ -81,12 +71,12 @@ def _has_nan(x: Any) -> Any:
 @njit
 def _maximum(row: Any) -> Any:
     """The largest value (NaN where one is NaN) and the first place that holds it."""
-    best, place = F32(-np.inf), 0
+    best, place = MINUS_INF, 0
     for start in range(0, row.size, BLOCK):
         block = row[start : start + BLOCK]
         if np.isnan(_zero_products(block)) and _has_nan(block):
             return F32(np.nan), 0
-        top = _greatest(block)
+        top = greatest(block)
         if top > best:
             best, place = top, start
     while place < row.size and row[place] != best:
@@ -242,12 +232,12 @@ def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, un
 def _draw_row(row: Any, settings: Any, token_ids: Any, cut_logits: Any, cut_ids: Any, is_valid: Any) -> None:
     """Draw one row; the outputs are views of its own entry."""
     best, place = _maximum(row)
-    token_ids[0], cut_logits[0], cut_ids[0] = place, -np.inf, row.size
+    token_ids[0], cut_logits[0], cut_ids[0] = place, MINUS_INF, row.size
     is_valid[0] = np.isfinite(best)
     temperature = settings[0]
     if not np.isfinite(best) or temperature == 0:
         return
-    cut_logit, cut_id = np.float32(-np.inf), np.int64(row.size)
+    cut_logit, cut_id = MINUS_INF, np.int64(row.size)
     if settings[1] > 0 or settings[2] < 1:
         mass, count = np.empty(NUM_BINS, dtype=np.float64), np.empty(NUM_BINS, dtype=np.int64)
         _histogram(row, best, temperature, mass, count)

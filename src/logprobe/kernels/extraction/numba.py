@@ -14,6 +14,7 @@ from numba import njit
 
 from logprobe.kernels.extraction import select
 from logprobe.kernels.extraction.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
+from logprobe.kernels.threads.intrinsics import BLOCK, LANES, block_maxima, prefetch_block
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -25,12 +26,9 @@ from logprobe.kernels.threads.parallel import (
     uint16_at,
 )
 from logprobe.kernels.threads.vectors import (
-    BLOCK,
     F32,
-    LANES,
-    block_maxima,
+    MINUS_INF,
     count_greater,
-    prefetch_block,
     sum_exp,
     sum_exp_and_product,
     widen_bfloat16,
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it
 MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
 PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
-MINUS_INF = F32(-np.inf)
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.threads.vectors import (
+from logprobe.kernels.threads.intrinsics import (
     BLOCK,
-    F32,
-    I32,
     LANES,
     bits_float,
     float_bits,
     lowest_bit,
     reaching,
 )
+from logprobe.kernels.threads.vectors import F32, I32
 
 U32 = np.uint32
 U64 = np.uint64

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numba import njit
 
+from logprobe.kernels.threads.intrinsics import float_bits, maximum
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -19,7 +20,7 @@ from logprobe.kernels.threads.parallel import (
     next_item,
     parallel_for,
 )
-from logprobe.kernels.threads.vectors import F32, I32, LOWEST, ONE, exponential, float_bits, maximum
+from logprobe.kernels.threads.vectors import F32, I32, LOWEST, ONE, exponential
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,30 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
 from logprobe.kernels.layers import int8
 from logprobe.kernels.layers.int8 import gated, round_row
-from logprobe.kernels.threads.parallel import (
-    Stage,
-    compiled_worker,
-    float32_at,
-    int8_at,
-    next_item,
-    prefetch_line,
-)
-from logprobe.kernels.threads.vectors import F32, I32, LANES
+from logprobe.kernels.threads.intrinsics import FLOAT, LANES, LINE, dot_blocks_int8, prefetch_line
+from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, int8_at, next_item
+from logprobe.kernels.threads.vectors import F32, I32
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses, then sizes; no address is 0.
 (IN, FACTORS, WEIGHT, SCALES, BIAS, RESIDUAL, OUT, NUM_ROWS, WIDTH, OUT_WIDTH, IS_GATED) = range(2, 13)
-FLOAT = 4
-LINE = 64  # bytes of a cache line
 AHEAD = 2048  # bytes between the weights that are read and those that are fetched
 BLOCK = 64  # outputs an item
 
@@ -71,37 +60,11 @@ def int8_stage(
     return Stage(worker(), context, (out_width + BLOCK - 1) // BLOCK, (x, weights, out, residual))
 
 
-def _dot_of_blocks(_typing_context: Any, _x: Any, _y: Any, _num_blocks: Any) -> Any:
-    """The sum of products of 8-bit integers at two addresses, over some blocks of LANES of each."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        int8s, int32s = (ir.VectorType(ir.IntType(bits), LANES) for bits in (8, 32))
-        x, y, num_blocks = arguments
-        sums = cgutils.alloca_once_value(builder, ir.Constant(int32s, None))  # type: ignore[no-untyped-call]
-        with cgutils.for_range(builder, num_blocks) as loop:
-            place = builder.mul(loop.index, ir.IntType(64)(LANES))
-            addresses = (builder.add(start, place) for start in (x, y))
-            values = (
-                builder.load(builder.inttoptr(address, int8s.as_pointer()), align=1) for address in addresses
-            )
-            products = builder.mul(*(builder.sext(value, int32s) for value in values))
-            builder.store(builder.add(builder.load(sums), products), sums)
-        kind = ir.FunctionType(ir.IntType(32), [int32s])
-        name = f"llvm.vector.reduce.add.v{LANES}i32"
-        add_all = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
-        return builder.call(add_all, [builder.load(sums)])
-
-    return types.int32(types.int64, types.int64, types.int64), generate
-
-
-_dot_blocks: Any = intrinsic(_dot_of_blocks)
-
-
 @njit
 def _dot(x: Any, weight: Any, width: Any) -> Any:
     """The dot product of `width` int8 at two addresses."""
     num_blocks = width // LANES
-    total, done = _dot_blocks(x, weight, num_blocks), LANES * num_blocks
+    total, done = dot_blocks_int8(x, weight, num_blocks), LANES * num_blocks
     rest, factors = int8_at(x + done, width - done), int8_at(weight + done, width - done)
     for i in range(rest.size):
         total += I32(rest[i]) * I32(factors[i])

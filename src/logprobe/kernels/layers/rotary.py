@@ -10,13 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
-from logprobe.kernels.threads.parallel import (
-    Stage,
-    compiled_worker,
-    float32_at,
-    int64_at,
-    next_item,
-)
+from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, int64_at, next_item
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +19,6 @@ if TYPE_CHECKING:
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
 (QUERY, QUERY_STRIDE, KEY, KEY_STRIDE, VALUE, VALUE_STRIDE, COSINES, SINES) = range(2, 10)
 (OUT, KEY_POOL, VALUE_POOL, SLOTS, NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM) = range(10, 19)
-FLOAT = 4
 BLOCK_ROWS = 16
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 

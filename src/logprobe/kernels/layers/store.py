@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from numba import njit
 
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
-    float32_at,
-    int64_at,
-    next_item,
-    parallel_for,
-)
+from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int64_at, next_item, parallel_for
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -42,10 +42,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import cfunc, njit, types
-from numba.extending import intrinsic
+from numba import cfunc, njit
 from numba.np.numpy_support import carray
+
+from logprobe.kernels import hooks
+from logprobe.kernels.threads.intrinsics import fetch_add, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -178,8 +179,7 @@ def release_threads() -> None:
     libgomp keeps threads for every thread that ever ran an operator. Where they outnumber the cores, none
     spins between operators any more, and each operator must wake the others first (docs/decisions.md).
     """
-    library = _find_libgomp()
-    pause = None if library is None else getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
+    pause = hooks.PAUSE.find()
     if pause is not None:
         pause(OMP_PAUSE_HARD)
 
@@ -196,73 +196,18 @@ def _run_on_python_threads(worker: Worker, address: int, num_threads: int) -> No
 @functools.cache
 def barrier_address() -> int | None:
     """Of the function at which the threads of `parallel_for` wait for each other; None without libgomp."""
-    library = _find_libgomp()
-    if library is None:
-        return None
-    return ctypes.cast(ctypes.CDLL(library).GOMP_barrier, ctypes.c_void_p).value
+    barrier = hooks.BARRIER.find()
+    return None if barrier is None else ctypes.cast(barrier, ctypes.c_void_p).value
 
 
 @functools.cache
 def _openmp_launch() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the libgomp that torch has loaded: it runs a function on a team of threads."""
-    library = _find_libgomp()
-    if library is None:
-        return None
-    launch = ctypes.CDLL(library).GOMP_parallel
-    launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    launch.restype = None
-    return launch
-
-
-def _find_libgomp() -> str | None:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return None
-    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-    return min(loaded, key=lambda path: ("torch" not in path, path), default=None)
-
-
-def _to_pointer(_typing_context: Any, address: Any) -> Any:
-    """An integer address as a pointer."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(address), generate
-
-
-_pointer: Any = intrinsic(_to_pointer)
-
-
-def _add_one(_typing_context: Any, address: Any) -> Any:
-    """The counter at an address, read and increased by one in a single atomic step."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        int64 = ir.IntType(64)
-        counter = builder.inttoptr(arguments[0], int64.as_pointer())
-        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
-
-    return types.int64(address), generate
-
-
-_fetch_add: Any = intrinsic(_add_one)
-
-
-def _to_cache(_typing_context: Any, address: Any) -> Any:
-    """Ask the processor to bring the line at an address into its caches; a hint without an effect."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        byte, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        signature = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
-        hint = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
-        to_read, all_levels, data = int32(0), int32(3), int32(1)
-        builder.call(hint, [builder.inttoptr(arguments[0], byte), to_read, all_levels, data])
-        return context.get_dummy_value()
-
-    return types.void(address), generate
-
-
-prefetch_line: Any = intrinsic(_to_cache)
+    launch: Any = hooks.PARALLEL.find()
+    if launch is not None:
+        launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        launch.restype = None
+    return launch  # type: ignore[no-any-return]
 
 
 @njit
@@ -274,41 +219,41 @@ def task_at(address: Any) -> Any:
 @njit
 def next_item(task: Any) -> Any:
     """The next item that no thread has taken, or -1 when all are."""
-    item = _fetch_add(task.ctypes.data)
+    item = fetch_add(task.ctypes.data)
     return item if item < task[1] else -1
 
 
 @njit
 def float32_at(address: Any, size: Any) -> Any:
     """`size` float32 at an address, as an array."""
-    return carray(_pointer(address), (size,), np.float32)
+    return carray(pointer(address), (size,), np.float32)
 
 
 @njit
 def int32_at(address: Any, size: Any) -> Any:
     """`size` int32 at an address, as an array."""
-    return carray(_pointer(address), (size,), np.int32)
+    return carray(pointer(address), (size,), np.int32)
 
 
 @njit
 def int64_at(address: Any, size: Any) -> Any:
     """`size` int64 at an address, as an array."""
-    return carray(_pointer(address), (size,), np.int64)
+    return carray(pointer(address), (size,), np.int64)
 
 
 @njit
 def uint16_at(address: Any, size: Any) -> Any:
     """`size` uint16 at an address, as an array: also the bits of float16 and bfloat16."""
-    return carray(_pointer(address), (size,), np.uint16)
+    return carray(pointer(address), (size,), np.uint16)
 
 
 @njit
 def int8_at(address: Any, size: Any) -> Any:
     """`size` int8 at an address, as an array."""
-    return carray(_pointer(address), (size,), np.int8)
+    return carray(pointer(address), (size,), np.int8)
 
 
 @njit
 def uint8_at(address: Any, size: Any) -> Any:
     """`size` uint8 at an address, as an array: also booleans."""
-    return carray(_pointer(address), (size,), np.uint8)
+    return carray(pointer(address), (size,), np.uint8)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from logprobe.kernels.threads.intrinsics import call_alone, call_with_task
 from logprobe.kernels.threads.parallel import (
     TASK_FIELDS,
     barrier_address,
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 (TASKS, WORKERS, NUM_STAGES, BARRIER) = range(2, 6)  # addresses but for the number
 TASK_BYTES = 8 * TASK_FIELDS
-BYTE = ir.IntType(8).as_pointer()
 
 
 class Series:
@@ -56,36 +53,10 @@ class Series:
         parallel_for(worker(), context, torch.get_num_threads())
 
 
-def _call_with_task(_typing_context: Any, function: Any, task: Any) -> Any:
-    """Call the C function `void(void*)` at an address."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [BYTE]).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], kind), [builder.inttoptr(arguments[1], BYTE)])
-        return context.get_dummy_value()
-
-    return types.void(function, task), generate
-
-
-def _call_alone(_typing_context: Any, function: Any) -> Any:
-    """Call the C function `void(void)` at an address."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], kind), [])
-        return context.get_dummy_value()
-
-    return types.void(function), generate
-
-
-_run_worker: Any = intrinsic(_call_with_task)
-_wait: Any = intrinsic(_call_alone)
-
-
 @compiled_worker()
 def worker(task: Any) -> None:
     """Every stage in turn, in every thread."""
     workers = int64_at(task[WORKERS], task[NUM_STAGES])
     for number in range(task[NUM_STAGES]):
-        _run_worker(workers[number], task[TASKS] + TASK_BYTES * number)
-        _wait(task[BARRIER])
+        call_with_task(workers[number], task[TASKS] + TASK_BYTES * number)
+        call_alone(task[BARRIER])

@@ -1,0 +1,125 @@
+"""Every private part of another library that is used here: what it does, and what happens where it is gone.
+
+Private names may leave with any release. Each is looked up here and nowhere else, and a test looks up all, so
+that a release which drops one is named by the test and not by a crash. Where a hook is missing on a machine,
+what stands in `without` happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """One private name of a library."""
+
+    library: str  # an importable module, or LIBGOMP
+    name: str  # dotted, from there
+    purpose: str
+    without: str
+
+    def find(self) -> Any:
+        """What the name stands for; None where it is gone."""
+        if self.library == LIBGOMP:
+            path = libgomp()
+            return None if path is None else getattr(ctypes.CDLL(path), self.name, None)
+        try:
+            return attrgetter(self.name)(import_module(self.library))
+        except AttributeError:
+            return None
+
+
+LIBGOMP = "libgomp"
+
+LINEAR = Hook(
+    library="torch",
+    name="ops.mkldnn._linear_pointwise",
+    purpose="oneDNN's product on a reordered weight, with an activation behind it",
+    without="weights are not packed, and prompt chunks go through torch's own attention",
+)
+LINEAR_BINARY = Hook(
+    library="torch",
+    name="ops.mkldnn._linear_pointwise.binary",
+    purpose="the same product, and a sum or a product with another array behind it",
+    without="weights are not packed",
+)
+REORDER = Hook(
+    library="torch",
+    name="ops.mkldnn._reorder_linear_weight",
+    purpose="brings a weight into the order that oneDNN's product wants",
+    without="weights are not packed",
+)
+INT8_PRODUCT = Hook(
+    library="torch",
+    name="_int_mm",
+    purpose="the product of 8-bit integers",
+    without='weights="int8" cannot be used',
+)
+PARALLEL = Hook(
+    library=LIBGOMP,
+    name="GOMP_parallel",
+    purpose="runs a compiled worker on the threads that torch already keeps",
+    without="plain Python threads run the workers",
+)
+BARRIER = Hook(
+    library=LIBGOMP,
+    name="GOMP_barrier",
+    purpose="lets the threads of one launch wait for each other between the stages of a series",
+    without="the stages of a series are launched one by one",
+)
+PAUSE = Hook(
+    library=LIBGOMP,
+    name="omp_pause_resource_all",
+    purpose="ends the threads that a thread of ours no longer needs",
+    without="they stay, and outnumber the cores where several engines ran",
+)
+ATTENTION = Hook(
+    library="transformers",
+    name="AttentionInterface.register",
+    purpose="hands each layer's attention to the pool; decoders pass our options through to it",
+    without="no model can be loaded",
+)
+CACHE_KEY = Hook(
+    library="numba.core.caching",
+    name="Cache._index_key",
+    purpose="makes the cells of a closure part of the key that machine code is kept under",
+    without="a change in another file than the worker's own may go unnoticed",
+)
+LLVM_FUNCTIONS = Hook(
+    library="numba.core.cgutils",
+    name="get_or_insert_function",
+    purpose="declares LLVM's functions on vectors, which llvmlite's own way refuses",
+    without="the kernels do not compile",
+)
+
+HOOKS = (
+    LINEAR, LINEAR_BINARY, REORDER, INT8_PRODUCT, PARALLEL, BARRIER, PAUSE, ATTENTION,
+    CACHE_KEY, LLVM_FUNCTIONS,
+)  # fmt: skip
+
+
+def missing_hooks() -> list[Hook]:
+    """Those that this machine's libraries do not have."""
+    return [hook for hook in HOOKS if hook.find() is None]
+
+
+def has_onednn() -> bool:
+    """Whether torch was built with oneDNN and its products can be called."""
+    is_built: bool = import_module("torch").backends.mkldnn.is_available()
+    return is_built and all(hook.find() is not None for hook in (LINEAR, LINEAR_BINARY, REORDER))
+
+
+def libgomp() -> str | None:
+    """The path of the OpenMP library that torch has loaded, its own before another."""
+    import_module("torch")
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    return min(loaded, key=lambda path: ("torch" not in path, path), default=None)
