@@ -132,7 +132,11 @@ def serving(
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.app import create_app, uvicorn_config
 
-    app = create_app(LoadedModel(model.engine, model.text), settings, processors)
+    app = create_app(
+        LoadedModel(model.engine, model.text, processors=getattr(model, "processors", None)),
+        settings,
+        processors,
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     # The kernel would else take in megabytes for a reader that reads nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)

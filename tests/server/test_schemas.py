@@ -30,6 +30,7 @@ EXTENDED = {
     "top_k": 5,
 }
 NUM_BODIES = 2000
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +80,7 @@ def test_other_replies_have_their_shapes(server: Any, schema: Any) -> None:
     schema("Completion").validate(json.loads(post(server, "/v1/completions", echo)))
     schema("Models").validate(server.get("/v1/models").json())
     schema("Error").validate(server.post("/v1/completions").json())
+    schema("Error").validate(httpx.post(server.url + "/v1/completions", content=b"{}").json())
 
 
 def test_the_published_document_is_the_servers_own() -> None:
@@ -160,7 +162,7 @@ def test_no_body_makes_the_server_fail(server: Any, schema: Any) -> None:
             path = draw.choice(list(NEEDED))
             fields = list(BODIES[path].__struct_fields__)
             body = random_body(draw, fields, NEEDED[path])
-            reply = client.post(path, content=json.dumps(body).encode())
+            reply = client.post(path, content=json.dumps(body).encode(), headers=JSON)
             statuses.add(reply.status_code)
             assert reply.status_code < 500, (path, body, reply.text)
             if reply.status_code >= 400:
@@ -175,7 +177,7 @@ def test_no_body_makes_the_server_fail(server: Any, schema: Any) -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000])
 def test_what_is_no_json_object_is_a_400(server: Any, data: bytes) -> None:
     for path in NEEDED:
-        reply = httpx.post(server.url + path, content=data)
+        reply = httpx.post(server.url + path, content=data, headers=JSON)
         assert reply.status_code == 400, (path, reply.text)
         assert reply.json()["error"]["code"]
 

@@ -1,13 +1,20 @@
-"""How much may be in progress at once: completions, tokens, and bytes of log-probabilities.
+"""Every limit of what a client may send and ask, in one table, and the count of what is in progress.
 
-Before it: a checked request. After it: the engine. Full means 429 at once; nothing waits here.
+Before it: bytes, a body, then a checked request. After it: whatever costs time or memory. A request beyond a
+limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing waits here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from logprobe.processors.builtin.grammar import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_GRAMMAR_DEPTH,
+    MAX_GRAMMAR_PARTS,
+)
 from logprobe.server.http.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
@@ -16,8 +23,128 @@ if TYPE_CHECKING:
     from logprobe.engine.request import Request
     from logprobe.server.settings import ServerSettings
 
-BYTES_PER_ENTRY: Final = 8  # id and value as a record holds them
+# Bytes of one entry (id and logprob) of a request, in its record and in the reply that is made of it.
+RECORD_BYTES: Final = 8
+ENTRY_BYTES: Final = RECORD_BYTES + 250  # of a token's alternatives: a map's text and number, and their JSON
+ROW_BYTES: Final = (
+    RECORD_BYTES + 600
+)  # of a prompt's rows and of named ids: a dict of four fields, and its JSON
+WHOLE_ROW_BYTES: Final = 3 * 4  # of one id of a whole distribution: the engine's, the table's, the body's
+
 RETRY_AFTER_S: Final = 1
+MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
+
+
+LIMITS: Final = (
+    "max_body_bytes",
+    "max_body_values",
+    "max_text_bytes",
+    "max_messages",
+    "max_token_ids",
+    "max_logprobs",
+    "max_logprob_token_ids",
+    "max_bad_words",
+    "max_stop",
+    "max_stop_bytes",
+    "max_requests",
+    "max_tokens_in_flight",
+    "max_logprob_bytes",
+    "max_stored",
+    "max_stored_bytes",
+    "header_timeout_s",
+    "body_timeout_s",
+)
+"""The settings that bound clients, in the order in which a request meets them."""
+
+
+def limit_table(settings: ServerSettings) -> dict[str, float]:
+    """All limits with their values; those of grammars and of a body's depth are no settings."""
+    return {name: getattr(settings, name) for name in LIMITS} | {
+        "max_depth": MAX_DEPTH,
+        "max_grammar_bytes": MAX_GRAMMAR_BYTES,
+        "max_grammar_parts": MAX_GRAMMAR_PARTS,
+        "max_choices": MAX_CHOICES,
+    }
+
+
+def check_count(settings: ServerSettings, limit: str, param: str, count: int, of: str) -> None:
+    """Refuse more than a limit lets through.
+
+    Raises:
+        ApiError: 400 with the count, the limit and its name.
+    """
+    most = getattr(settings, limit)
+    if count > most and most != -1:
+        raise bad_request(param, f"holds {count} {of}; at most {most} ({limit})")
+
+
+def check_values(settings: ServerSettings, data: bytes) -> None:
+    """Refuse a body of too many values, by its marks alone: text that holds them counts as well.
+
+    Raises:
+        ApiError: 400.
+    """
+    num_values = data.count(b",") + 8 * sum(map(data.count, (b"[", b"{", b":")))
+    if num_values > settings.max_body_values:
+        most = settings.max_body_values
+        raise bad_request(None, f"the body holds up to {num_values} values; at most {most} (max_body_values)")
+
+
+def check_body(settings: ServerSettings, body: Any) -> None:
+    """Refuse lists that are too long and values that are nested too deeply.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
+    counts = {
+        "messages": ("max_messages", "messages"),
+        "input": ("max_messages", "messages"),
+        "continuations": ("max_requests", "continuations"),
+        "prompts": ("max_requests", "prompts"),
+        "allowed_token_ids": ("max_token_ids", "ids"),
+        "stop_token_ids": ("max_token_ids", "ids"),
+        "logit_bias": ("max_token_ids", "entries"),
+        "logprob_token_ids": ("max_logprob_token_ids", "ids"),
+        "bad_words": ("max_bad_words", "texts"),
+        "stop": ("max_stop", "texts"),
+    }
+    for name, (limit, of) in counts.items():
+        value = getattr(body, name, None)
+        if isinstance(value, list | dict):
+            check_count(settings, limit, name, len(value), of)
+    stops = getattr(body, "stop", None) or []
+    num_bytes = sum(
+        len(text.encode("utf-8", "surrogatepass")) for text in ([stops] if isinstance(stops, str) else stops)
+    )
+    check_count(settings, "max_stop_bytes", "stop", num_bytes, "bytes")
+    prompts = getattr(body, "prompt", None)
+    if isinstance(prompts, list) and not all(isinstance(one, int) for one in prompts[:1]):
+        check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
+    for name in FREE_FIELDS:
+        check_depth(name, getattr(body, name, None))
+
+
+FREE_FIELDS: Final = ("messages", "input", "response_format", "text", "logits_processors_args", "tools")
+"""Fields whose insides have no type."""
+
+
+def check_depth(name: str, value: Any) -> None:
+    """Refuse what is nested deeper than `MAX_DEPTH`, without recursion.
+
+    Raises:
+        ApiError: 400.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for part in level
+            if isinstance(part, dict | list)
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return
+    raise bad_request(name, f"is nested deeper than {MAX_DEPTH} (max_depth)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +189,9 @@ class Limits:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._most = {
-            "requests": settings.max_requests,
-            "tokens": settings.max_tokens_in_flight,
-            "logprob_bytes": settings.max_logprob_bytes,
+            "requests": ("max_requests", settings.max_requests),
+            "tokens": ("max_tokens_in_flight", settings.max_tokens_in_flight),
+            "logprob_bytes": ("max_logprob_bytes", settings.max_logprob_bytes),
         }
         self._now = dict.fromkeys(self._most, 0)
 
@@ -74,11 +201,11 @@ class Limits:
         Raises:
             ApiError: 400 where it alone is beyond a limit, 429 where there is no room now.
         """
-        for name, most in self._most.items():
+        for name, (limit, most) in self._most.items():
             asked = getattr(cost, name)
             if asked > most:
-                raise bad_request(None, f"asks for up to {asked} {name}; at most {most} are let through")
-        for name, most in self._most.items():
+                raise bad_request(None, f"asks for up to {asked} {name}; at most {most} ({limit})")
+        for name, (_, most) in self._most.items():
             if self._now[name] + getattr(cost, name) > most:
                 raise ApiError(
                     429,
@@ -104,10 +231,14 @@ def _logprob_bytes(request: Request, vocab_size: int) -> int:
     params = request.params
     given = len(params.logprob_token_ids or ())
 
-    def width(k: int | None) -> int:
-        return 0 if k is None else (vocab_size if k == -1 else min(k, vocab_size)) + 1 + given
+    def row_bytes(k: int | None, entry_bytes: int) -> int:
+        if k is None:
+            return 0
+        num_top = vocab_size if k == -1 else min(k, vocab_size)
+        return (num_top + 1) * entry_bytes + given * ROW_BYTES
 
     stages = 2 if params.logprobs_mode == "both" else 1
-    rows = params.num_samples * params.max_tokens * width(params.logprobs) * stages
-    rows += len(request.prompt_token_ids) * width(params.prompt_logprobs)
-    return rows * BYTES_PER_ENTRY + (vocab_size * 4 if request.wants_row else 0)
+    num_bytes = params.num_samples * params.max_tokens * row_bytes(params.logprobs, ENTRY_BYTES) * stages
+    num_scored = max(len(request.prompt_token_ids) - (request.first_scored or 0), 0)
+    num_bytes += num_scored * row_bytes(params.prompt_logprobs, ROW_BYTES)
+    return num_bytes + (vocab_size * WHOLE_ROW_BYTES if request.wants_row else 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -17,8 +18,10 @@ from cachetools import FIFOCache
 
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.http.errors import ApiError, bad_request
-from logprobe.server.limits import Limits
+from logprobe.server.http.workers import Workers
+from logprobe.server.limits import Limits, check_count
 from logprobe.server.metrics import Metrics
+from logprobe.text.chat import lay_out
 from logprobe.transport import StreamingLogprobsCollector
 
 if TYPE_CHECKING:
@@ -26,23 +29,32 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import CompletionPiece, Request, RequestOutput
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
+    from logprobe.text.edge import TextEdge
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
 class StoredResponses:
-    """The latest responses by id, as JSON, with the conversation that each ends; the oldest go first."""
+    """The latest responses by id, as JSON, with the conversation that each ends; the oldest go first.
+
+    Any thread may use it: large replies are written by workers.
+    """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._kept: FIFOCache[str, tuple[bytes, Messages]]
         self._kept = FIFOCache(max_bytes, getsizeof=lambda kept: len(kept[0]))
+        self._lock = threading.Lock()
 
     def keep(self, response: dict[str, Any], messages: Messages) -> None:
         """Keep one, unless it alone is beyond the bounds."""
         data = msgspec.json.encode(response)
-        if self._max_responses and len(data) <= self._kept.maxsize:
+        if not self._max_responses or len(data) > self._kept.maxsize:
+            return
+        with self._lock:
             while len(self._kept) >= self._max_responses:
                 self._kept.popitem()
             self._kept[response["id"]] = (data, messages)
@@ -53,15 +65,26 @@ class StoredResponses:
         Raises:
             ApiError: 404 where it is not, or no longer, stored.
         """
-        if response_id not in self._kept:
+        with self._lock:
+            kept = self._kept.get(response_id)
+        if kept is None:
             message = f"response {response_id!r} is not stored here"
             raise ApiError(404, message, param=param, code="response_not_found")
-        return self._kept[response_id]
+        return kept
 
     def drop(self, response_id: str) -> None:
         """Forget one."""
         self.find(response_id)
-        del self._kept[response_id]
+        with self._lock:
+            self._kept.pop(response_id, None)
+
+
+def most_bytes_a_token(text: TextEdge) -> int:
+    """The bytes of text that one token can stand for, at most."""
+    vocabulary = text.vocabulary
+    longest = max((len(vocabulary.token_bytes(token_id)) for token_id in range(len(vocabulary))), default=1)
+    # A normaliser may write a text shorter before it is cut into tokens; Unicode's forms do so by up to 3.
+    return longest if text.tokenizer.backend_tokenizer.normalizer is None else longest * 3
 
 
 logger = logging.getLogger("logprobe.server")
@@ -84,6 +107,9 @@ class Service:
         self.engine = model.engine
         self.text = model.text
         self.settings = settings
+        self.workers = Workers()
+        self._pipeline = model.processors
+        self._token_bytes = most_bytes_a_token(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size
         self.model_name = settings.model_name or self.capabilities.model
@@ -138,6 +164,45 @@ class Service:
         if body.lora not in {None, body.model}:
             raise bad_request("lora", f"is {body.lora!r}, but model names the adapter {body.model!r}")
         body.lora = body.model
+
+    def read_messages(self, messages: Messages) -> IntArray:
+        """A conversation as ids, ready for the assistant's turn.
+
+        Raises:
+            ApiError: more text than a request may have, or than the model can take.
+            ParameterError: what the model's chat template refuses.
+        """
+        return self.text.encode(self.lay_out(messages), add_special_tokens=False)
+
+    def lay_out(self, messages: Messages) -> str:
+        """A conversation as the model's chat template writes it; raises as `read_messages` does."""
+        laid_out = lay_out(messages, self.text)
+        self.check_texts([laid_out], "messages")
+        return laid_out
+
+    def check_texts(self, texts: Sequence[str], param: str, *, is_whole: bool = True) -> None:
+        """Refuse texts by their bytes, before they are tokenised: all of them, and any that cannot fit.
+
+        With `is_whole` each is to fit into the model's context; no token is longer than the longest.
+
+        Raises:
+            ApiError: 400.
+        """
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+        check_count(self.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
+        limit = self.capabilities.max_model_len
+        if is_whole and max(sizes, default=0) > (limit + 1) * self._token_bytes:
+            message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
+            raise bad_request(param, message, code="context_length_exceeded")
+
+    def check_processors(self, params: SamplingParams) -> None:
+        """Refuse arguments that no processor can serve; a grammar is compiled here, so not on the event loop.
+
+        Raises:
+            ParameterError: they can never be served.
+        """
+        if self._pipeline is not None:
+            self._pipeline.check(params)
 
     def name_of(self, lora: str | None) -> str:
         """What replies call the weights that answered: an adapter goes by its own name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from logprobe.config import strict_keywords
 from logprobe.errors import require
@@ -23,13 +24,26 @@ class ServerSettings:
             request names one as `lora`, or as `model`.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
-        max_requests: completions in progress or waiting, all requests together.
+        max_body_values: most JSON values of a body, where an object, a list and a key count eight.
+        max_text_bytes: most text of one request that is tokenised.
+        max_messages: most messages of a conversation.
+        max_token_ids: most ids in a list of token ids other than a prompt, and most entries of logit_bias.
+        max_logprob_token_ids: most ids whose logprobs a request may name; -1 sets no cap.
+        max_bad_words: most texts of bad_words.
+        max_stop: most stop strings.
+        max_stop_bytes: most bytes of those, together.
+        max_requests: completions in progress or waiting, all requests together; also the most prompts or
+            continuations of one request.
         max_tokens_in_flight: prompt tokens and tokens to generate of those.
-        max_logprob_bytes: estimated bytes of the logprobs of those.
+        max_logprob_bytes: bytes that the logprobs of those may come to, as records and replies hold them.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
         max_stored: replies of `/v1/responses` kept for later; the oldest go first.
-        max_stored_bytes: bytes of JSON that those may come to.
+        max_stored_bytes: bytes of JSON that stored replies may come to, together.
+        header_timeout_s: how long the header of a request may take to arrive.
+        body_timeout_s: how long the body of a request may take to arrive.
+        stall_s: how long the engine may be busy with one step before it counts as stuck.
         drain_s: how long running requests may go on after SIGTERM.
+        allowed_host: names beside this machine's own that a request may call the server by; * allows all.
         cors_origin: web origins that may call; none by default.
         log_requests: whether texts of requests are logged.
     """
@@ -41,13 +55,25 @@ class ServerSettings:
     lora: tuple[str, ...] = ()
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
+    max_body_values: int = 1 << 19
+    max_text_bytes: int = 1 << 20
+    max_messages: int = 2048
+    max_token_ids: int = 1 << 16
+    max_logprob_token_ids: int = 256
+    max_bad_words: int = 1024
+    max_stop: int = 64
+    max_stop_bytes: int = 4096
     max_requests: int = 512
     max_tokens_in_flight: int = 4 << 20
     max_logprob_bytes: int = 2 << 30
     buffer_rows: int = 100
     max_stored: int = 256
     max_stored_bytes: int = 64 << 20
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    stall_s: float = 60.0
     drain_s: float = 30.0
+    allowed_host: tuple[str, ...] = ()
     cors_origin: tuple[str, ...] = ()
     log_requests: bool = False
 
@@ -60,12 +86,30 @@ class ServerSettings:
             require(name and path, "lora", f"must be NAME=PATH of an adapter's folder, got {given!r}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
-        for name in (
-            "max_body_bytes",
-            "max_requests",
-            "max_tokens_in_flight",
-            "max_logprob_bytes",
-            "max_stored_bytes",
-            "buffer_rows",
-        ):
+        known = "must be -1 or more, got"
+        require(
+            self.max_logprob_token_ids >= -1, "max_logprob_token_ids", f"{known} {self.max_logprob_token_ids}"
+        )
+        for name in POSITIVE:
             require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
+
+
+POSITIVE: Final = (
+    "max_body_bytes",
+    "max_body_values",
+    "max_text_bytes",
+    "max_messages",
+    "max_token_ids",
+    "max_bad_words",
+    "max_stop",
+    "max_stop_bytes",
+    "max_requests",
+    "max_tokens_in_flight",
+    "max_logprob_bytes",
+    "max_stored_bytes",
+    "buffer_rows",
+    "header_timeout_s",
+    "body_timeout_s",
+    "stall_s",
+)
+"""Settings of which 0 would let nothing through."""

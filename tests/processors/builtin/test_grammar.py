@@ -14,7 +14,7 @@ from logprobe import SamplingParams
 from logprobe.errors import ParameterError
 from logprobe.processors import GrammarLogitsProcessor
 from logprobe.processors.arguments import GrammarArgs
-from logprobe.processors.builtin.grammar import grammar_of
+from logprobe.processors.builtin.grammar import MAX_GRAMMAR_PARTS, grammar_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,3 +135,48 @@ def test_fifty_of_fifty_texts_of_a_real_model_fit_the_schema_and_their_numbers_a
         values = np.array([entry.logprob for entry in row.values()], dtype=np.float64)
         assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
         assert 1 <= np.isfinite(values).sum() < len(values), "what is not allowed is impossible"
+
+
+def chain(length: int) -> dict[str, Any]:
+    links: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "string"}}}
+
+
+def rules(length: int, name: str) -> str:
+    links = "".join(f"{name.format(i)}: {name.format(i + 1)}\n" for i in range(length))
+    return f'start: {name.format(0)}\n{links}{name.format(length)}: "a"\n'
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        GrammarArgs(json_schema=chain(MAX_GRAMMAR_PARTS - 3)),
+        GrammarArgs(ebnf=rules(MAX_GRAMMAR_PARTS - 2, "r{}")),
+        GrammarArgs(ebnf=rules(MAX_GRAMMAR_PARTS - 2, "T{}")),
+    ],
+    ids=["refs", "rules", "terminals"],
+)
+def test_the_longest_chain_that_is_let_through_is_compiled(
+    make: Callable[..., Any], args: GrammarArgs
+) -> None:
+    make(GrammarLogitsProcessor).check_args(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (GrammarArgs(json_schema=chain(MAX_GRAMMAR_PARTS)), "parts"),
+        (GrammarArgs(json_schema=json.dumps(chain(MAX_GRAMMAR_PARTS))), "characters"),
+        (GrammarArgs(ebnf=rules(MAX_GRAMMAR_PARTS, "r{}")), "parts"),
+        (GrammarArgs(regex="(" * 20_000), "parts"),
+        (GrammarArgs(regex="a" * 300_000), "characters"),
+        (GrammarArgs(choice=["a"] * 3000), "texts"),
+        (GrammarArgs(json_schema="[" * 50_000), "not JSON"),
+        (GrammarArgs(json_schema='{"not":' * 200 + "{}" + "}" * 200), "nested deeper"),
+    ],
+)
+def test_a_grammar_too_large_is_refused_before_it_is_compiled(
+    make: Callable[..., Any], args: GrammarArgs, told: str
+) -> None:
+    with pytest.raises(ParameterError, match=told):
+        make(GrammarLogitsProcessor).check_args(args)

@@ -1,13 +1,16 @@
 """`GrammarLogitsProcessor`: only tokens that keep the text within a JSON schema, a regex or a grammar.
 
-The grammar engine is llguidance (extra `grammar`), over the exact bytes of the model's tokens.
+The grammar engine is llguidance (extra `grammar`), over the exact bytes of the model's tokens. It bounds its
+own work but for one thing: it follows references by recursion, so a long chain of them would overflow the
+stack and end the process. A grammar's parts are counted first, and compiled on a stack that holds so many.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, final
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import msgspec
 import torch
@@ -19,11 +22,26 @@ from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, all
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from logprobe.config import EngineConfig
 
+T = TypeVar("T")
+
 MAX_COMPILED = 64
+MAX_GRAMMAR_BYTES: Final = 1 << 18
+MAX_GRAMMAR_PARTS: Final = 10_000
+"""Objects and lists of a schema; rules, terminals, groups, classes and repetitions of a grammar."""
+MAX_GRAMMAR_DEPTH: Final = 100
+MAX_CHOICES: Final = 2_000  # as many as the engine follows at once
+# Addresses, not memory: a chain of as many parts as are let through took less than a quarter of it.
+COMPILE_STACK_BYTES: Final = 128 << 20
+MAX_PROBLEM_CHARS: Final = 500
+PART_MARKS: Final = (
+    ":([{"  # each part of a grammar or a regex, and of a schema within it, writes one of these
+)
 # One way to write each value, as Python's own json writes it: a small model cannot lose itself in spaces.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -73,23 +91,27 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return GrammarState(matcher, self._model)
 
     def _template(self, grammar: str) -> Any:
-        """A fresh matcher of this grammar, to be copied; compiled once."""
+        """A fresh matcher of this grammar, to be copied; compiled once, while others go on."""
         with self._lock:
-            if grammar not in self._compiled:
-                self._compiled[grammar] = self._compile(grammar)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return self._compiled[grammar]
+            if grammar in self._compiled:
+                self._compiled.move_to_end(grammar)
+                return self._compiled[grammar]
+        template = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = template
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return template
 
     def _compile(self, grammar: str) -> Any:
-        llguidance = _llguidance()
+        matcher_type = _llguidance().LLMatcher
         if self._tokenizer is None:
             assert self._model is not None, "bind comes first"
             self._tokenizer = byte_tokenizer(self._model)
-        problem = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer)
-        require(not problem, "grammar", f"cannot be used: {' '.join(problem.split())}")
-        return llguidance.LLMatcher(self._tokenizer, grammar)
+        template = _on_deep_stack(lambda: matcher_type(self._tokenizer, grammar))
+        problem = template.get_error() if template.is_error() else ""
+        require(not problem, "grammar", f"cannot be used: {' '.join(problem.split())[:MAX_PROBLEM_CHARS]}")
+        return template
 
 
 @final
@@ -124,6 +146,7 @@ def grammar_of(args: GrammarArgs) -> str:
     """
     given = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
     require(len(given) == 1, "grammar", f"needs exactly one form, got {', '.join(given) or 'none'}")
+    _check_size(given[0], getattr(args, given[0]))
     matcher = _llguidance().LLMatcher
     if args.regex is not None:
         return str(matcher.grammar_from_regex(args.regex))
@@ -133,6 +156,7 @@ def grammar_of(args: GrammarArgs) -> str:
     if args.ebnf is not None:
         return str(matcher.grammar_from_lark(args.ebnf))
     schema = {"type": "object"} if args.json_schema is None else _schema(args.json_schema)
+    _check_shape(schema)
     return str(matcher.grammar_from_json_schema(schema, overrides=JSON_STYLE))
 
 
@@ -157,12 +181,73 @@ class _Tokens:
         return self._model.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
+def _check_size(name: str, value: Any) -> None:
+    """Bytes, parts and choices, before anything is built of them."""
+    texts = value if name == "choice" else [value] if isinstance(value, str) else []
+    require(
+        name != "choice" or len(value) <= MAX_CHOICES, name, f"has {len(texts)} texts; at most {MAX_CHOICES}"
+    )
+    num_chars = sum(map(len, texts))
+    require(num_chars <= MAX_GRAMMAR_BYTES, name, f"has {num_chars} characters; at most {MAX_GRAMMAR_BYTES}")
+    if name in {"regex", "ebnf"}:
+        _check_parts(name, sum(map(value.count, PART_MARKS)))
+
+
+def _check_shape(schema: Any) -> None:
+    """Parts and depth of a schema, without recursion."""
+    level, depth, num_parts, num_chars = [schema], 0, 0, 0
+    while level:
+        parts = [value for value in level if isinstance(value, dict | list)]
+        num_chars += sum(len(value) for value in level if isinstance(value, str))
+        num_parts += len(parts)
+        depth += bool(parts)
+        _check_parts("json_schema", num_parts)
+        require(depth <= MAX_GRAMMAR_DEPTH, "json_schema", f"is nested deeper than {MAX_GRAMMAR_DEPTH}")
+        level = []
+        for part in parts:
+            level += [*part, *part.values()] if isinstance(part, dict) else part
+    require(
+        num_chars <= MAX_GRAMMAR_BYTES,
+        "json_schema",
+        f"has {num_chars} characters; at most {MAX_GRAMMAR_BYTES}",
+    )
+
+
+def _check_parts(name: str, num_parts: int) -> None:
+    require(
+        num_parts <= MAX_GRAMMAR_PARTS, name, f"has {num_parts} parts or more; at most {MAX_GRAMMAR_PARTS}"
+    )
+
+
+_STACK_SIZE = threading.Lock()  # the size for new threads is the process's
+
+
+def _on_deep_stack(compile_grammar: Callable[[], T]) -> T:
+    """The result of a call on a thread of its own whose stack is deep."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(compile_grammar())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's: a native panic is no Exception
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="logprobe-grammar", daemon=True)
+    with _STACK_SIZE:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return result.result()
+
+
 def _schema(schema: dict[str, object] | str) -> Any:
     if not isinstance(schema, str):
         return schema
     try:
         return msgspec.json.decode(schema)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ParameterError("json_schema", f"is not JSON: {error}") from error
 
 

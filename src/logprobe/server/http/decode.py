@@ -5,37 +5,94 @@ Before it: the socket. After it: the routes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect
 
 from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.sse import ClientGoneError
+from logprobe.server.limits import check_body, check_values
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.requests import Request as HttpRequest
 
+    from logprobe.server.service import Service
+    from logprobe.server.settings import ServerSettings
+
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+
+QUICK_BYTES: Final = 1 << 13  # of a body that is understood in a few milliseconds
+SLOW_FIELDS: Final = ("response_format", "text", "logits_processors_args")  # may hold a grammar
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
-async def read_body(request: HttpRequest, body_type: type[B], max_bytes: int) -> B:
-    """Read and check one body.
+async def read(
+    request: HttpRequest, service: Service, body_type: type[B], understand: Callable[[B, Service], T]
+) -> T:
+    """What `understand` makes of a request's body: at once where the body is small, else in a worker.
 
     Raises:
-        ApiError: 413 too large; 400 not JSON, an unknown field, a missing one, or a wrong type.
+        ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
+            missing one, a wrong type, or beyond a limit.
+    """
+    check_media_type(request.headers.get("content-type"))
+    data = await read_bytes(request, service.settings)
+    if len(data) <= QUICK_BYTES:
+        body = _checked(data, body_type, service.settings)
+        if not any(getattr(body, name, None) for name in SLOW_FIELDS):
+            return understand(body, service)
+    return await service.workers.run(lambda: understand(_checked(data, body_type, service.settings), service))
+
+
+def check_media_type(media_type: str | None) -> None:
+    """Let JSON through: a web page can send other types to any server without being asked.
+
+    Raises:
+        ApiError: 415.
+    """
+    if (media_type or "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send the body as Content-Type: application/json", code="unsupported_media_type")
+
+
+async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
+    """The body's bytes.
+
+    Raises:
+        ApiError: 413 too large; 408 too slow.
+        ClientGoneError: the client hung up before the end.
     """
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            message = f"the body is larger than {max_bytes} bytes; send less, or raise max_body_bytes"
-            raise ApiError(413, message, code="body_too_large")
-    return decode_body(bytes(data), body_type)
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > settings.max_body_bytes:
+                    most = settings.max_body_bytes
+                    message = f"the body is larger than {most} bytes; send less, or raise max_body_bytes"
+                    raise ApiError(413, message, code="body_too_large")
+    except TimeoutError as error:
+        message = f"the body took longer than {settings.body_timeout_s} s (body_timeout_s)"
+        raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
+    return bytes(data)
+
+
+def _checked(data: bytes, body_type: type[B], settings: ServerSettings) -> B:
+    check_values(settings, data)
+    body = decode_body(data, body_type)
+    check_body(settings, body)
+    return body
 
 
 def decode_body(data: bytes, body_type: type[B]) -> B:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.records.values import IntArray
+    from logprobe.server.service import Service
     from logprobe.text.edge import TextEdge
 
 LARGEST_ID = 2**31 - 1
@@ -29,20 +30,23 @@ class Prompt:
     parts: list[bytes] = field(default_factory=list)  # a token; together the text
 
 
-def read_prompts(prompt: str | Sequence[Any], text: TextEdge, *, name: str = "prompt") -> list[Prompt]:
+def read_prompts(prompt: str | Sequence[Any], service: Service, *, name: str = "prompt") -> list[Prompt]:
     """The prompts of a body: one as text or ids, or a list of either.
 
     Raises:
-        ApiError: empty, or of mixed kinds.
+        ApiError: empty, of mixed kinds, or more text than a request may have.
         ParameterError: a text that the tokenizer cannot hold.
     """
+    text = service.text
     if isinstance(prompt, str):
+        service.check_texts([prompt], name)
         return [_from_text(prompt, text)]
     if not prompt:
         raise bad_request(name, "is empty; give a text, token ids, or a list of either")
     if all(isinstance(one, int) for one in prompt):
         return [_from_ids(prompt, text, name)]
     if all(isinstance(one, str) for one in prompt):
+        service.check_texts(prompt, name)
         return [_from_text(one, text) for one in prompt]
     if all(isinstance(one, list) for one in prompt):
         return [_from_ids(one, text, name) for one in prompt]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from starlette.responses import Response
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from logprobe.server.http.errors import ApiError
     from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
+
+QUICK_ROWS: Final = 128  # of a reply that is written in a few milliseconds
 
 logger = logging.getLogger("logprobe.server")
 
@@ -63,7 +65,10 @@ async def answer(
     if is_stream:
         return EventStream(_events(service, generation, shape), generation.ticket.release)
     pieces = await while_connected(request.receive, generation.whole())
-    return Response(encode(service, shape.whole(pieces)), media_type=JSON_TYPE)
+    if sum(piece.num_rows for piece in pieces) <= QUICK_ROWS and generation.num_prompt_tokens <= QUICK_ROWS:
+        return Response(encode(service, shape.whole(pieces)), media_type=JSON_TYPE)
+    data = await service.workers.run(lambda: encode(service, shape.whole(pieces)))
+    return Response(data, media_type=JSON_TYPE)
 
 
 async def _events(service: Service, generation: Generation, shape: Shape) -> AsyncGenerator[bytes]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from logprobe.server.http.decode import read_body
+from logprobe.server.http.decode import read
 from logprobe.server.http.sse import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params
@@ -20,7 +20,6 @@ from logprobe.server.openai.replies import (
 )
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
-from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,21 +28,29 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from logprobe.engine.request import CompletionPiece
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.service import Service
 
 
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
     """Answer one chat request."""
-    body = await read_body(request, ChatBody, service.settings.max_body_bytes)
-    service.choose_weights(body)
-    service.log_body("chat", body)
-    ids = read_messages(body.messages, service.text)
-    room = service.capabilities.max_model_len + 1 - len(ids)
-    params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+    body, ids, params = await read(request, service, ChatBody, understand)
     generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
     shape = ChatShape(service, body, generation)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+def understand(body: ChatBody, service: Service) -> tuple[ChatBody, IntArray, SamplingParams]:
+    """The conversation as ids, and what is asked of it."""
+    service.choose_weights(body)
+    service.log_body("chat", body)
+    ids = service.read_messages(body.messages)
+    room = service.capabilities.max_model_len + 1 - len(ids)
+    params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+    service.check_processors(params)
+    return body, ids, params
 
 
 class ChatShape:

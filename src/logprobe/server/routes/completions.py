@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from logprobe.server.http.decode import read_body
-from logprobe.server.http.errors import bad_request
+from logprobe.server.http.decode import read
 from logprobe.server.http.sse import DONE
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params
@@ -43,19 +42,22 @@ PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 async def completions(request: HttpRequest, service: Service) -> Response:
     """Answer one completions request."""
-    body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
-    service.choose_weights(body)
-    service.log_body("completions", body)
-    params = completion_params(body, max_logprobs=service.settings.max_logprobs)
-    prompts = read_prompts(body.prompt, service.text)
-    if len(prompts) > service.settings.max_requests:
-        raise bad_request("prompt", f"holds {len(prompts)} prompts; at most {service.settings.max_requests}")
+    body, prompts, params = await read(request, service, CompletionBody, understand)
     limit = service.capabilities.max_model_len
     asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
     generation = Generation(service, service.new_id("cmpl"), asks, echoes)
     shape = CompletionShape(service, body, generation, prompts)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+def understand(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], SamplingParams]:
+    """The prompts as ids, and what is asked of them."""
+    service.choose_weights(body)
+    service.log_body("completions", body)
+    params = completion_params(body, max_logprobs=service.settings.max_logprobs)
+    service.check_processors(params)
+    return body, read_prompts(body.prompt, service), params
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
-from logprobe.server.http.decode import read_body
+from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
 from logprobe.server.openai.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
 from logprobe.server.openai.replies import JSON_TYPE
-from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -60,12 +60,7 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
             "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
             "fields_without_effect": sorted(NO_EFFECT),
-            "limits": {
-                "max_body_bytes": service.settings.max_body_bytes,
-                "max_requests": service.settings.max_requests,
-                "max_tokens_in_flight": service.settings.max_tokens_in_flight,
-                "max_logprob_bytes": service.settings.max_logprob_bytes,
-            },
+            "limits": limit_table(service.settings),
             "in_use": service.limits.in_use(),
         }
     )
@@ -89,29 +84,36 @@ async def metrics(_: HttpRequest, service: Service) -> Response:
 
 async def tokenize(request: HttpRequest, service: Service) -> Response:
     """Turn a text, or a conversation, into token ids."""
-    body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
+    return await read(request, service, TokenizeBody, _tokenized)
+
+
+def _tokenized(body: TokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
     if body.messages is not None:
-        ids = read_messages(body.messages, service.text)
+        ids = service.read_messages(body.messages)
     else:
         assert body.prompt is not None
+        service.check_texts([body.prompt], "prompt", is_whole=False)
         ids = service.text.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     tokens: list[int] = ids.tolist()
-    found: dict[str, Any] = {
+    reply: dict[str, Any] = {
         "tokens": tokens,
         "count": len(tokens),
         "max_model_len": service.capabilities.max_model_len,
     }
     if body.return_token_strs:
-        found["token_strs"] = [service.text.vocabulary.token_text(token_id) for token_id in tokens]
-    return json_reply(found)
+        reply["token_strs"] = [service.text.vocabulary.token_text(token_id) for token_id in tokens]
+    return json_reply(reply)
 
 
 async def detokenize(request: HttpRequest, service: Service) -> Response:
     """Turn token ids into their text; bytes that are no text show as U+FFFD."""
-    body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
+    return await read(request, service, DetokenizeBody, _detokenized)
+
+
+def _detokenized(body: DetokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
     outside = [one for one in body.tokens if not 0 <= one < service.vocab_size][:1]
     if outside:

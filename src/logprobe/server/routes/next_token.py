@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from logprobe.engine.request import Request
 from logprobe.sampling import SamplingParams
-from logprobe.server.http.decode import read_body
+from logprobe.server.http.decode import read
 from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
 from logprobe.server.openai.bodies import NextTokenBody
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
+    from logprobe.records.values import IntArray
     from logprobe.server.service import Service
 
 TYPE = "application/vnd.safetensors"
@@ -32,21 +33,17 @@ TYPE = "application/vnd.safetensors"
 
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
     """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order."""
-    body = await read_body(request, NextTokenBody, service.settings.max_body_bytes)
-    service.choose_weights(body)
-    service.log_body("next_token_logprobs", body)
+    body, prompts = await read(request, service, NextTokenBody, understand)
     params = SamplingParams(max_tokens=1, lora=body.lora)
     base = service.new_id("next")
     requests = [
         Request(
             request_id=f"{base}-{number}",
-            prompt_token_ids=service.text.encode(prompt)
-            if isinstance(prompt, str)
-            else as_ids(prompt, "prompts"),
+            prompt_token_ids=prompt,
             params=params,
             wants_row=True,
         )
-        for number, prompt in enumerate(body.prompts)
+        for number, prompt in enumerate(prompts)
     ]
     for one in requests:
         service.engine.check(one)
@@ -59,6 +56,17 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     data = await asyncio.to_thread(_packed, outputs, body.dtype, service.name_of(body.lora))
     service.metrics.bytes_out.inc(len(data))
     return Response(data, media_type=TYPE)
+
+
+def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[IntArray]]:
+    """The prompts as ids."""
+    service.choose_weights(body)
+    service.log_body("next_token_logprobs", body)
+    service.check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts")
+    return body, [
+        service.text.encode(prompt) if isinstance(prompt, str) else as_ids(prompt, "prompts")
+        for prompt in body.prompts
+    ]
 
 
 def _packed(outputs: Sequence[RequestOutput], dtype: str, model: str) -> bytes:

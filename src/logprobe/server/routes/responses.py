@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
-from logprobe.server.http.decode import read_body
+from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.fields import responses_params
@@ -19,7 +19,6 @@ from logprobe.server.openai.replies import JSON_TYPE, num_top
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
 from logprobe.server.rows_json import content
-from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,23 +27,33 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.records.forms.json import ChatEncoder
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.service import Messages, Service
 
 
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
-    body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
+    body, said, ids, params = await read(request, service, ResponsesBody, understand)
+    generation = Generation(service, service.new_id("resp"), [(ids, params)])
+    shape = ResponseShape(service, body, generation, said)
+    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+
+
+def understand(
+    body: ResponsesBody, service: Service
+) -> tuple[ResponsesBody, Messages, IntArray, SamplingParams]:
+    """The conversation, its ids, and what is asked of it."""
     service.choose_weights(body)
     service.log_body("responses", body)
     said = _conversation(body, service)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    ids = read_messages(system + said, service.text)
+    ids = service.read_messages(system + said)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
-    generation = Generation(service, service.new_id("resp"), [(ids, params)])
-    shape = ResponseShape(service, body, generation, said)
-    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+    service.check_processors(params)
+    return body, said, ids, params
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from logprobe.engine.request import Request
 from logprobe.sampling import SamplingParams
-from logprobe.server.http.decode import read_body
+from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
@@ -21,7 +21,6 @@ from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids
 from logprobe.server.openai.replies import JSON_TYPE, encode
 from logprobe.server.rows_json import finite
-from logprobe.text.chat import lay_out
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -44,11 +43,7 @@ class Pair:
 
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
-    body = await read_body(request, ScoreBody, service.settings.max_body_bytes)
-    service.choose_weights(body)
-    service.log_body("score", body)
-    pairs = [_pair(body, continuation, service.text) for continuation in body.continuations]
-    alone = [_alone(pair, service.text) for pair in pairs] if body.unconditional else []
+    body, pairs, alone = await read(request, service, ScoreBody, understand)
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
     requests = [
         Request(
@@ -83,6 +78,19 @@ async def score(request: HttpRequest, service: Service) -> Response:
     return _reply(request, service, reply)
 
 
+def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Pair], list[Pair]]:
+    """Each continuation with its context, and, where that is asked, by itself."""
+    service.choose_weights(body)
+    service.log_body("score", body)
+    contexts = [body.context] if isinstance(body.context, str) else []
+    continuations = [text for text in body.continuations if isinstance(text, str)]
+    # A context is tokenised with each continuation.
+    service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
+    laid_out = None if body.messages is None else service.lay_out(body.messages)
+    pairs = [_pair(body, laid_out, continuation, service.text) for continuation in body.continuations]
+    return body, pairs, [_alone(pair, service.text) for pair in pairs] if body.unconditional else []
+
+
 def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Response:
     found = reply["data"]
     if ARROW_TYPE in request.headers.get("accept", ""):
@@ -91,13 +99,13 @@ def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Res
     return Response(encode(service, reply | {"data": numbered}), media_type=JSON_TYPE)
 
 
-def _pair(body: ScoreBody, continuation: str | list[int], text: TextEdge) -> Pair:
+def _pair(body: ScoreBody, laid_out: str | None, continuation: str | list[int], text: TextEdge) -> Pair:
     if (body.context is None) == (body.messages is None):
         raise bad_request("context", "give either context or messages")
     if not continuation:
         raise bad_request("continuations", "one is empty; there is nothing to score")
-    if body.messages is not None:
-        return _answer(lay_out(body.messages, text), continuation, text)
+    if laid_out is not None:
+        return _answer(laid_out, continuation, text)
     context = body.context
     if isinstance(context, str) and isinstance(continuation, str):
         return Pair(*text.encode_pair(context, continuation))

@@ -1,0 +1,46 @@
+"""A few threads for what takes longer than the event loop may be away: text, grammars, replies.
+
+Before it: a route. After it: the route again, with the result. Text and grammars are native code that lets
+other threads run meanwhile; Python code is made to every few milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from logprobe.server.http.errors import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+NUM_THREADS: Final = 2
+MAX_JOBS: Final = 256  # running and waiting
+
+
+class Workers:
+    """Runs jobs in order of arrival, a bounded number at once; used from one event loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http")
+        self._num_jobs = 0
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """The result of a job; a client that has left meanwhile does not end it.
+
+        Raises:
+            ApiError: 429, too many wait.
+        """
+        if self._num_jobs >= MAX_JOBS:
+            message = f"{self._num_jobs} requests wait to be read; try again"
+            raise ApiError(429, message, code="server_full", headers={"Retry-After": "1"})
+        self._num_jobs += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, job)
+        future.add_done_callback(self._ended)
+        return await future
+
+    def _ended(self, _: asyncio.Future[T]) -> None:
+        self._num_jobs -= 1

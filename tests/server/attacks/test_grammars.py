@@ -1,0 +1,62 @@
+"""Grammars that would end the process or hold it up are refused by size before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+
+
+def ref_chain(length: int) -> dict[str, Any]:
+    links: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "string"}}}
+
+
+def binary_tree(depth: int) -> dict[str, Any]:
+    if not depth:
+        return {"type": "integer"}
+    child = binary_tree(depth - 1)
+    return {"type": "object", "properties": {"a": child, "b": child}, "required": ["a", "b"]}
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def rules(length: int, name: str) -> dict[str, Any]:
+    first = "start: " + name.format(0) + "\n"
+    chain = "".join(f"{name.format(i)}: {name.format(i + 1)}\n" for i in range(length))
+    return {"type": "ebnf", "ebnf": first + chain + f'{name.format(length)}: "a"\n'}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "refs": of_schema(ref_chain(3_000)),
+    "many refs": of_schema(ref_chain(50_000)),
+    "rules": rules(3_000, "r{}"),
+    "many rules": rules(100_000, "r{}"),
+    "terminals": rules(30_000, "T{}"),
+    "tree": of_schema(binary_tree(12)),
+    "choices": {"type": "choice", "choice": [f"v{i}" for i in range(200_000)]},
+    "regex": {"type": "regex", "regex": "(" * 100_000 + "a" + ")" * 100_000},
+    "long regex": {"type": "regex", "regex": "|".join(f"ab{i}" for i in range(100_000))},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_a_400_or_served_and_holds_nobody_up(attacked: Any, name: str) -> None:
+    data = json.dumps({"messages": MESSAGES, "max_tokens": 2, "response_format": HOSTILE[name]}).encode()
+    with attacked.watched():
+        reply = attacked.send("/v1/chat/completions", data)
+    assert reply.status in {200, 400}, reply.data[:300]
+    if reply.status == 400:
+        assert reply.error["param"] in {"response_format", None}  # None: the body as a whole
+
+
+def test_a_schema_that_is_nested_deeply_is_a_400(attacked: Any) -> None:
+    schema = '{"type":"array","items":' * 900 + "{}" + "}" * 900
+    body = f'{{"prompt":"a","response_format":{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}}}'
+    assert attacked.send("/v1/completions", body.encode()).status == 400
+    attacked.check_alive()

@@ -1,0 +1,120 @@
+"""Bodies that would cost seconds or gigabytes are refused by count and size before anything is made."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+MANY = 1_600_000
+
+
+def chat(**more: Any) -> bytes:
+    return json.dumps({"messages": MESSAGES, "max_tokens": 2, **more}).encode()
+
+
+def completion(**more: Any) -> bytes:
+    return json.dumps({"prompt": "the cat", "max_tokens": 2, **more}).encode()
+
+
+# Each: the route, its bytes, and what the message names.
+HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "prompts": ("/v1/completions", lambda: completion(prompt=["a"] * MANY), "max_body_values"),
+    "fewer prompts": ("/v1/completions", lambda: completion(prompt=["a"] * 100_000), "max_requests"),
+    "continuations": (
+        "/v1/score",
+        lambda: json.dumps({"context": "a", "continuations": ["b"] * 100_000}).encode(),
+        "max_requests",
+    ),
+    "next-token prompts": (
+        "/v1/next_token_logprobs",
+        lambda: json.dumps({"prompts": [[1]] * 20_000}).encode(),
+        "max_requests",
+    ),
+    "messages": ("/v1/chat/completions", lambda: chat(messages=MESSAGES * 200_000), "max_body_values"),
+    "fewer messages": ("/v1/chat/completions", lambda: chat(messages=MESSAGES * 10_000), "max_messages"),
+    "items": (
+        "/v1/responses",
+        lambda: json.dumps({"input": MESSAGES * 10_000}).encode(),
+        "max_messages",
+    ),
+    "digits": ("/v1/completions", lambda: completion(prompt="1" * 8_000_000), "max_text_bytes"),
+    "fewer digits": ("/v1/completions", lambda: completion(prompt="1" * 800_000), "more than the model's"),
+    "a long conversation": (
+        "/v1/chat/completions",
+        lambda: chat(messages=[{"role": "user", "content": "1" * 800_000}]),
+        "more than the model's",
+    ),
+    "a context for each continuation": (
+        "/v1/score",
+        lambda: json.dumps({"context": "a" * 5000, "continuations": ["b"] * 400}).encode(),
+        "max_text_bytes",
+    ),
+    "text to tokenise": (
+        "/tokenize",
+        lambda: json.dumps({"prompt": "1" * 8_000_000}).encode(),
+        "max_text_bytes",
+    ),
+    "allowed ids": ("/v1/completions", lambda: completion(allowed_token_ids=[1] * 300_000), "max_token_ids"),
+    "named ids": (
+        "/v1/completions",
+        lambda: completion(logprobs=1, logprob_token_ids=list(range(5_000))),
+        "max_logprob_token_ids",
+    ),
+    "biases": (
+        "/v1/completions",
+        lambda: completion(logit_bias={str(i): 1 for i in range(60_000)} | {"a": 1}),
+        "",
+    ),
+    "bad words": ("/v1/completions", lambda: completion(bad_words=["ab"] * 200_000), "max_bad_words"),
+    "stops": ("/v1/completions", lambda: completion(stop=["ab"] * 200_000), "max_stop"),
+    "a long stop": ("/v1/completions", lambda: completion(stop="a" * 1_000_000), "max_stop_bytes"),
+    "lists in lists": (
+        "/v1/chat/completions",
+        lambda: chat(messages=[{"role": "user", "content": [[]] * 1_000_000}]),
+        "max_body_values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up(attacked: Any, name: str) -> None:
+    path, make, told = HOSTILE[name]
+    data = make()
+    with attacked.watched():
+        reply = attacked.send(path, data)
+    assert reply.status == 400, reply.data[:300]
+    assert told in reply.error["message"]
+
+
+def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -> None:
+    flags = ("--max-logprob-token-ids", "-1", "--max-logprob-bytes", "4000000")
+    with serve_process(*flags) as server:
+        body = {"prompt": [5] * 100, "max_tokens": 1, "prompt_logprobs": 0}
+        ids = list(range(200))
+        assert server.post("/v1/completions", logprobs=0, **body).status == 200
+        reply = server.post("/v1/completions", logprobs=0, logprob_token_ids=ids, **body)
+        assert reply.status == 400
+        assert "max_logprob_bytes" in reply.error["message"]
+
+
+@pytest.mark.parametrize("depth", [150, 900, 100_000])
+@pytest.mark.parametrize("name", ["logits_processors_args", "messages", "response_format"])
+def test_a_body_that_is_nested_deeply_is_a_400(attacked: Any, name: str, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    value = f"[{nested}]" if name == "messages" else nested
+    body = f'{{"messages":{json.dumps(MESSAGES)},"{name}":{value}}}'
+    reply = attacked.send("/v1/chat/completions", body.encode())
+    assert reply.status == 400, reply.data[:300]
+    attacked.check_alive()
+
+
+def test_all_limits_are_told(attacked: Any) -> None:
+    told = json.loads(attacked.get("/v1/capabilities").data)["limits"]
+    assert told["max_text_bytes"] == 1 << 20
+    assert told["max_grammar_parts"] == 10_000
