@@ -1,7 +1,8 @@
 """This measures a request's record: bytes an entry, building, reading, chat JSON, and growth.
 
-Rivals, each in a process of its own: a list of dicts, a column store of Python lists, vLLM's container where
-its environment is installed, `append_fast` of ours, and pydantic for chat JSON.
+Rivals, each in a process of its own: a list of dicts, a column store of Python lists (the loop of vLLM's
+`append_fast`), vLLM's container where its environment is installed, our other ways of filling, and pydantic
+for chat JSON.
 """
 
 import json
@@ -16,13 +17,17 @@ from harness import OURS, Figure, Options, Target, alternate, parse_options, pub
 from process import RIVALS, RivalError
 
 WORKER = Path(__file__).with_name("records_worker.py")
-VLLM, LISTS, DICTS, FAST = (
-    "vllm append_fast",
-    "column store of lists",
-    "list of dicts",
-    "logprobe append_fast",
-)
-WORKERS = {OURS: "logprobe", FAST: "logprobe fast", LISTS: "lists", DICTS: "list of dicts", VLLM: "vllm"}
+VLLM, LISTS, DICTS = "vllm append_fast", "column store of lists", "list of dicts"
+FAST, TEXTS, APPEND = "logprobe append_fast", "logprobe append_fast with texts", "logprobe append of dicts"
+WORKERS = {
+    OURS: "logprobe",
+    FAST: "logprobe fast",
+    TEXTS: "logprobe texts",
+    APPEND: "logprobe dicts",
+    LISTS: "lists",
+    DICTS: "list of dicts",
+    VLLM: "vllm",
+}
 SMALL_VOCABULARY, LARGE_VOCABULARY = 49_152, 151_936
 K = 20
 
@@ -70,42 +75,49 @@ def race(workers: Workers, labels: Sequence[str], rounds: int, job: str, **given
     return {"samples": samples, "notes": [*notes, *missing]}
 
 
+def as_ours(measured: dict[str, Any], label: str) -> dict[str, Any]:
+    """The same samples, those of one of our ways of filling under `OURS`."""
+    samples = {OURS if name == label else name: values for name, values in measured["samples"].items()}
+    return {**measured, "samples": samples}
+
+
 def size_figures(workers: Workers, options: Options) -> list[Figure]:
     """Bytes an entry at k = 20, for both widths of token ids."""
     num_rows = 256 if options.is_smoke else 20_000
     figures = []
-    for vocab_size, limit in ((SMALL_VOCABULARY, 6.0), (LARGE_VOCABULARY, 8.0)):
+    for vocab_size, limit in ((SMALL_VOCABULARY, 6.25), (LARGE_VOCABULARY, 8.25)):
         given = {"num_rows": num_rows, "vocab_size": vocab_size}
-        values = race(workers, [OURS], 1, "value_bytes", **given)
-        figures.append(
-            Figure(
-                name=f"values an entry, V = {vocab_size:,}",
-                unit="bytes",
-                better="lower",
-                targets=[Target(at_most=limit)],
-                **values,
+        for label, way in ((OURS, "a step's rows"), (TEXTS, "append_fast with texts"), (APPEND, "dicts")):
+            values = as_ours(race(workers, [label], 1, "value_bytes", **given), label)
+            figures.append(
+                Figure(
+                    name=f"values an entry, {way}, V = {vocab_size:,}",
+                    unit="bytes",
+                    better="lower",
+                    targets=[Target(at_most=limit)],
+                    **values,
+                )
             )
-        )
         figures.append(
             Figure(
                 name=f"memory held an entry, spare room counted, V = {vocab_size:,}",
                 unit="bytes",
                 better="lower",
-                **race(workers, [OURS, FAST, LISTS, DICTS, VLLM], 1, "held_bytes", **given),
+                **race(workers, [OURS, FAST, TEXTS, LISTS, DICTS, VLLM], 1, "held_bytes", **given),
             )
         )
     return figures
 
 
 def speed_figures(workers: Workers, options: Options) -> list[Figure]:
-    """Building row by row and 64 rows a call, reading every position, chat JSON."""
+    """Building many rows a call, reading every position, chat JSON."""
     given = {"num_rows": 256 if options.is_smoke else 8_192, "vocab_size": SMALL_VOCABULARY}
     figures = [
         Figure(
-            name=f"build, {rows_a_call} row{'s' * (rows_a_call > 1)} a call",
+            name=f"build, {rows_a_call} rows a call",
             unit="rows/s",
             better="higher",
-            targets=[Target(against=VLLM, at_least=5.0)],
+            targets=[Target(against=name, at_least=5.0) for name in (LISTS, VLLM)],
             **race(
                 workers,
                 [OURS, FAST, LISTS, DICTS, VLLM],
@@ -115,7 +127,7 @@ def speed_figures(workers: Workers, options: Options) -> list[Figure]:
                 **given,
             ),
         )
-        for rows_a_call in (1, 64, 512)
+        for rows_a_call in (64, 512)
     ]
     read = race(workers, [OURS, LISTS, DICTS, VLLM], options.rounds, "index", **given)
     figures.append(Figure(name="read each position as a dict", unit="positions/s", better="higher", **read))
@@ -131,6 +143,32 @@ def speed_figures(workers: Workers, options: Options) -> list[Figure]:
             **chat,
         )
     )
+    return figures
+
+
+def append_figures(workers: Workers, options: Options) -> list[Figure]:
+    """One position a call from Python columns, and from a step's arrays."""
+    figures = []
+    for k in (5, K):
+        given = {"num_rows": 256 if options.is_smoke else 8_192, "vocab_size": SMALL_VOCABULARY, "k": k}
+        fast = race(workers, [FAST, TEXTS, LISTS, APPEND, VLLM], options.rounds, "build", **given)
+        row = race(workers, [OURS, LISTS, VLLM], options.rounds, "build", **given)
+        targets = [Target(against=name, at_least=0.7) for name in (LISTS, VLLM)]
+        common: dict[str, Any] = {"unit": "rows/s", "better": "higher"}
+        figures += [
+            Figure(
+                name=f"append_fast, k = {k}",
+                targets=[*targets, Target(against=APPEND, at_least=3.0)],
+                **common,
+                **as_ours(fast, FAST),
+            ),
+            Figure(
+                name=f"one row from a step's arrays, k = {k}",
+                targets=[Target(against=name, at_least=1.0) for name in (LISTS, VLLM)],
+                **common,
+                **row,
+            ),
+        ]
     return figures
 
 
@@ -168,14 +206,14 @@ def memory(**given: Any) -> dict[str, Any]:
 def main() -> None:
     """Run all figures."""
     options = parse_options(__doc__ or "")
-    labels = [OURS, FAST, LISTS, DICTS]
+    labels = [OURS, FAST, TEXTS, APPEND, LISTS, DICTS]
     if "vllm" in options.rivals and RIVALS["vllm"].is_installed:
         labels.append(VLLM)
     with ExitStack() as stack:
         workers = {label: stack.enter_context(Worker(label)) for label in labels}
         figures = [
             figure
-            for family in (size_figures, speed_figures, growth_figures)
+            for family in (size_figures, speed_figures, append_figures, growth_figures)
             for figure in family(workers, options)
         ]
     publish(Path(__file__).stem, figures, options)

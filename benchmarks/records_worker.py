@@ -41,7 +41,7 @@ class Frozen:
 
 
 class ListStore:
-    """Six Python lists and a loop: a column store of boxed values."""
+    """Six Python lists and the loop of vLLM's `append_fast`: its stand-in where it is not installed."""
 
     def __init__(self) -> None:
         self.start_indices: list[int] = []
@@ -104,7 +104,34 @@ def fill_fast(container: Any, step: Step, _: int) -> None:
     width = step.token_ids.shape[1]
     for row, rank in enumerate(ranks):
         ids, logprobs = step.token_ids[row].tolist(), step.logprobs[row].tolist()
-        container.append_fast(ids, logprobs, chain((rank,), range(1, width)), repeat(None, width))
+        container.append_fast(ids, logprobs, chain((rank,), range(1, width)), repeat(None))
+
+
+def fill_texts(container: Any, step: Step, _: int) -> None:
+    """`fill_fast` with the texts of a table, which is what a tokenizer's list of pieces is."""
+    ranks = step.ranks.tolist()
+    width, texts = (
+        step.token_ids.shape[1],
+        [f" tok{token_id}" for token_id in range(step.token_ids.max() + 1)],
+    )
+    for row, rank in enumerate(ranks):
+        ids, logprobs = step.token_ids[row].tolist(), step.logprobs[row].tolist()
+        of_rank, decoded = chain((rank,), range(1, width)), [texts[token_id] for token_id in ids]
+        container.append_fast(ids, logprobs, of_rank, decoded)
+
+
+def fill_dicts(container: Any, step: Step, _: int) -> None:
+    """Append row by row as dicts of candidates, made of the same arrays."""
+    from logprobe.records import Logprob
+
+    ranks = step.ranks.tolist()
+    width = step.token_ids.shape[1]
+    for row, rank in enumerate(ranks):
+        ids, logprobs = step.token_ids[row].tolist(), step.logprobs[row].tolist()
+        position: dict[int, Any] = {}
+        for token_id, logprob, place in zip(ids, logprobs, chain((rank,), range(1, width)), strict=True):
+            position.setdefault(token_id, Logprob(logprob, place))
+        container.append(position)
 
 
 def build(job: dict[str, Any], make: Callable[[], Any], fill: Callable[..., None]) -> float:
@@ -115,6 +142,7 @@ def build(job: dict[str, Any], make: Callable[[], Any], fill: Callable[..., None
     gc.collect()
     started = time.perf_counter()
     fill(container, step, job["rows_a_call"])
+    container[len(step.ranks) - 1]  # rows that wait to be packed are packed now
     return len(step.ranks) / (time.perf_counter() - started)
 
 
@@ -133,7 +161,7 @@ def held_bytes(job: dict[str, Any], make: Callable[[], Any], fill: Callable[...,
 
 
 def value_bytes(job: dict[str, Any], make: Callable[[], Any], fill: Callable[..., None]) -> float:
-    """Bytes an entry of the values alone."""
+    """Bytes an entry of the values alone, texts not counted."""
     record = make()
     fill(record, make_steps(job["num_rows"], job["k"], job["vocab_size"]), 1)
     return float(record.nbytes / record.num_entries)
@@ -255,7 +283,8 @@ def contestant(name: str) -> tuple[Callable[[], Any], Callable[..., None]]:
         return {"list of dicts": DictList, "lists": ListStore}[name], fill_fast
     module = {"vllm": "vllm.logprobs"}.get(name, "logprobe.records")
     make = importlib.import_module(module).FlatLogprobs
-    return make, fill_rows if name == "logprobe" else fill_fast
+    fills = {"logprobe": fill_rows, "logprobe texts": fill_texts, "logprobe dicts": fill_dicts}
+    return make, fills.get(name, fill_fast)
 
 
 def main() -> None:

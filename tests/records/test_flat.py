@@ -174,7 +174,7 @@ def test_ids_of_any_size_are_kept_in_the_narrowest_type(ids: list[int], dtype_by
     for token_id in ids:
         flat.append_rows([[token_id]], [[-1.0]], [1])
     assert flat.token_ids == [3, *ids]
-    assert flat.nbytes == 2 * (dtype_bytes + 4 + 2)
+    assert flat.nbytes == 2 * (dtype_bytes + 4 + 1 + 2)  # id, value, place, rank
 
 
 @pytest.mark.parametrize("value", [-np.inf, -1e-45, -3.4e38, 0.0, -0.1, 1.5, 1e-9, -1e300])
@@ -298,6 +298,13 @@ def test_texts_come_from_the_table_on_access_and_given_ones_win() -> None:
     assert flat.decoded_tokens == [None, None]
 
 
+def repeats(flat: FlatLogprobs) -> list[bool]:
+    """Which positions show a token twice."""
+    spans = zip(flat.start_indices, flat.end_indices, strict=True)
+    ids = list(flat.token_ids)
+    return [len(set(ids[start:stop])) < stop - start for start, stop in spans]
+
+
 def test_three_hundred_random_steps_agree_with_a_list_of_dicts(
     rng: np.random.Generator, step: Any, as_dicts: Any
 ) -> None:
@@ -315,8 +322,14 @@ def test_three_hundred_random_steps_agree_with_a_list_of_dicts(
         }
 
     for _ in range(300):
-        action = rng.integers(0, 6)
-        if action == 0:
+        action = rng.integers(0, 8)
+        if action >= 6:
+            ids, logprobs, ranks = step(1, 3, 30)
+            texts = [None if rng.random() < 0.3 else f"<{token_id}>" for token_id in ids[0].tolist()]
+            columns = (ids[0].tolist(), logprobs[0].tolist(), [int(ranks[0]), 1, 2, 3], texts)
+            flat.append_fast(*columns)
+            plain.append(dict(zip(columns[0], map(Logprob, *columns[1:]), strict=True)))
+        elif action == 0:
             positions = [some_position() for _ in range(rng.integers(0, 4))]
             flat.extend(positions)
             plain.extend(positions)
@@ -340,7 +353,10 @@ def test_three_hundred_random_steps_agree_with_a_list_of_dicts(
         assert flat[-3:] == plain[-3:]
     assert flat == plain
     assert list(flat) == plain
-    assert flat.end_indices == np.cumsum([len(position or ()) for position in plain]).tolist()
+    assert np.diff([0, *flat.end_indices]).tolist() == [
+        len(position or ()) + (1 if is_repeated else 0)
+        for position, is_repeated in zip(plain, repeats(flat), strict=True)
+    ]
 
 
 def test_memory_that_was_never_written_is_never_read(

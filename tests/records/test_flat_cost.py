@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logprobe.records import FlatLogprobs
+from logprobe.records import FlatLogprobs, Logprob
 
 
-@pytest.mark.parametrize(("vocab_size", "limit"), [(65_536, 6.0), (151_936, 8.0)])
-@pytest.mark.parametrize("add", ["rows", "row", "fast", "dict"])
-def test_regular_rows_cost_the_entries_alone(
+def with_texts(position: dict[int, Logprob]) -> dict[int, Logprob]:
+    return {
+        token_id: Logprob(value.logprob, value.rank, str(token_id)) for token_id, value in position.items()
+    }
+
+
+@pytest.mark.parametrize(("vocab_size", "limit"), [(65_536, 6.25), (151_936, 8.25)])
+@pytest.mark.parametrize("add", ["rows", "row", "fast", "fast with texts", "dict", "dict with texts"])
+def test_regular_rows_cost_little_more_than_their_entries(
     rng: np.random.Generator, as_dicts: Any, vocab_size: int, limit: float, add: Any
 ) -> None:
     n, k = 2000, 20
@@ -35,14 +41,24 @@ def test_regular_rows_cost_the_entries_alone(
     for row in range(n if add != "rows" else 0):
         if add == "row":
             flat.append_rows(ids[row : row + 1], values[row : row + 1], ranks[row : row + 1])
-        elif add == "fast":
-            flat.append_fast(
-                ids[row].tolist(), values[row].tolist(), [ranks[row], *range(1, k + 1)], repeat(None)
-            )
+        elif add.startswith("fast"):
+            texts = map(str, ids[row].tolist()) if add == "fast with texts" else repeat(None)
+            flat.append_fast(ids[row].tolist(), values[row].tolist(), [ranks[row], *range(1, k + 1)], texts)
         else:
-            flat.append(as_dicts(ids[row : row + 1], values[row : row + 1], ranks[row : row + 1])[0])
+            [position] = as_dicts(ids[row : row + 1], values[row : row + 1], ranks[row : row + 1])
+            flat.append(with_texts(position) if add == "dict with texts" else position)
     assert flat.nbytes / flat.num_entries <= limit
-    assert flat == as_dicts(ids, values, ranks) or add == "fast"
+    if add == "fast":
+        assert flat.token_ids == ids.ravel().tolist()
+        return
+    plain = as_dicts(ids, values, ranks)
+    if add == "fast with texts":
+        assert flat.decoded_tokens == list(map(str, ids.ravel().tolist()))
+        assert [list(position) for position in flat] == [list(position) for position in plain]
+    elif add == "dict with texts":
+        assert flat == list(map(with_texts, plain))
+    else:
+        assert flat == plain
 
 
 def test_the_number_of_objects_under_garbage_collection_does_not_grow_with_positions(step: Any) -> None:
@@ -57,30 +73,53 @@ def test_the_number_of_objects_under_garbage_collection_does_not_grow_with_posit
     assert len(flat) == 5051
 
 
-def test_a_reader_sees_a_prefix_and_no_torn_row(step: Any, as_dicts: Any) -> None:
+def test_rows_that_wait_are_no_objects_either() -> None:
+    flat = FlatLogprobs([None])
+    gc.collect()
+    before = len(gc.get_objects())
+    for row in range(3000):
+        flat.append_fast([row, row, 1], [-1.0, -1.0, -2.0], [1, 1, 2], ["a", "a", "b"])
+    gc.collect()
+    assert len(gc.get_objects()) - before <= 30
+    assert flat.num_entries == 9000
+
+
+@pytest.mark.parametrize("add", ["rows", "fast"])
+def test_a_reader_sees_a_prefix_and_no_torn_row(step: Any, as_dicts: Any, add: str) -> None:
     arrays = step(400, 20, 100)
     plain = as_dicts(*arrays)
+    if add == "fast":
+        plain = list(map(with_texts, plain))
     flat, done, wrong = FlatLogprobs(), threading.Event(), []
 
     def read() -> None:
         while not done.is_set():
             seen = list(flat)
-            if seen != plain[: len(seen)]:
+            if seen != shown[: len(seen)]:
                 wrong.append(len(seen))
             ids = list(flat.token_ids)
             if ids != all_ids[: len(ids)]:
                 wrong.append(-len(ids))
 
+    def fill(record: FlatLogprobs) -> None:
+        for row in range(400):
+            ids, logprobs, ranks = (column[row : row + 1] for column in arrays)
+            if add == "rows":
+                record.append_rows(ids, logprobs, ranks)
+            else:
+                of_rank = [int(ranks[0]), *range(1, 21)]
+                record.append_fast(ids[0].tolist(), logprobs[0].tolist(), of_rank, map(str, ids[0].tolist()))
+
     whole = FlatLogprobs()
-    whole.append_rows(*arrays)
-    all_ids = list(whole.token_ids)
+    fill(whole)
+    all_ids, shown = list(whole.token_ids), list(whole)
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for row in range(400):
-        flat.append_rows(*(column[row : row + 1] for column in arrays))
+    fill(flat)
     done.set()
     for reader in readers:
         reader.join()
     assert wrong == []
-    assert flat == plain
+    assert [list(position) for position in flat] == [list(position) for position in plain]
+    assert flat == whole

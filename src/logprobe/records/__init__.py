@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.forms.compact import cut_to_mass
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.lists import GivenLists, LogprobsLists
@@ -23,6 +22,7 @@ from logprobe.records.verbs import (
     append_logprobs_for_next_position,
     create_prompt_logprobs,
     create_sample_logprobs,
+    cut_to_mass,
 )
 
 if TYPE_CHECKING:

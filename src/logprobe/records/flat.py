@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
-from logprobe.errors import ParameterError
-from logprobe.records.store.columns import Array, Column, ColumnView
-from logprobe.records.store.ragged_rows import Entries, RowLists
-from logprobe.records.store.rows import Rows, given_columns, row_from_columns, row_from_position, step_rows
-from logprobe.records.store.selection import chosen_entries, other_logprobs, top_entries
+from logprobe.records.forms import wire
+from logprobe.records.store.columns import Array, ColumnView
+from logprobe.records.store.entries import Entries, RowLists
+from logprobe.records.store.inputs import (
+    checked,
+    given_columns,
+    row_entries,
+    row_from_columns,
+    row_from_position,
+    step_rows,
+)
+from logprobe.records.store.rows import Rows
+from logprobe.records.store.side import Side
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from logprobe.records.forms.compact import Precision
+    from logprobe.records.forms.wire import Precision
     from logprobe.records.info import LogprobsInfo
-    from logprobe.records.store.rows import Store
     from logprobe.records.values import TokenTable
 
 
@@ -35,7 +43,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     from `table` on access, or are those given with the entries. A slice is a container of its own.
     """
 
-    __slots__ = ("_entropy", "given", "info", "rows", "table")
+    __slots__ = ("_side", "info", "rows", "table")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
@@ -46,8 +54,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         info: LogprobsInfo | None = None,
     ) -> None:
         self.rows = Rows()
-        self._entropy: Column | None = None  # (T,) float32, nats; NaN where it was not given
-        self.given: FlatLogprobs | None = None  # ids that the caller named, position by position
+        self._side = Side()
         self.table = table
         self.info = info
         self.extend(positions)
@@ -55,17 +62,15 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @classmethod
     def of(
         cls,
-        store: Store,
+        rows: Rows,
         *,
         entropy: Array | None = None,
-        given: FlatLogprobs | None = None,
+        given: Rows | None = None,
         info: LogprobsInfo | None = None,
     ) -> FlatLogprobs:
-        """Wrap a store and the columns beside it, without a copy."""
+        """Wrap rows and the columns beside them, without a copy."""
         record = cls(info=info)
-        record.rows = Rows(store)
-        record._entropy = None if entropy is None else Column.of(entropy)
-        record.given = given
+        record.rows, record._side = rows, Side(entropy, given)
         return record
 
     # -- growing -----------------------------------------------------------------------------------------
@@ -77,12 +82,13 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: negative ids or ranks, +inf. Nothing is added then.
         """
         row = None if value is None else row_from_position(value)
-        if self._has_side():
-            self._append_side(1, None, None)
-        if row is None:
+        entries = None if row is None else row_entries(row)
+        if self._side:
+            self._side.append(len(self), 1, None, None)
+        if row is None or entries is None:
             self.rows.append_none()
         else:
-            self.rows.append_lists(row, repeats_chosen=False)
+            self.rows.append_position(row, entries)
 
     def append_fast(
         self,
@@ -96,10 +102,17 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: a column yields too few values; negative ids or ranks; +inf. Nothing is added.
         """
-        row = row_from_columns(token_ids, logprobs, ranks, decoded_tokens)
-        if self._has_side():
-            self._append_side(1, None, None)
-        self.rows.append_lists(row, repeats_chosen=True)
+        ids = list(token_ids)
+        n = len(ids)
+        # This is called once a position, so each step counts: a list of the right length is not copied.
+        values = logprobs if type(logprobs) is list and len(logprobs) == n else list(islice(logprobs, n))
+        of_rank = ranks if type(ranks) is list and len(ranks) == n else list(islice(ranks, n))
+        texts = list(islice(decoded_tokens, n))
+        if len(values) == len(of_rank) == len(texts) == n and not self._side:
+            has_texts = n > 0 and (texts[0] is not None or texts.count(None) < n)
+            if self.rows.add_soon(ids, values, of_rank, texts if has_texts else None):
+                return
+        self.append_entries(row_entries(row_from_columns(ids, values, of_rank, texts)))
 
     def append_rows(
         self,
@@ -119,15 +132,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: shapes that do not agree, negative ids or ranks, +inf. Nothing is added then.
         """
-        rows = step_rows(token_ids, logprobs, ranks)
-        if entropy is not None or given is not None or self._has_side():
-            self._append_side(len(rows.ranks), entropy, None if given is None else given_columns(given))
+        has_side = entropy is not None or given is not None or self._side
+        if not has_side and self.rows.append_one(token_ids, logprobs, ranks):
+            return
+        rows = checked(step_rows(token_ids, logprobs, ranks))
+        if has_side:
+            named = None if given is None else given_columns(given)
+            self._side.append(len(self), len(rows.ranks), entropy, named)
         self.rows.append_step(rows)
 
     def append_entries(self, entries: Entries) -> None:
         """Add a run of positions exactly as given."""
-        if self._has_side():
-            self._append_side(len(entries.offsets) - 1, None, None)
+        if self._side:
+            self._side.append(len(self), len(entries.offsets) - 1, None, None)
         self.rows.append_entries(entries)
 
     def extend(self, values: Iterable[LogprobsOnePosition | None]) -> None:
@@ -137,9 +154,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 self.append(position)
             return
         added = values[:]
-        if self._has_side() or added.entropy is not None or added.given is not None:
+        if self._side or added.entropy is not None or added.given is not None:
             named = None if added.given is None else added.given.entries()
-            self._append_side(len(added), added.entropy, named)
+            self._side.append(len(self), len(added), added.entropy, named)
         self.rows.extend(added.rows)
 
     def insert(self, index: int, value: LogprobsOnePosition | None) -> NoReturn:
@@ -159,47 +176,23 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     pop = remove = clear = reverse = _refuse
 
-    def _has_side(self) -> bool:
-        return self._entropy is not None or self.given is not None
-
-    def _append_side(self, num_new: int, entropy: npt.ArrayLike | None, given: Entries | None) -> None:
-        """Entropy and given ids of rows about to be added; neither costs anything until one is given."""
-        values = None if entropy is None else np.asarray(entropy, np.float32)
-        if values is not None and values.shape != (num_new,):
-            raise ParameterError("entropy", f"{values.shape} values for {num_new} positions")
-        if given is not None and len(given.offsets) != num_new + 1:
-            raise ParameterError("given", f"{len(given.offsets)} offsets for {num_new} positions; give n + 1")
-        at = len(self)
-        if values is not None or self._entropy is not None:
-            column = self._entropy or Column.of(np.full(at, np.nan, np.float32))
-            column.write(at, np.full(num_new, np.nan, np.float32) if values is None else values)
-            self._entropy = column
-        if given is not None or self.given is not None:
-            named = self.given or FlatLogprobs([None] * at)
-            if given is None:
-                named.extend([None] * num_new)
-            else:
-                named.append_entries(given)
-            self.given = named
-
     # -- reading -----------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return self.rows.store.num_rows
+        return self.rows.num_rows
 
     @overload
     def __getitem__(self, index: int) -> LogprobsOnePosition | None: ...
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs: ...
     def __getitem__(self, index: int | slice) -> LogprobsOnePosition | FlatLogprobs | None:
-        store = self.rows.store
+        places = range(self.rows.num_rows)
         if isinstance(index, slice):
-            return self._cut(range(store.num_rows)[index])
-        return self._position(store, range(store.num_rows)[operator.index(index)])
+            return self._cut(places[index])
+        return self._position(places[operator.index(index)])
 
     def __iter__(self) -> Iterator[LogprobsOnePosition | None]:
-        store = self.rows.store
-        return (self._position(store, row) for row in range(store.num_rows))
+        return map(self._position, range(self.rows.num_rows))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatLogprobs):
@@ -232,18 +225,20 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
         """Token id and numbers of the chosen token at one position; None where it has no entries."""
-        store = self.rows.store
-        place = range(store.num_rows)[operator.index(index)]
-        row = None if store.is_none(place) else store.row(place)
+        place = range(self.rows.num_rows)[operator.index(index)]
+        row = self._row(place)
         if row is None or not row.token_ids:
             return None
         token_id = row.token_ids[0]
         return token_id, Logprob(row.logprobs[0], row.ranks[0], self._text(row, 0))
 
-    def _position(self, store: Store, place: int) -> LogprobsOnePosition | None:
-        if store.is_none(place):
+    def _row(self, place: int) -> RowLists | None:
+        return None if self.rows.store.is_none(place) else self.rows.row(place)
+
+    def _position(self, place: int) -> LogprobsOnePosition | None:
+        row = self._row(place)
+        if row is None:
             return None
-        row = store.row(place)
         if self.table is None and row.texts is None:
             return dict(zip(row.token_ids, map(Logprob, row.logprobs, row.ranks), strict=True))
         texts = [self._text(row, entry) for entry in range(len(row.token_ids))]
@@ -258,11 +253,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def _cut(self, places: range) -> FlatLogprobs:
         part = FlatLogprobs(table=self.table, info=self.info)
         part.rows = self.rows.cut(places)
-        if self._entropy is not None:
-            part._entropy = Column.of(self._entropy.read(0, len(self))[np.array(places, np.intp)])
-        if self.given is not None:
-            stop = places.stop if places.stop >= 0 else None
-            part.given = self.given[places.start : stop : places.step]
+        part._side = self._side.cut(places, len(self))
         return part
 
     # -- carrying ----------------------------------------------------------------------------------------
@@ -273,9 +264,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: an unknown precision; one below float32 for NaN or positive values.
         """
-        from logprobe.records.forms import wire
-
-        return wire.to_bytes(self, precision)
+        return wire.encode(wire.Parts(self.rows, self.entropy, self._side.given, self.info), precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
@@ -284,9 +273,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             InputError: not such bytes, a later version, or bytes cut short.
         """
-        from logprobe.records.forms import wire
-
-        return wire.from_bytes(data)
+        rows, entropy, given, info = wire.decode(data)
+        return cls.of(rows, entropy=entropy, given=given, info=info)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
         return FlatLogprobs.from_bytes, (self.to_bytes(),)
@@ -333,7 +321,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 return []
             first = store.row_of(start)
             base = store.first_entry(first)
-            return pick(store.entries(first, store.row_of(stop - 1) + 1))[start - base : stop - base]
+            return pick(self.rows.entries(first, store.row_of(stop - 1) + 1))[start - base : stop - base]
 
         return ColumnView(store.first_entry(store.num_rows), read)
 
@@ -348,7 +336,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def entropy(self) -> Array | None:
         """Entropy of each position's whole distribution, (T,) float32, nats; NaN where it was not given."""
-        return None if self._entropy is None else self._entropy.read(0, len(self))
+        return self._side.entropy(len(self))
+
+    @property
+    def given(self) -> FlatLogprobs | None:
+        """Ids that the caller named, position by position; None where there are none."""
+        return None if self._side.given is None else FlatLogprobs.of(self._side.given)
 
     @property
     def is_valid(self) -> Array:
@@ -361,27 +354,27 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def entries(self) -> Entries:
         """All public columns at once, as arrays."""
-        store = self.rows.store
-        return store.entries(0, store.num_rows)
+        return self.rows.entries(0, self.rows.num_rows)
 
     def chosen_entries(self) -> Entries:
         """The chosen token of each position that has entries, as arrays."""
-        return chosen_entries(self.rows.store, 0, len(self))
+        return self.rows.store.chosen_entries(0, len(self))
 
     def top_entries(self) -> Entries:
         """The k best of each position by rank, as arrays; k means k, whatever was chosen."""
-        return top_entries(self.rows.store, 0, len(self))
+        return self.rows.store.top_entries(0, len(self))
 
     @property
     def other_logprob(self) -> Array:
         """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None."""
-        return other_logprobs(self.rows.store, 0, len(self))
+        return self.rows.store.other_logprobs(0, len(self))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values held; texts and spare room not counted."""
-        side = 0 if self._entropy is None else 4 * len(self)
-        return self.rows.store.nbytes + side + (0 if self.given is None else self.given.nbytes)
+        named, entropy = self._side.given, self.entropy
+        side = (0 if named is None else named.store.nbytes) + (0 if entropy is None else entropy.nbytes)
+        return self.rows.store.nbytes + side
 
     @property
     def num_entries(self) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logprobe.models import Vocabulary
     from logprobe.records import FlatLogprobs
     from logprobe.records.forms.json import ChatEncoder
-    from logprobe.records.store.ragged_rows import Entries
+    from logprobe.records.store.entries import Entries
 
 
 def finite(values: Any) -> list[float | None]:

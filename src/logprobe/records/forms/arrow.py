@@ -20,9 +20,8 @@ from logprobe.errors import InputError, ParameterError
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.store.columns import narrowed
-from logprobe.records.store.ragged_rows import NO_RANK, Entries
-from logprobe.records.store.rows import StepRows
-from logprobe.records.store.top_rows import TopRows
+from logprobe.records.store.entries import NO_RANK, Entries, StepRows
+from logprobe.records.store.rows import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -72,10 +71,10 @@ def to_arrow(
         ParameterError: byte_offsets of another length.
     """
     length = len(record)
-    entries, chosen = record.entries(), record.chosen_entries()
+    store, entries = record.rows.store, record.entries()
+    chosen = store.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
-    store = record.rows.store
-    is_regular = isinstance(store, TopRows) and not store.repeats_chosen and entries.token_ids.itemsize <= 4
+    is_regular = store.is_plain and entries.texts is None and entries.token_ids.itemsize <= 4
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
         "position": np.arange(length),
@@ -272,10 +271,10 @@ def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatL
     entropy = columns["entropy"]
     given = None
     if columns["given_ids"].null_count < len(is_none):
-        given = FlatLogprobs()
+        given = Rows()
         given.append_entries(_entries_of(columns, "given", np.asarray(columns["given_ids"].is_null())))
     values = None if entropy.null_count == len(entropy) else np.asarray(entropy.fill_null(np.nan))
-    return FlatLogprobs.of(record.rows.store, entropy=values, given=given, info=info)
+    return FlatLogprobs.of(record.rows, entropy=values, given=given, info=info)
 
 
 def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none: Array) -> None:

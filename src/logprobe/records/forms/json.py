@@ -5,6 +5,7 @@ Before it: `FlatLogprobs`. After it: a chat reply or one chunk of a stream.
 
 from __future__ import annotations
 
+from math import inf
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -12,13 +13,11 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.store.selection import chosen_entries, top_entries
-from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
-    from logprobe.records.store.ragged_rows import Entries
+    from logprobe.records.store.entries import Entries
     from logprobe.records.store.rows import Store
     from logprobe.records.values import TokenTable
 
@@ -56,24 +55,28 @@ class ChatEncoder:
         if num_top is not None and num_top < 0:
             raise ParameterError("num_top", f"{num_top} is negative; 0 leaves the top lists empty")
         store = record.rows.store
-        if stop - start <= FEW_ROWS and isinstance(store, TopRows) and start >= store.num_none:
-            return b",".join([self._packed_entry(store, row, num_top) for row in range(start, stop)])
+        if stop - start <= FEW_ROWS:
+            return b",".join([self._entry(store, row, num_top) for row in range(start, stop)])
         return self._joined(store, start, stop, num_top)
 
-    def _packed_entry(self, store: TopRows, row: int, num_top: int | None) -> bytes:
+    def _entry(self, store: Store, row: int, num_top: int | None) -> bytes:
         """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
-        lists = store.lists(row)
-        numbers = msgspec.json.encode((lists.chosen_logprob, *lists.top_logprobs[:num_top]))[1:-1].split(b",")
-        if b"null" in numbers:  # packed rows hold no NaN
-            numbers = [self._floor_json if number == b"null" else number for number in numbers]
+        lists = None if store.is_none(row) else store.top_lists(row)
+        if lists is None:
+            raise _no_chosen_token()
+        values = (lists.chosen_logprob, *lists.top_logprobs[:num_top])
+        numbers = msgspec.json.encode(values)[1:-1].split(b",")
+        if b"null" in numbers:
+            pairs = zip(numbers, values, strict=True)
+            numbers = [self._floor_json if value == -inf else number for number, value in pairs]
         parts = map(self._parts.__getitem__, (lists.chosen_id, *lists.top_ids[:num_top]))
         own, *best = map(add, parts, numbers)
         return b'%b,"top_logprobs":[%b%b]}' % (own, b"},".join(best), b"}" if best else b"")
 
     def _joined(self, store: Store, start: int, stop: int, num_top: int | None) -> bytes:
-        chosen, top = chosen_entries(store, start, stop), top_entries(store, start, stop)
+        chosen, top = store.chosen_entries(start, stop), store.top_entries(start, stop)
         if len(chosen.token_ids) != stop - start:
-            raise ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
+            raise _no_chosen_token()
         pieces, bounds = self._pieces(top), top.offsets.tolist()
         stops = bounds[1:] if num_top is None else [start + num_top for start in bounds[:-1]]
         lists = [
@@ -93,6 +96,10 @@ class ChatEncoder:
     def _numbers(self, logprobs: Array) -> list[bytes]:
         finite = np.where(np.isneginf(logprobs), self._floor, logprobs)
         return msgspec.json.encode(finite.tolist())[1:-1].split(b",") if len(finite) else []
+
+
+def _no_chosen_token() -> ParameterError:
+    return ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
 
 
 class _Parts(dict[int, bytes]):

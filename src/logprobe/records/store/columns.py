@@ -15,6 +15,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 10, 1 << 16
+CHUNK_ROWS = 1024
 
 
 class Column:
@@ -182,3 +183,21 @@ def narrowest_id_dtype(largest: int) -> np.dtype[Any]:
     if largest <= np.iinfo(np.uint16).max:
         return np.dtype(np.uint16)
     return np.dtype(np.int32 if largest <= np.iinfo(np.int32).max else np.int64)
+
+
+def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of at most CHUNK_ROWS rows that cover `num_rows`."""
+    return ((start, min(start + CHUNK_ROWS, num_rows)) for start in range(0, num_rows, CHUNK_ROWS))
+
+
+def logs_of_rest(listed: Array) -> Array:
+    """Log of the mass that rows of listed log-probabilities (n, m) leave, (n,) float32, nats; -inf: nothing.
+
+    Taken as log(-expm1(s)) of a row's log-sum s, which keeps the digits of a small rest.
+    """
+    values = listed.astype(np.float64)
+    largest = values.max(axis=1, initial=np.finfo(np.float64).min)
+    with np.errstate(divide="ignore"):  # a sum or a rest of 0
+        totals = largest + np.log(np.exp(values - largest[:, None]).sum(axis=1))
+        rest: Array = np.log(-np.expm1(np.minimum(totals, 0))).astype(np.float32)
+    return rest

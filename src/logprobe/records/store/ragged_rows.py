@@ -1,77 +1,37 @@
 """Rows of any width in entry columns plus offsets: the store that holds whatever it is given.
 
-Before it: `FlatLogprobs`, which prefers `TopRows` for regular rows. After it: readers of one position or of
-whole columns.
+Before it: `Rows`, which prefers `TopRows` for regular rows. After it: readers of one position or of whole
+columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.records.store.columns import Array, Column, narrowed, narrowest_id_dtype
+from logprobe.records.store.columns import Column, logs_of_rest, narrowed, narrowest_id_dtype
+from logprobe.records.store.entries import Entries, RowLists, StepRows, TopLists
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-NO_RANK = -1  # in the typed rank columns only; readers see None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """The public columns of a run of n positions holding N entries."""
-
-    offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
-    token_ids: Array  # (N,) unsigned or signed integers
-    logprobs: Array  # (N,) float32 or float64, nats
-    ranks: Array  # (N,) int32 or int64; NO_RANK where none was given
-    is_none: Array | None = None  # (n,) bool: positions appended as None; None where there are none
-    texts: list[str | None] | None = None  # N texts given with the entries; None where none was
-
-    def take(self, rows: Array) -> Entries:
-        """The rows named, in that order."""
-        widths = np.diff(self.offsets)[rows]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(widths, out=offsets[1:])
-        picked = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], widths)
-        return Entries(
-            offsets=offsets,
-            token_ids=self.token_ids[picked],
-            logprobs=self.logprobs[picked],
-            ranks=self.ranks[picked],
-            is_none=None if self.is_none is None else self.is_none[rows],
-            texts=None if self.texts is None else [self.texts[entry] for entry in picked.tolist()],
-        )
-
-    def rank_list(self) -> list[int | None]:
-        """Ranks as Python values, None where none was given."""
-        ranks: list[int | None] = self.ranks.tolist()
-        return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
-
-
-class RowLists(NamedTuple):
-    """The entries of one position as Python values, the chosen token first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: Sequence[int | None]
-    texts: Sequence[str | None] | None  # None where no text was given with the entries
+    from logprobe.records.store.columns import Array
 
 
 class RaggedRows:
     """All rows' entries end to end; ranks [r, 1, 2, ...] are implied, a column only where they differ."""
 
+    form = "ragged"
+    is_plain = repeats_chosen = False  # its rows may be anything
+    k = None
     __slots__ = (
-        "_code_of_text",
         "_ends",
         "_first_ranks",
         "_is_none",
         "_logprobs",
         "_ranks",
-        "_text_codes",
-        "_text_of_code",
         "_token_ids",
         "num_entries",
         "num_none",
@@ -87,17 +47,14 @@ class RaggedRows:
         self._first_ranks = Column(np.int32)  # (n,) rank of each row's first entry
         self._ranks: Column | None = None  # (N,) every rank, once a row's ranks are not [r, 1, 2, ...]
         self._is_none: Column | None = None  # (n,) bool, once a row is None
-        self._text_codes: Column | None = None  # (N,) place in _text_of_code, once a text was given
-        self._text_of_code: list[str | None] = [None]
-        self._code_of_text: dict[str | None, int] = {None: 0}
         self.num_entries = 0
         self.num_none = 0
         self.num_rows = 0  # published last: a reader that sees a row finds all of it
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values held, texts not counted."""
-        entry = [self._token_ids, self._logprobs, self._ranks, self._text_codes]
+        """Bytes of the values held."""
+        entry = [self._token_ids, self._logprobs, self._ranks]
         row = [self._ends, self._first_ranks, self._is_none]
         per_entry = sum(column.row_nbytes() for column in entry if column is not None)
         return per_entry * self.num_entries + self.num_rows * sum(
@@ -127,12 +84,24 @@ class RaggedRows:
         self._token_ids.write(at, rows.token_ids)
         self._logprobs.write(at, rows.logprobs)
         self._write_ranks(rows)
-        self._write_texts(rows)
         self._write_none(rows.is_none, num_new)
         self._ends.write(self.num_rows, rows.offsets[1:] - rows.offsets[0] + at)
         self.num_entries = total
         self.num_none += 0 if rows.is_none is None else int(np.count_nonzero(rows.is_none))
         self.num_rows += num_new
+
+    def append_rows(self, rows: StepRows, *, repeats_chosen: bool) -> bool:
+        """Add rows of ids and ranks >= 0; this form holds them all."""
+        self.append_entries(rows.entries(repeats_chosen=repeats_chosen))
+        return True
+
+    def append_one(self, *_: object, **__: object) -> bool:
+        """Leave one row to `append_rows`: there is no shorter way into offsets."""
+        return False
+
+    def as_ragged(self) -> RaggedRows:
+        """This store: it holds any rows."""
+        return self
 
     def _fit(self, rows: Entries, total: int) -> None:
         if len(rows.token_ids):
@@ -161,27 +130,6 @@ class RaggedRows:
         column.write(self.num_entries, ranks)
         self._first_ranks.write(self.num_rows, np.zeros(len(firsts), np.int32))
 
-    def _write_texts(self, rows: Entries) -> None:
-        if rows.texts is None and self._text_codes is None:
-            return
-        codes = np.zeros(len(rows.token_ids), np.int32)
-        if rows.texts is not None:
-            codes[:] = [self._code(text) for text in rows.texts]
-        if self._text_codes is None:
-            column = Column.of(np.zeros(self.num_entries, np.uint16))
-        else:
-            column = self._text_codes
-        if len(self._text_of_code) > np.iinfo(np.uint16).max and column.dtype == np.uint16:
-            column.widen(np.int32, self.num_entries)
-        column.write(self.num_entries, codes)
-        self._text_codes = column
-
-    def _code(self, text: str | None) -> int:
-        code = self._code_of_text.setdefault(text, len(self._text_of_code))
-        if code == len(self._text_of_code):
-            self._text_of_code.append(text)
-        return code
-
     def _write_none(self, is_none: Array | None, num_new: int) -> None:
         if is_none is None and self._is_none is None:
             return
@@ -195,7 +143,6 @@ class RaggedRows:
         """The public columns of rows [start, stop)."""
         offsets = self.offsets(start, stop)
         first, last = int(offsets[0]), int(offsets[-1])
-        codes = self._text_codes
         flags = self._is_none
         return Entries(
             offsets=offsets - first,
@@ -203,7 +150,6 @@ class RaggedRows:
             logprobs=self._logprobs.read(first, last),
             ranks=self._ranks_of(start, stop),
             is_none=None if flags is None else flags.read(start, stop),
-            texts=None if codes is None else self._texts(codes.read(first, last)),
         )
 
     def offsets(self, start: int, stop: int) -> Array:
@@ -220,9 +166,52 @@ class RaggedRows:
     def row(self, row: int) -> RowLists:
         """One row as Python values."""
         entries = self.entries(row, row + 1)
-        return RowLists(
-            entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list(), entries.texts
+        return RowLists(entries.token_ids.tolist(), entries.logprobs.tolist(), entries.rank_list())
+
+    def top_lists(self, row: int) -> TopLists | None:
+        """The chosen token and the k best of one row as Python values; None where it has no entries."""
+        entries = self.entries(row, row + 1)
+        ids, logprobs = entries.token_ids.tolist(), entries.logprobs.tolist()
+        if not ids:
+            return None
+        best = _top_of_row(ids, entries.ranks.tolist())
+        return TopLists(
+            ids[0], logprobs[0], [ids[entry] for entry in best], [logprobs[entry] for entry in best]
         )
+
+    def chosen_entries(self, start: int, stop: int) -> Entries:
+        """The chosen token of each row of [start, stop) that has entries."""
+        return self._picked(start, stop, lambda ids, _: [0] if ids else [])
+
+    def top_entries(self, start: int, stop: int) -> Entries:
+        """The k best of each row of [start, stop) by rank, the chosen token only where it is one of them."""
+        return self._picked(start, stop, _top_of_row)
+
+    def _picked(self, start: int, stop: int, pick: Callable[[list[int], list[int]], list[int]]) -> Entries:
+        entries = self.entries(start, stop)
+        ids, ranks, bounds = entries.token_ids.tolist(), entries.ranks.tolist(), entries.offsets.tolist()
+        kept = [
+            [first + entry for entry in pick(ids[first:last], ranks[first:last])]
+            for first, last in pairwise(bounds)
+        ]
+        picked = np.array(list(chain.from_iterable(kept)), np.intp)
+        return Entries(
+            offsets=np.concatenate([[0], np.cumsum([len(row) for row in kept], dtype=np.int64)]),
+            token_ids=entries.token_ids[picked],
+            logprobs=entries.logprobs[picked],
+            ranks=entries.ranks[picked],
+            is_none=entries.is_none,
+        )
+
+    def other_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the tokens that each row lists, (n,) float32, nats; NaN for a None row."""
+        entries = self.entries(start, stop)
+        rest = np.full(stop - start, np.nan, np.float32)
+        for row, (first, last) in enumerate(pairwise(entries.offsets.tolist())):
+            if entries.is_none is None or not entries.is_none[row]:
+                _, kept = np.unique(entries.token_ids[first:last], return_index=True)
+                rest[row] = logs_of_rest(entries.logprobs[first:last][kept][None])[0]
+        return rest
 
     def row_of(self, entry: int) -> int:
         """The row that holds entry `entry`."""
@@ -242,21 +231,17 @@ class RaggedRows:
             return self._ranks.read(int(offsets[0]), int(offsets[-1]))
         return _implied_ranks(offsets - offsets[0], self._first_ranks.read(start, stop))
 
-    def _texts(self, codes: Array) -> list[str | None]:
-        return [self._text_of_code[code] for code in codes.tolist()]
-
     # -- carrying ----------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Scalars and columns from which `from_state` builds the same store."""
         num_rows = self.num_rows
         num_entries = self.first_entry(num_rows)
-        lengths = dict.fromkeys(("token_ids", "logprobs", "ranks", "text_codes"), num_entries)
+        lengths = dict.fromkeys(("token_ids", "logprobs", "ranks"), num_entries)
         lengths |= dict.fromkeys(("ends", "first_ranks", "is_none"), num_rows)
         held = {name: getattr(self, f"_{name}") for name in lengths}
         columns = {name: column.read(0, lengths[name]) for name, column in held.items() if column is not None}
-        texts = self._text_of_code if "text_codes" in columns else []
-        return {"num_rows": num_rows, "num_none": self.num_none, "texts": texts}, columns
+        return {"form": self.form, "num_rows": num_rows, "num_none": self.num_none}, columns
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> RaggedRows:
@@ -264,11 +249,8 @@ class RaggedRows:
         store = cls()
         for name in ("token_ids", "logprobs", "ends", "first_ranks"):
             setattr(store, f"_{name}", Column.of(columns[name]))
-        for name in ("ranks", "is_none", "text_codes"):
+        for name in ("ranks", "is_none"):
             setattr(store, f"_{name}", Column.of(columns[name]) if name in columns else None)
-        if scalars["texts"]:
-            store._text_of_code = list(scalars["texts"])
-            store._code_of_text = {text: code for code, text in enumerate(store._text_of_code)}
         store.num_none, store.num_rows = scalars["num_none"], scalars["num_rows"]
         store.num_entries = len(columns["token_ids"])
         return store
@@ -288,9 +270,6 @@ class RaggedRows:
         if self._is_none is not None:
             part._is_none = self._is_none.view(start, stop)
             part.num_none = int(np.count_nonzero(part._is_none.read(0, stop - start)))
-        if self._text_codes is not None:
-            part._text_codes = self._text_codes.view(first, last)
-            part._text_of_code, part._code_of_text = self._text_of_code.copy(), self._code_of_text.copy()
         part.num_entries, part.num_rows = last - first, stop - start
         return part
 
@@ -301,6 +280,20 @@ class RaggedRows:
             first = int(rows.min())
             part.append_entries(self.entries(first, int(rows.max()) + 1).take(rows - first))
         return part
+
+    def step_rows(self) -> None:
+        """None: its rows may be anything."""
+
+
+def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
+    """Entries of one row that are its k best: all but the first, and the first where its place is empty."""
+    rest = list(range(1, len(ids)))
+    if not ids or ids[0] in ids[1:]:
+        return rest
+    gap = next((place for place, entry in enumerate(rest) if ranks[entry] != place + 1), len(rest))
+    if gap == len(rest) and ranks[0] != gap + 1:
+        return rest
+    return [*rest[:gap], 0, *rest[gap:]]
 
 
 def _implied_ranks(offsets: Array, first_ranks: Array) -> Array:

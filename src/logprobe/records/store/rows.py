@@ -1,285 +1,283 @@
-"""The rows of one record, packed as long as they are regular.
+"""The rows of one record: those that wait, those that are packed, and the texts given with them.
 
-Before it: rows from `rows_in`. After it: `FlatLogprobs`, which gives them the face of a list of dicts.
+Before it: rows from `inputs`. After it: `FlatLogprobs`, which gives them the face of a list of dicts.
 """
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from math import inf
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from logprobe.errors import ParameterError
-from logprobe.records.store.columns import narrowed
-from logprobe.records.store.ragged_rows import NO_RANK, Entries, RaggedRows, RowLists
+from logprobe.records.store.columns import chunks, narrowed
+from logprobe.records.store.entries import Entries, RowLists, StepRows
+from logprobe.records.store.inputs import as_step_rows
+from logprobe.records.store.pending import ANY_WIDTH, MAX_ENTRIES, Pending
+from logprobe.records.store.ragged_rows import RaggedRows
+from logprobe.records.store.texts import Texts
 from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Sequence
 
     from logprobe.records.store.columns import Array
-    from logprobe.records.values import Logprob
 
-CHUNK_ROWS = 1024
+MAX_LIST_WIDTH = 65  # up to here one row is quicker as Python values than as an array
 
 Store: TypeAlias = RaggedRows | TopRows
+
+STORES: dict[str, type[Store]] = {store.form: store for store in (RaggedRows, TopRows)}
 
 
 class Rows:
     """Chooses the store: `TopRows` while every row is regular, `RaggedRows` from the first that is not.
 
-    The change of store is one assignment, so a reader that took `store` goes on with a whole one.
+    Rows that come one by one wait until there are many or until somebody reads; whoever packs them holds the
+    lock. The change of store is one assignment, so a reader that took `store` goes on with a whole one.
     """
 
-    __slots__ = ("store",)
+    __slots__ = ("_lock", "_pending", "_store", "num_rows", "texts")
 
-    def __init__(self, store: Store | None = None) -> None:
-        self.store: Store = RaggedRows() if store is None else store
+    def __init__(self, store: Store | None = None, texts: Texts | None = None) -> None:
+        self._store: Store = RaggedRows() if store is None else store
+        self._pending = Pending()
+        self._lock = Lock()
+        self.texts = texts  # None: no text was given so far
+        self.num_rows = self._store.num_rows  # published last: a reader that sees a row finds all of it
 
-    def append_none(self) -> None:
-        """Add a position without entries that reads as None."""
-        self._make_ragged().append_none()
+    @property
+    def store(self) -> Store:
+        """All rows, packed; it may grow, but never moves."""
+        if self._pending.ends:
+            with self._lock:
+                self._pack()
+        return self._store
+
+    # -- growing -----------------------------------------------------------------------------------------
+
+    def append_none(self, count: int = 1) -> None:
+        """Add positions without entries that read as None."""
+        if not count:
+            return
+        self._store = store = self.store.as_ragged()
+        for _ in range(count):
+            store.append_none()
+        self.num_rows = store.num_rows
 
     def append_step(self, rows: StepRows) -> None:
-        """Add a step's rows, a chosen token that is among the k best kept once."""
-        store = self.store
-        if len(rows.token_ids) == 1 and isinstance(store, TopRows) and store.append_one(*rows):
-            return
-        if rows.logprobs.dtype == np.float32 and self._append_packed(rows, repeats_chosen=False):
-            return
-        rows = checked(rows)
-        if not self._append_packed(rows, repeats_chosen=False):
-            self._make_ragged().append_entries(rows.entries())
+        """Add a step's `checked` rows, a chosen token that is among the k best kept once."""
+        self._append_whole(rows, repeats_chosen=False, texts=None)
 
-    def append_lists(self, row: RowLists, *, repeats_chosen: bool) -> None:
-        """Add one row exactly as given; `repeats_chosen` says that the chosen token may stand twice."""
-        entries = row_entries(row)
-        k = self.store.k if isinstance(self.store, TopRows) else None
-        rows = as_step_rows(row, entries, repeats_chosen=repeats_chosen, k=k)
-        if rows is None or not self._append_packed(rows, repeats_chosen=repeats_chosen):
-            self._make_ragged().append_entries(entries)
+    def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
+        """`append_step` of one narrow row in a few microseconds; False where that should look."""
+        if not (isinstance(token_ids, np.ndarray) and isinstance(logprobs, np.ndarray)):
+            return False
+        shape = token_ids.shape
+        if len(shape) != 2 or shape[0] != 1 or not 0 < shape[1] <= MAX_LIST_WIDTH or logprobs.shape != shape:
+            return False
+        rank = ranks.tolist() if isinstance(ranks, np.ndarray) else ranks
+        if token_ids.dtype.kind not in "iu" or not isinstance(rank, list) or len(rank) != 1:
+            return False
+        [ids], [values] = token_ids.tolist(), logprobs.tolist()
+        return self.add_soon(ids, values, rank, None, shape[1])
+
+    def append_position(self, row: RowLists, entries: Entries) -> None:
+        """Add one row of different tokens, whose `row_entries` these are."""
+        rows = as_step_rows(row, entries, self.store.k)
+        if rows is None:
+            self.append_entries(entries)
+        else:
+            self._append_whole(rows, repeats_chosen=False, texts=row.texts, ids=row.token_ids)
 
     def append_entries(self, entries: Entries) -> None:
         """Add a run of rows exactly as given."""
-        self._make_ragged().append_entries(entries)
+        store = self.store
+        if entries.texts is not None or self.texts is not None:
+            self._write_texts(store, entries.token_ids.tolist(), entries.texts)
+        self._store = ragged = store.as_ragged()
+        ragged.append_entries(entries)
+        self.num_rows = ragged.num_rows
 
     def extend(self, other: Rows) -> None:
         """Add the rows that another record holds now."""
-        store = other.store
-        for start, stop in chunks(store.num_rows):
-            self._append_part(store.view(start, stop))
+        for start, stop in chunks(other.store.num_rows):
+            self._append_part(other.cut(range(start, stop)))
+
+    def _append_part(self, part: Rows) -> None:
+        store, is_blank = part.store, self.store.num_none == self.num_rows
+        rows = store.step_rows()
+        entries = part.entries(0, store.num_rows)
+        if rows is None or (store.num_none and not is_blank):
+            self.append_entries(entries)
+            return
+        self.append_none(store.num_none)
+        ids = entries.token_ids.tolist()
+        self._append_whole(rows, repeats_chosen=store.repeats_chosen, texts=entries.texts, ids=ids)
+
+    def _append_whole(
+        self,
+        rows: StepRows,
+        *,
+        repeats_chosen: bool,
+        texts: Sequence[str | None] | None,
+        ids: list[int] | None = None,
+    ) -> None:
+        """Add regular rows now; `texts` are those of the entries `ids` that they show."""
+        self._add(self.store, rows, repeats_chosen=repeats_chosen, texts=texts, ids=ids)
+        self.num_rows = self._store.num_rows
+
+    def _add(
+        self,
+        store: Store,
+        rows: StepRows,
+        *,
+        repeats_chosen: bool,
+        texts: Sequence[str | None] | None,
+        ids: list[int] | None = None,
+    ) -> None:
+        if texts is not None or self.texts is not None:
+            shown = rows.entries(repeats_chosen=repeats_chosen).token_ids.tolist() if ids is None else ids
+            self._write_texts(store, shown, texts)
+        grown = store
+        if store.num_rows == store.num_none:
+            grown = TopRows(
+                rows.token_ids.shape[1] - 1, num_none=store.num_rows, repeats_chosen=repeats_chosen
+            )
+        if not grown.append_rows(rows, repeats_chosen=repeats_chosen):
+            grown = store.as_ragged()
+            grown.append_rows(rows, repeats_chosen=repeats_chosen)
+        self._store = grown
+
+    def _write_texts(self, store: Store, ids: list[int], texts: Sequence[str | None] | None) -> None:
+        """Note the texts of entries that are about to be added."""
+        known = self.texts or Texts()
+        known.write(store.first_entry(store.num_rows), ids, texts)
+        self.texts = known
+
+    # -- rows that wait ----------------------------------------------------------------------------------
+
+    def add_soon(
+        self,
+        ids: list[int],
+        logprobs: list[float],
+        ranks: list[Any],
+        texts: list[str | None] | None,
+        width: int = ANY_WIDTH,
+    ) -> bool:
+        """Let one row wait, exactly as given or with its `width` as a step's; False where it is unusual."""
+        if inf in logprobs:
+            return False
+        with self._lock:
+            pending = self._pending
+            before = len(pending.ids)
+            if pending.width != width or before >= MAX_ENTRIES:
+                self._pack()
+                pending, before = Pending(width), 0
+                self._pending = pending
+            try:
+                pending.ids.fromlist(ids)
+                pending.logprobs.fromlist(logprobs)
+                pending.ranks.fromlist(ranks)
+            except (TypeError, OverflowError):  # not all unsigned 32-bit integers and numbers
+                del pending.ids[before:], pending.logprobs[before:]
+                return False
+            if texts is not None or pending.texts is not None:
+                pending.add_texts(before, texts)
+            pending.ends.append(len(pending.ids))
+        self.num_rows += 1
+        return True
+
+    def _pack(self) -> None:
+        """Move what waits into the store; the caller holds the lock."""
+        pending, store = self._pending, self._store
+        num_rows = len(pending.ends)
+        if not num_rows or (num_rows == 1 and self._pack_one(pending.row(), is_step=pending.width > 0)):
+            self._pending = Pending(pending.width)
+            return
+        entries = pending.entries()
+        rows = _regular(entries, pending)
+        if rows is None:
+            if entries.texts is not None or self.texts is not None:
+                self._write_texts(store, entries.token_ids.tolist(), entries.texts)
+            self._store = ragged = store.as_ragged()
+            ragged.append_entries(entries)
+        else:
+            ids = None if pending.width or entries.texts is None else pending.ids.tolist()
+            self._add(store, rows, repeats_chosen=not pending.width, texts=entries.texts, ids=ids)
+        self._pending = Pending(pending.width)
+
+    def _pack_one(self, row: RowLists, *, is_step: bool) -> bool:
+        """Pack one row without arrays, which would cost most of it; False where it is not as simple."""
+        if not row.ranks or row.texts is not None or self.texts is not None:
+            return False
+        ids, logprobs, (rank, *others), _ = row
+        if rank is None or (not is_step and others != list(range(1, len(ids)))):
+            return False
+        return self._store.append_one(ids, logprobs, rank, repeats_chosen=not is_step)
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def row(self, row: int) -> RowLists:
+        """One row, not None, as Python values."""
+        store = self.store
+        lists, texts = store.row(row), self.texts
+        return lists if texts is None else lists._replace(texts=texts.read(store.first_entry(row), lists[0]))
+
+    def entries(self, start: int, stop: int) -> Entries:
+        """The public columns of rows [start, stop)."""
+        store = self.store
+        entries, texts = store.entries(start, stop), self.texts
+        if texts is None:
+            return entries
+        return replace(entries, texts=texts.read(store.first_entry(start), entries.token_ids.tolist()))
 
     def cut(self, places: range) -> Rows:
         """The rows at `places`; without a copy where they are consecutive."""
-        store = self.store
+        store, texts = self.store, self.texts
         if places.step == 1:
-            return Rows(store.view(places.start, max(places.start, places.stop)))
+            start, stop = places.start, max(places.start, places.stop)
+            first, last = store.first_entry(start), store.first_entry(stop)
+            return Rows(store.view(start, stop), None if texts is None else texts.view(first, last))
         rows = np.arange(places.start, places.stop, places.step)
-        if (
-            isinstance(store, TopRows)
-            and (np.diff(rows >= store.num_none) & (rows[1:] < store.num_none)).any()
-        ):
-            store = as_ragged(store)
-        return Rows(store.take(rows))
+        part = Rows(store.take(rows))
+        if texts is not None and len(rows):
+            first = int(rows.min())
+            picked = self.entries(first, int(rows.max()) + 1).take(rows - first)
+            part.texts = Texts()
+            part.texts.write(0, picked.token_ids.tolist(), picked.texts)
+        return part
 
-    def _append_packed(self, rows: StepRows, *, repeats_chosen: bool) -> bool:
-        """Add regular rows to a store that packs them, if they and what is there allow it."""
-        store, k = self.store, rows.token_ids.shape[1] - 1
-        if rows.logprobs.dtype != np.float32:
-            return False
-        if store.num_rows > store.num_none:
-            if not isinstance(store, TopRows) or (store.k, store.repeats_chosen) != (k, repeats_chosen):
-                return False
-            return store.append(*rows)
-        packed = TopRows(k, num_none=store.num_rows, repeats_chosen=repeats_chosen)
-        if not packed.append(*rows):
-            return False
-        self.store = packed
-        return True
+    # -- carrying ----------------------------------------------------------------------------------------
 
-    def _append_part(self, part: Store) -> None:
-        is_blank = self.store.num_none == self.store.num_rows
-        if isinstance(part, TopRows) and (is_blank or not part.num_none):
-            for _ in range(part.num_none):
-                self.append_none()
-            part = part.view(part.num_none, part.num_rows)
-            rows = StepRows(*part.columns(0, part.num_rows).joined())
-            if self._append_packed(rows, repeats_chosen=part.repeats_chosen):
-                return
-        self._make_ragged().append_entries(part.entries(0, part.num_rows))
+    def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Scalars and columns from which `from_state` builds the same rows."""
+        scalars, columns = self.store.state()
+        if self.texts is None:
+            return scalars, columns
+        num_entries = self.store.first_entry(scalars["num_rows"])
+        scalars["texts"], text_columns = self.texts.view(0, num_entries).state()
+        return scalars, columns | text_columns
 
-    def _make_ragged(self) -> RaggedRows:
-        self.store = store = as_ragged(self.store)
-        return store
+    @classmethod
+    def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> Rows:
+        """Build rows on columns that `state` gave, without a copy."""
+        texts = Texts.from_state(scalars["texts"], columns) if "text_ids" in columns else None
+        return cls(STORES[scalars["form"]].from_state(scalars, columns), texts)
 
 
-def as_ragged(store: Store) -> RaggedRows:
-    """The same rows in a store that holds any."""
-    if isinstance(store, RaggedRows):
-        return store
-    ragged = RaggedRows()
-    for start, stop in chunks(store.num_rows):
-        ragged.append_entries(store.entries(start, stop))
-    return ragged
-
-
-def chunks(num_rows: int) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of at most CHUNK_ROWS rows that cover `num_rows`."""
-    return ((start, min(start + CHUNK_ROWS, num_rows)) for start in range(0, num_rows, CHUNK_ROWS))
-
-
-class StepRows(NamedTuple):
-    """Rows of a step: column 0 is the chosen token, then the k best."""
-
-    token_ids: Array  # (n, k + 1) integers >= 0
-    logprobs: Array  # (n, k + 1) float32 or float64, nats
-    ranks: Array  # (n,) integers, of the chosen token
-
-    def entries(self) -> Entries:
-        """The same rows as entries, a chosen token that is among the k best kept once."""
-        n, width = self.token_ids.shape
-        is_shown = np.ones((n, width), np.bool_)
-        np.not_equal(self.token_ids[:, 1:], self.token_ids[:, :1], out=is_shown[:, 1:])
-        offsets = np.zeros(n + 1, np.int64)
-        np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
-        ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()
-        ranks[:, 0] = self.ranks
-        return Entries(
-            offsets=offsets,
-            token_ids=self.token_ids[is_shown],
-            logprobs=self.logprobs[is_shown],
-            ranks=ranks[is_shown],
-        )
-
-
-def step_rows(token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> StepRows:
-    """A step's arrays, their shapes and types checked; `checked` looks at the values.
-
-    Raises:
-        ParameterError: shapes that do not agree, ids or ranks that are no integers.
-    """
-    rows = StepRows(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
-    shape = rows.token_ids.shape
-    if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
-        raise ParameterError(
-            "token_ids",
-            f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
-            "must be (n, k + 1), (n, k + 1) and (n,)",
-        )
-    for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
-        if values.dtype.kind not in "iu" and values.size:
-            raise ParameterError(name, f"{values.dtype} values where integers belong")
-    return rows
-
-
-def checked(rows: StepRows) -> StepRows:
-    """The same rows, logprobs as float32 where that is exact.
-
-    Raises:
-        ParameterError: negative ids or ranks, +inf.
-    """
-    _check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
-    return rows._replace(logprobs=float_column(rows.logprobs))
-
-
-def _check_not_negative(**columns: Array) -> None:
-    for name, values in columns.items():
-        if values.size and values.min() < 0:
-            raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
-
-
-def float_column(logprobs: Array) -> Array:
-    """Float32 where every value is one exactly, else float64.
-
-    Raises:
-        ParameterError: a value is +inf.
-    """
-    if (logprobs == np.inf).any():
-        raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
-    return narrowed(logprobs)
-
-
-def row_from_columns(
-    token_ids: Iterable[int],
-    logprobs: Iterable[float],
-    ranks: Iterable[int | None],
-    decoded_tokens: Iterable[str | None],
-) -> RowLists:
-    """One position from columns; `token_ids` sets the length, further values of the others are left alone.
-
-    Raises:
-        ParameterError: a column yields too few values.
-    """
-    ids = [int(token_id) for token_id in token_ids]
-    columns: list[list[Any]] = []
-    for name, values in (("logprobs", logprobs), ("ranks", ranks), ("decoded_tokens", decoded_tokens)):
-        taken = list(islice(values, len(ids)))
-        if len(taken) < len(ids):
-            raise ParameterError(name, f"{len(taken)} values for {len(ids)} token ids; give one for each")
-        columns.append(taken)
-    texts = columns[2] if any(text is not None for text in columns[2]) else None
-    return RowLists(ids, columns[0], columns[1], texts)
-
-
-def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
-    """One position from a dict."""
-    values = position.values()
-    return row_from_columns(
-        position,
-        [value.logprob for value in values],
-        [value.rank for value in values],
-        [value.decoded_token for value in values],
-    )
-
-
-def row_entries(row: RowLists) -> Entries:
-    """One row as entries.
-
-    Raises:
-        ParameterError: negative ids or ranks, +inf.
-    """
-    ids = np.array(row.token_ids, np.int64)
-    ranks = np.array([NO_RANK if rank is None else rank for rank in row.ranks], np.int64)
-    _check_not_negative(token_ids=ids, ranks=np.array([r for r in row.ranks if r is not None], np.int64))
-    return Entries(
-        offsets=np.array([0, len(ids)], np.int64),
-        token_ids=ids,
-        logprobs=float_column(np.array(row.logprobs, np.float64)),
-        ranks=ranks,
-        texts=None if row.texts is None else list(row.texts),
-    )
-
-
-def as_step_rows(row: RowLists, entries: Entries, *, repeats_chosen: bool, k: int | None) -> StepRows | None:
-    """The row as chosen + k best, if its ranks say that it is one; None otherwise.
-
-    `k` settles the one case in which ranks leave open whether the chosen token is the k-th best or the next.
-    """
-    ids, logprobs, ranks = entries.token_ids, entries.logprobs, list(row.ranks)
-    if not ranks or ranks[0] is None or row.texts is not None:
+def _regular(entries: Entries, pending: Pending) -> StepRows | None:
+    """Rows that waited as chosen + k best, if they are; None otherwise."""
+    n, widths = len(pending.ends), np.diff(entries.offsets)
+    width = int(widths[0])
+    if not width or (widths != width).any():
         return None
-    width = len(ranks)
-    gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
-    if repeats_chosen or (gap == width and k != width):
-        return StepRows(ids[None], logprobs[None], entries.ranks[:1]) if gap == width else None
-    if ranks[gap:] != list(range(gap + 1, width + 1)):
+    ids, logprobs = entries.token_ids.reshape(n, width), narrowed(entries.logprobs).reshape(n, width)
+    if pending.width:
+        return StepRows(ids, logprobs, entries.ranks)
+    ranks = entries.ranks.reshape(n, width)
+    if ranks[:, 0].min() < 0 or (ranks[:, 1:] != np.arange(1, width)).any():
         return None
-    return StepRows(
-        np.insert(ids, gap, ids[0])[None], np.insert(logprobs, gap, logprobs[0])[None], entries.ranks[:1]
-    )
-
-
-def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
-    """Entries of ids that the caller named: offsets (n + 1,), ids, logprobs and ranks (N,).
-
-    Raises:
-        ParameterError: shapes that do not agree, negative ids or ranks, +inf.
-    """
-    offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
-    if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
-        raise ParameterError("given", f"offsets end at {offsets[-1]}, but {ids.shape} ids came with them")
-    _check_not_negative(token_ids=ids, ranks=ranks)
-    return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)
+    return StepRows(ids, logprobs, ranks[:, 0])

@@ -1,0 +1,88 @@
+"""The shapes in which rows enter a store and leave it: as arrays of many, as Python values of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from logprobe.records.store.columns import Array
+
+NO_RANK = -1  # in the typed rank columns only; readers see None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """The public columns of a run of n positions holding N entries."""
+
+    offsets: Array  # (n + 1,) int64: position i owns entries [offsets[i], offsets[i + 1])
+    token_ids: Array  # (N,) unsigned or signed integers
+    logprobs: Array  # (N,) float32 or float64, nats
+    ranks: Array  # (N,) integers; NO_RANK where none was given
+    is_none: Array | None = None  # (n,) bool: positions appended as None; None where there are none
+    texts: list[str | None] | None = None  # N texts given with the entries; None where none was
+
+    def take(self, rows: Array) -> Entries:
+        """The rows named, in that order."""
+        widths = np.diff(self.offsets)[rows]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(widths, out=offsets[1:])
+        picked = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], widths)
+        return Entries(
+            offsets=offsets,
+            token_ids=self.token_ids[picked],
+            logprobs=self.logprobs[picked],
+            ranks=self.ranks[picked],
+            is_none=None if self.is_none is None else self.is_none[rows],
+            texts=None if self.texts is None else [self.texts[entry] for entry in picked.tolist()],
+        )
+
+    def rank_list(self) -> list[int | None]:
+        """Ranks as Python values, None where none was given."""
+        ranks: list[int | None] = self.ranks.tolist()
+        return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
+
+
+class StepRows(NamedTuple):
+    """Rows of a step: column 0 is the chosen token, then the k best."""
+
+    token_ids: Array  # (n, k + 1) integers >= 0
+    logprobs: Array  # (n, k + 1) float32 or float64, nats
+    ranks: Array  # (n,) integers, of the chosen token
+
+    def entries(self, *, repeats_chosen: bool) -> Entries:
+        """The same rows as entries; `repeats_chosen` keeps a chosen token that is among the k best twice."""
+        n, width = self.token_ids.shape
+        is_shown = np.ones((n, width), np.bool_)
+        if not repeats_chosen:
+            np.not_equal(self.token_ids[:, 1:], self.token_ids[:, :1], out=is_shown[:, 1:])
+        offsets = np.zeros(n + 1, np.int64)
+        np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
+        ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()
+        ranks[:, 0] = self.ranks
+        return Entries(
+            offsets=offsets,
+            token_ids=self.token_ids[is_shown],
+            logprobs=self.logprobs[is_shown],
+            ranks=ranks[is_shown],
+        )
+
+
+class RowLists(NamedTuple):
+    """The entries of one position as Python values, the chosen token first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int | None] | list[int]
+    texts: list[str | None] | None = None  # None where no text was given with the entries
+
+
+class TopLists(NamedTuple):
+    """The chosen token of one position and its k best, as Python values."""
+
+    chosen_id: int
+    chosen_logprob: float  # nats
+    top_ids: list[int]
+    top_logprobs: list[float]  # nats

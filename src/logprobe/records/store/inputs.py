@@ -1,0 +1,165 @@
+"""What callers append, checked: a step's arrays, columns of Python values, dicts.
+
+Before it: `FlatLogprobs`. After it: `Rows`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.store.columns import narrowed
+from logprobe.records.store.entries import NO_RANK, Entries, RowLists, StepRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from logprobe.records.store.columns import Array
+    from logprobe.records.values import Logprob
+
+
+def step_rows(token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> StepRows:
+    """A step's arrays, their shapes and types checked; `checked` looks at the values.
+
+    Raises:
+        ParameterError: shapes that do not agree, ids or ranks that are no integers.
+    """
+    rows = StepRows(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
+    shape = rows.token_ids.shape
+    if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
+        raise ParameterError(
+            "token_ids",
+            f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
+            "must be (n, k + 1), (n, k + 1) and (n,)",
+        )
+    if rows.token_ids.dtype.kind not in "iu" or rows.ranks.dtype.kind not in "iu":
+        for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
+            if values.dtype.kind not in "iu" and values.size:
+                raise ParameterError(name, f"{values.dtype} values where integers belong")
+    return rows
+
+
+def checked(rows: StepRows) -> StepRows:
+    """The same rows, logprobs as float32 where that is exact.
+
+    Raises:
+        ParameterError: negative ids or ranks, +inf.
+    """
+    _check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
+    return rows._replace(logprobs=float_column(rows.logprobs))
+
+
+def _check_not_negative(**columns: Array) -> None:
+    for name, values in columns.items():
+        if values.size and values.min() < 0:
+            raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
+
+
+def float_column(logprobs: Array) -> Array:
+    """Float32 where every value is one exactly, else float64.
+
+    Raises:
+        ParameterError: a value is +inf.
+    """
+    if (logprobs == np.inf).any():
+        raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+    return narrowed(logprobs)
+
+
+def row_from_columns(
+    token_ids: Iterable[int],
+    logprobs: Iterable[float],
+    ranks: Iterable[int | None],
+    decoded_tokens: Iterable[str | None],
+) -> RowLists:
+    """One position from columns; `token_ids` sets the length, further values of the others are left alone.
+
+    Raises:
+        ParameterError: a column yields too few values.
+    """
+    ids = list(token_ids)
+    n = len(ids)
+    columns: list[list[Any]] = [ids]
+    for name, values in (("logprobs", logprobs), ("ranks", ranks), ("decoded_tokens", decoded_tokens)):
+        columns.append(list(islice(values, n)))
+        if len(columns[-1]) < n:
+            raise ParameterError(name, f"{len(columns[-1])} values for {n} token ids; give one for each")
+    if columns[-1].count(None) == n:
+        columns.pop()
+    return RowLists(*columns)
+
+
+def row_from_position(position: Mapping[int, Logprob]) -> RowLists:
+    """One position from a dict."""
+    values = position.values()
+    return row_from_columns(
+        position,
+        [value.logprob for value in values],
+        [value.rank for value in values],
+        [value.decoded_token for value in values],
+    )
+
+
+def row_entries(row: RowLists) -> Entries:
+    """One row as entries.
+
+    Raises:
+        ParameterError: ids, logprobs or ranks that are no such numbers, negative ids or ranks, +inf.
+    """
+    ids = _typed("token_ids", "q", row.token_ids)
+    _check_not_negative(
+        token_ids=ids, ranks=_typed("ranks", "q", [rank for rank in row.ranks if rank is not None])
+    )
+    return Entries(
+        offsets=np.array([0, len(ids)], np.int64),
+        token_ids=ids,
+        logprobs=float_column(_typed("logprobs", "d", row.logprobs)),
+        ranks=_typed("ranks", "q", [NO_RANK if rank is None else rank for rank in row.ranks]),
+        texts=row.texts,
+    )
+
+
+def _typed(name: str, typecode: str, values: list[Any]) -> Array:
+    """Values as int64 or float64; unlike NumPy, an array of Python's takes no 1.5 for an integer."""
+    try:
+        return np.array(array(typecode, values))
+    except (TypeError, OverflowError) as error:
+        raise ParameterError(name, f"a value has no place in a record: {error}") from error
+
+
+def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> StepRows | None:
+    """A position of different tokens as chosen + k best, if its ranks say that it is one; None otherwise.
+
+    `k` settles the one case in which ranks leave open whether the chosen token is the k-th best or the next.
+    """
+    ids, logprobs, ranks = entries.token_ids, entries.logprobs, list(row.ranks)
+    if not ranks or ranks[0] is None:
+        return None
+    width = len(ranks)
+    gap = next((place for place, rank in enumerate(ranks[1:], 1) if rank != place), width)
+    if gap == width and k != width:
+        return StepRows(ids[None], logprobs[None], entries.ranks[:1])
+    if ranks[gap:] != list(range(gap + 1, width + 1)):
+        return None
+    return StepRows(
+        np.insert(ids, gap, ids[0])[None], np.insert(logprobs, gap, logprobs[0])[None], entries.ranks[:1]
+    )
+
+
+def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
+    """Entries of ids that the caller named: offsets (n + 1,), ids, logprobs and ranks (N,).
+
+    Raises:
+        ParameterError: shapes that do not agree, negative ids or ranks, +inf.
+    """
+    offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
+    if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
+        raise ParameterError("given", f"offsets end at {offsets[-1]}, but {ids.shape} ids came with them")
+    _check_not_negative(token_ids=ids, ranks=ranks)
+    return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)
