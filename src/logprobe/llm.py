@@ -18,16 +18,19 @@ from logprobe.config import EngineConfig
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring import measures
+from logprobe.scoring.progress import byte_bar
 from logprobe.scoring.score import Score
+from logprobe.scoring.windows import perplexity
 from logprobe.text.chat import lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
     from types import TracebackType
 
     from logprobe.engine.request import Request, RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.scoring.windows import Perplexity
 
 
 @contextmanager
@@ -200,6 +203,7 @@ class LLM:
         lora: str | None = None,
         entropy: bool = False,
         unconditional: bool = False,
+        logprobs: int = 0,
     ) -> list[Score]:
         """Score continuations after their contexts; a context that several share is computed once.
 
@@ -211,12 +215,13 @@ class LLM:
             lora: the adapter to run on, by name.
             entropy: give the entropy at each token, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
+            logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
 
         Raises:
             ParameterError: an empty continuation, or a pair that is too long; nothing was started then.
             BatchError: some requests failed.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0, entropy=entropy, lora=lora)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy, lora=lora)
         split = [self._split_pair(pair) for pair in pairs]
         outputs = self._score_after(split, params, progress=progress)
         alone: Sequence[RequestOutput | None] = [None] * len(split)
@@ -226,6 +231,34 @@ class LLM:
             alone = self._score_after(after_nothing, params, progress=progress)
         starts = [start for _, start in split]
         return [self._score(*each) for each in zip(outputs, starts, alone, strict=True)]
+
+    def perplexity(
+        self,
+        text: str | Iterable[str],
+        *,
+        stride: int | None = None,
+        window: int | None = None,
+        bos: bool | None = None,
+        lora: str | None = None,
+        progress: bool = False,
+    ) -> Perplexity:
+        """What the model gives a text of any length, each token scored once; see `scoring.perplexity`.
+
+        Args:
+            text: a text, or its parts one after the other (an open file), which are never held together.
+            stride: tokens from one window to the next; the default is half a window.
+            window: tokens a window; the default is the model's context.
+            bos: put BOS (EOS where there is none) before the text, or do not; None: as the tokenizer does.
+            lora: the adapter to run on, by name.
+            progress: show a progress bar on stderr.
+
+        Raises:
+            ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
+            BatchError: a window failed.
+        """
+        num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
+        with byte_bar(num_bytes, shown=progress) as advance:
+            return perplexity(self, text, stride=stride, window=window, bos=bos, lora=lora, advance=advance)
 
     def close(self) -> None:
         """Let the model go; a second call does nothing."""

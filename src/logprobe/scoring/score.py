@@ -5,7 +5,7 @@ Before it: the record of a scored prompt. After it: Python callers, `/v1/score`,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from logprobe.scoring import measures
@@ -30,6 +30,7 @@ class Score:
     num_chars: int  # Unicode code points of the continuation
     entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
     unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
+    record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class Score:
             num_chars=len(data.decode("utf-8", "replace")),
             entropy=None if record.entropy is None else record.entropy[-len(ranks) :].tolist(),
             unconditional_logprob=unconditional_logprob,
+            record=record,
         )
 
     @property

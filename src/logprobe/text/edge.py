@@ -34,15 +34,23 @@ class TextEdge:
         Raises:
             ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
         """
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise ParameterError("prompt", f"is not valid Unicode text ({error})") from error
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        missing = self.vocabulary.missing_bytes
-        if missing and not set(missing).isdisjoint(data):
-            self._check_nothing_dropped(data, ids)
+        data = _utf8(text)
+        # Not verbose: whether the prompt is too long is for the engine to say.
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        self._check_nothing_dropped(data, ids)
         return np.array(ids, dtype=np.int32)
+
+    def encode_with_starts(self, text: str) -> tuple[IntArray, IntArray]:
+        """Token ids of a text without special tokens, and the character at which each begins.
+
+        Raises:
+            ParameterError: as `encode` does.
+        """
+        data = _utf8(text)
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        self._check_nothing_dropped(data, coded["input_ids"])
+        starts = [start for start, _ in coded["offset_mapping"]]
+        return np.array(coded["input_ids"], dtype=np.int32), np.array(starts, dtype=np.int32)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[IntArray, int]:
         """Ids of context and continuation together, and how many of them are the context's.
@@ -83,6 +91,9 @@ class TextEdge:
         return self.vocabulary.bytes_of(i for i in token_ids if i not in self.special_token_ids)
 
     def _check_nothing_dropped(self, data: bytes, ids: Sequence[int]) -> None:
+        missing = self.vocabulary.missing_bytes
+        if not missing or set(missing).isdisjoint(data):
+            return
         kept = self.vocabulary.bytes_of(ids)
         if data not in kept:
             at = next((i for i, (a, b) in enumerate(zip(data, kept, strict=False)) if a != b), len(kept))
@@ -90,6 +101,13 @@ class TextEdge:
                 "prompt",
                 f"the model's tokenizer has no token for byte 0x{data[at]:02x} (at byte {at}); remove it",
             )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError("prompt", f"is not valid Unicode text ({error})") from error
 
 
 def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:

@@ -1,0 +1,41 @@
+"""A progress bar over bytes of text or rows of data, with the rate and the time left."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Advance: TypeAlias = Callable[[int, int], None]
+
+
+@contextmanager
+def byte_bar(num_bytes: int | None, *, shown: bool) -> Iterator[Advance | None]:
+    """A bar over `num_bytes` (None: not known); call what it yields with each (bytes, tokens) done.
+
+    None is yielded where there is nobody to show it to.
+    """
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        yield None
+        return
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    num_tokens = 0
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("0 tokens", total=num_bytes)
+
+        def advance(more_bytes: int, more_tokens: int) -> None:
+            nonlocal num_tokens
+            num_tokens += more_tokens
+            rate = num_tokens / (bar.tasks[task].elapsed or 1e-9)
+            bar.update(task, advance=more_bytes, description=f"{num_tokens:,} tokens, {rate:,.0f} a second")
+
+        yield advance

@@ -1,0 +1,235 @@
+"""Texts longer than a model's context: windows that slide, each token scored once.
+
+Window i holds tokens [i · stride, i · stride + window); it scores those that no window before it has, so that
+all but the first window's tokens have at least window - stride tokens of context. This is the usual loop
+around a model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
+Before it: `tokenise`. After it: perplexities, surprisals, the command line.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from logprobe.errors import require
+from logprobe.scoring import measures
+from logprobe.scoring.scorer import in_flight, prefix_of
+from logprobe.scoring.tokenise import encode_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from logprobe.records.values import IntArray
+    from logprobe.scoring.score import Score
+    from logprobe.scoring.scorer import Scorer
+
+TOKENS_A_CALL = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some tokens of a longer sequence; those from `first_scored` on are scored here."""
+
+    token_ids: IntArray
+    start: int  # of the window in the sequence
+    first_scored: int  # within the window; at least 1, as nothing predicts a first token
+
+
+def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Window]:
+    """Cut a sequence that comes in pieces into windows; a sequence of one token or none gives none."""
+    held = np.empty(0, np.int32)
+    start = num_scored = 0
+    for piece in pieces:
+        held = np.concatenate([held, piece])
+        while len(held) > window:  # one token more than the window shows that another follows
+            yield Window(held[:window], start, max(num_scored - start, 1))
+            num_scored = start + window
+            held, start = held[stride:], start + stride
+    if start + len(held) > max(num_scored, 1):
+        yield Window(held, start, max(num_scored - start, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowSettings:
+    """How a text is cut: tokens a window, tokens from one window to the next, and what stands first."""
+
+    window: int
+    stride: int
+    bos: bool | None = None  # None: by the tokenizer's own rule
+
+    @classmethod
+    def of(
+        cls, llm: Scorer, *, window: int | None = None, stride: int | None = None, bos: bool | None = None
+    ) -> WindowSettings:
+        """By default the model's context, and half of it from one window to the next.
+
+        Raises:
+            ParameterError: a window that the model cannot hold, or a stride that leaves tokens out.
+        """
+        limit: int = llm.engine.capabilities().max_model_len
+        window = limit if window is None else window
+        require(2 <= window <= limit + 1, "window", f"must lie in [2, {limit + 1}] tokens, got {window}")
+        stride = max(window // 2, 1) if stride is None else stride
+        fits = 1 <= stride < window
+        require(
+            fits, "stride", f"must lie in [1, {window - 1}], so that each token has context, got {stride}"
+        )
+        return cls(window=window, stride=stride, bos=bos)
+
+
+def score_windows(
+    llm: Scorer,
+    pieces: Iterable[IntArray],
+    settings: WindowSettings,
+    *,
+    lora: str | None = None,
+    entropy: bool = False,
+    logprobs: int = 0,
+) -> Iterator[tuple[Window, Score]]:
+    """Each window with the score of the tokens that it is to score, in order and in bounded memory.
+
+    Raises:
+        LogprobeError: what `LLM.score` raises.
+    """
+
+    def score(batch: list[Window]) -> list[tuple[Window, Score]]:
+        pairs = [(one.token_ids[: one.first_scored], one.token_ids[one.first_scored :]) for one in batch]
+        scores = llm.score(pairs, lora=lora, entropy=entropy, logprobs=logprobs)
+        return list(zip(batch, scores, strict=True))
+
+    for scored in in_flight(score, _batches(windows(pieces, settings.window, settings.stride))):
+        yield from scored
+
+
+def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
+    batch: list[Window] = []
+    for window in all_windows:
+        batch.append(window)
+        if sum(len(one.token_ids) for one in batch) >= TOKENS_A_CALL:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    """What a model gives a whole text: sums over the scored tokens, and how it was read."""
+
+    logprob: float  # nats
+    num_tokens: int
+    num_scored: int  # tokens; the first is not scored where nothing stands before it
+    num_bytes: int
+    num_scored_bytes: int
+    num_words: int  # runs between spaces
+    window: int
+    stride: int
+    bos_token_id: int | None  # what stood before the text; None: nothing
+
+    @property
+    def perplexity(self) -> float | None:
+        """By token; None where none is scored."""
+        return measures.perplexity(self.logprob, self.num_scored)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """By word, comparable between tokenizers."""
+        return measures.perplexity(self.logprob, self.num_words)
+
+    @property
+    def byte_perplexity(self) -> float | None:
+        """By byte, comparable between tokenizers."""
+        return measures.perplexity(self.logprob, self.num_scored_bytes)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean surprisal of a byte in bits."""
+        return measures.bits_per_byte(self.logprob, self.num_scored_bytes)
+
+
+class TextTally:
+    """Counts a text as it passes by, and adds up what its windows give."""
+
+    def __init__(self, llm: Scorer, settings: WindowSettings) -> None:
+        self._edge = llm.text
+        self._settings = settings
+        self._prefix = prefix_of(llm.text, settings.bos)
+        self.num_tokens = self.num_bytes = self.num_words = self.num_scored = 0
+        self._first_bytes = 0
+        self._in_word = False
+        self._logprobs: list[float] = []
+
+    def pieces(self, texts: Iterable[str]) -> Iterator[IntArray]:
+        """The ids of a text, after what stands before it."""
+        if len(self._prefix):
+            yield self._prefix
+        for ids in encode_pieces(map(self._read, texts), self._edge):
+            if not self.num_tokens and len(ids) and not len(self._prefix):
+                self._first_bytes = len(self._edge.vocabulary.bytes_of(ids[:1]))
+            self.num_tokens += len(ids)
+            yield ids
+
+    def add(self, score: Score) -> None:
+        """Take in a window's score."""
+        self._logprobs.append(score.logprob)
+        self.num_scored += score.num_tokens
+
+    def result(self) -> Perplexity:
+        """The sums so far."""
+        return Perplexity(
+            logprob=math.fsum(self._logprobs) if all(map(math.isfinite, self._logprobs)) else -math.inf,
+            num_tokens=self.num_tokens,
+            num_scored=self.num_scored,
+            num_bytes=self.num_bytes,
+            num_scored_bytes=self.num_bytes - self._first_bytes,
+            num_words=self.num_words,
+            window=self._settings.window,
+            stride=self._settings.stride,
+            bos_token_id=int(self._prefix[0]) if len(self._prefix) else None,
+        )
+
+    def _read(self, text: str) -> str:
+        if text:
+            continues = self._in_word and not text[0].isspace()
+            self.num_words += len(text.split()) - continues
+            self._in_word = not text[-1].isspace()
+            self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
+        return text
+
+
+def perplexity(  # noqa: PLR0913 - keywords with defaults
+    llm: Scorer,
+    text: str | Iterable[str],
+    *,
+    stride: int | None = None,
+    window: int | None = None,
+    bos: bool | None = None,
+    lora: str | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """What a model gives a text of any length, each token scored once.
+
+    Args:
+        llm: the model.
+        text: a text, or its parts one after the other (an open file), which are never held together.
+        stride: tokens from one window to the next; the default is half a window.
+        window: tokens a window; the default is the model's context.
+        bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
+        lora: the adapter to run on, by name.
+        advance: called with the bytes and tokens that were scored.
+
+    Raises:
+        ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
+        BatchError: a window failed.
+    """
+    settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
+    tally = TextTally(llm, settings)
+    pieces = tally.pieces([text] if isinstance(text, str) else text)
+    for _, score in score_windows(llm, pieces, settings, lora=lora):
+        tally.add(score)
+        if advance is not None:
+            advance(score.num_bytes, score.num_tokens)
+    return tally.result()
