@@ -44,7 +44,8 @@ def is_idle(server: Any) -> bool:
 def raw_request(server: Any, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
     """A request on a bare socket with a small receive window, so that a slow reader is felt."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+    head += "\r\nContent-Type: application/json"
     with socket.socket() as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -215,12 +216,42 @@ def test_metrics_count_what_was_done_and_refused(new_server: Any) -> None:
     assert figures[metric] > before.get(metric, 0)
 
 
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer one", 200),
+        ("bearer one", 200),
+        ("BEARER  one", 200),
+        ("one", 401),
+        ("Basic one", 401),
+        ("Bearer", 401),
+        ("Bearerone", 401),
+        ("Bearer one two", 401),
+    ],
+)
+def test_a_key_comes_as_a_bearer_in_any_case_and_never_bare(
+    new_server: Any, header: str, status: int
+) -> None:
+    with new_server(api_key=("one",)) as server:
+        reply = httpx.get(f"{server.url}/v1/models", headers={"Authorization": header})
+        assert reply.status_code == status
+
+
 def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> None:
     headers = {"Origin": "https://a.example"}
     for origins, told in {(): None, ("https://a.example",): "https://a.example"}.items():
         with new_server(cors_origin=origins) as server:
             reply = httpx.get(f"{server.url}/health", headers=headers)
             assert reply.headers.get("access-control-allow-origin") == told
+            assert reply.status_code == (200 if told else 403)
+            own = httpx.get(f"{server.url}/health", headers={"Origin": server.url})
+            assert own.status_code == 200
+
+
+def test_every_reply_has_an_id_of_its_own(server: Any) -> None:
+    replies = [server.get("/health"), server.get("/none"), server.post("/v1/completions")]
+    ids = {reply.headers["x-request-id"] for reply in replies}
+    assert len(ids) == len(replies)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
@@ -17,7 +18,9 @@ from starlette.exceptions import HTTPException
 from logprobe.engine.backends.start import start_native_engine
 from logprobe.errors import require
 from logprobe.server.http.errors import ApiError
+from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
+from logprobe.server.http.protocol import TimedProtocol
 from logprobe.server.openai.openapi import document
 from logprobe.server.routes import facts
 from logprobe.server.routes.chat import chat_completions
@@ -97,6 +100,7 @@ def create_app(
 
         origins = list(settings.cors_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Gate, settings=settings)  # the last one added is the first one met
     return app
 
 
@@ -162,6 +166,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs the application."""
     return uvicorn.Config(
         app,
+        http=partial(TimedProtocol, settings),  # type: ignore[arg-type]  # uvicorn calls it as it does a class
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=max(round(settings.drain_s), 1),

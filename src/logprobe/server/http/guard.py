@@ -66,9 +66,10 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> None:
     """
     if not keys:
         return
-    given = (header or "").removeprefix("Bearer ").encode("latin-1")  # its own bytes, as they came
-    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
-    if not any(matches):
+    scheme, _, given = (header or "").partition(" ")
+    own_bytes = given.strip().encode("latin-1")  # as they came
+    matches = [hmac.compare_digest(own_bytes, key.encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
         raise ApiError(
             401,
             "bring a valid key as `Authorization: Bearer KEY`",

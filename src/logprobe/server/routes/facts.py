@@ -34,7 +34,7 @@ async def health(_: HttpRequest, service: Service) -> Response:
     """Say whether requests can be served."""
     if service.is_draining:
         raise ApiError(503, "the server is shutting down", code="draining")
-    return json_reply({"status": "ok", "model": service.model_name})
+    return json_reply({"status": "ok"})
 
 
 async def models(_: HttpRequest, service: Service) -> Response:

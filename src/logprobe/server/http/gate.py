@@ -1,0 +1,105 @@
+"""The outermost door: who may call by which name, from which web page; and an id for every reply.
+
+Before it: the socket. After it: CORS and the routes. A browser sends what a page tells it to, also to servers
+on its own machine: it says the page's origin in `Origin`, and in `Host` the name that the page called, which
+whoever owns the name can let point to any address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import uuid
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+
+from logprobe.server.http.errors import ApiError
+from logprobe.server.openai.replies import JSON_TYPE
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from logprobe.server.settings import ServerSettings
+
+ANY: Final = "*"
+
+
+class Gate:
+    """ASGI middleware in front of everything."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or refuse it without looking at more than its header."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reply_id = f"req_{uuid.uuid4().hex}"
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = reply_id
+            await send(message)
+
+        try:
+            check_caller(Headers(scope=scope), scope["scheme"], self._settings)
+        except ApiError as error:
+            refusal = Response(error.to_json(), error.status, media_type=JSON_TYPE)
+            await refusal(scope, receive, send_named)
+        else:
+            await self._app(scope, receive, send_named)
+
+
+def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> None:
+    """Let in who calls the server by a name of its own, and no page of another origin that is not allowed.
+
+    Raises:
+        ApiError: 403.
+    """
+    host = headers.get("host", "")
+    if not is_own_name(host, settings):
+        raise ApiError(
+            403,
+            f"host {host!r} is no name of this server; start it with --allowed-host to add one",
+            code="host_not_allowed",
+        )
+    origin = headers.get("origin")
+    allowed = {f"{scheme}://{host}".lower(), *settings.cors_origin}
+    if origin is not None and origin.lower() not in allowed and ANY not in allowed:
+        raise ApiError(
+            403,
+            f"pages of {origin!r} may not call this server; start it with --cors-origin to let them",
+            code="origin_not_allowed",
+        )
+
+
+def is_own_name(host: str, settings: ServerSettings) -> bool:
+    """Whether a `Host` is loopback, the bound address, or allowed by name.
+
+    Any address in numbers is the server's own where it listens on all: a page's name is never in numbers.
+    """
+    if set(host) & set("@/?#\\"):
+        return False
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if name in {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_host)}:
+        return bool(name)
+    address = _address(name)
+    if address is None:
+        return ANY in settings.allowed_host and bool(name)
+    bound = _address(settings.host)
+    listens_on_all = not settings.host or (bound is not None and bound.is_unspecified)
+    return address.is_loopback or address == bound or listens_on_all or ANY in settings.allowed_host
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

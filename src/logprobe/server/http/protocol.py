@@ -1,0 +1,70 @@
+"""uvicorn's HTTP protocol, with limits on how long and how large a request's header may be.
+
+Before it: the socket. After it: the application. uvicorn itself waits for a header as long as it takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from logprobe.server.settings import ServerSettings
+
+MAX_HEADER_BYTES: Final = 1 << 16
+
+
+class TimedProtocol(HttpToolsProtocol):
+    """Closes a connection whose header does not come in time, or does not end."""
+
+    def __init__(self, settings: ServerSettings, **options: Any) -> None:
+        super().__init__(**options)
+        self._timeout_s = settings.header_timeout_s
+        self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
+        self._num_header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Expect a header."""
+        super().connection_made(transport)
+        self._expect_header()
+
+    def on_message_begin(self) -> None:
+        """Expect the rest of it."""
+        self._expect_header()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Expect it no longer."""
+        self._stop_expecting()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in, and close where they are too many without an end of the header."""
+        super().data_received(data)
+        if self._deadline is not None:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > MAX_HEADER_BYTES:
+                self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing comes any more."""
+        self._stop_expecting()
+        super().connection_lost(exc)
+
+    def _expect_header(self) -> None:
+        self._stop_expecting()
+        self._num_header_bytes = 0
+        self._deadline = self.loop.call_later(self._timeout_s, self._close)
+
+    def _stop_expecting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        self._stop_expecting()
+        if not self.transport.is_closing():
+            self.transport.close()
