@@ -104,6 +104,9 @@ class EngineBackend(Protocol):
     def stats(self) -> EngineStats:
         """What it is doing and has done."""
 
+    def stalled_s(self) -> float:
+        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+
     def close(self) -> None:
         """End all requests and let the model go; a second call does nothing."""
 

@@ -66,7 +66,8 @@ class Pipeline:
     11. the draw.
 
     A batch that fails in a processor (an error, a wrong shape or dtype, a NaN, no token left) is run again
-    row by row, and only the rows that fail alone are failed.
+    row by row, and only the rows that fail alone are failed. An error is any: on the engine's own thread
+    `SystemExit` or `KeyboardInterrupt` can only come from a processor.
     """
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
@@ -114,7 +115,7 @@ class Pipeline:
                 stage.counter.num_rows += len(members)
             try:
                 self._update(stage, [samples[row].rows[place] for row in members])
-            except Exception as error:  # noqa: BLE001 - whatever it is, `apply` finds the rows that bring it about
+            except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that bring it about
                 self._broken.add(place)
                 if not members:  # there is no request to fail
                     logger.warning("%s failed to let its rows go: %r", stage.name, error)
@@ -160,7 +161,7 @@ class Pipeline:
             return
         try:
             changed = _checked_apply(stage, run.logits, members)
-        except Exception:  # noqa: BLE001 - whatever it is, the rows that bring it about are found one by one
+        except BaseException:  # noqa: BLE001 - the rows that bring it about are found one by one
             self._run_one_by_one(place, run, raw)
             return
         _put(run, raw, members, changed)
@@ -172,7 +173,7 @@ class Pipeline:
             try:
                 self._update(stage, [batch_row])
                 changed = _checked_apply(stage, run.logits, [row])
-            except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request alone
+            except BaseException as error:  # noqa: BLE001 - SystemExit, too, ends this request alone
                 stage.counter.num_failures += 1
                 if row not in run.errors:
                     run.errors[row] = _named(stage, batch_row, error)
@@ -207,7 +208,7 @@ def _concerns(stage: Stage, place: int, sample: ActiveSample) -> bool:
     return place in sample.rows and not (sample.skips_invariant and stage.is_invariant)
 
 
-def _named(stage: Stage, row: BatchRow, error: Exception) -> ProcessorError:
+def _named(stage: Stage, row: BatchRow, error: BaseException) -> ProcessorError:
     said = str(error) if isinstance(error, _UnusableLogitsError) else repr(error)
     named = ProcessorError(stage.name, f"failed request {row.request_id!r}: {said}")
     named.__cause__ = error

@@ -5,6 +5,7 @@ Before it: `EngineConfig` and `SamplingParams`. After it: the pipeline, which ru
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
@@ -146,7 +147,9 @@ class Stages:
             raise ParameterError(parameter, str(error)) from error
         except ValueError as error:
             raise ParameterError(parameter, f"{stage.name}: {error}") from error
-        except Exception as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # the person at the keyboard
             raise ProcessorError(stage.name, f"could not check its arguments: {error!r}") from error
 
     def _unknown(self, key: str) -> str:

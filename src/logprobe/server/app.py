@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from logprobe.server.http.guard import Handler
     from logprobe.server.settings import ServerSettings
 
-OPEN: Final = {"/health"}  # need no key
+OPEN: Final = {"/health", "/ready"}  # need no key
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/health", facts.health),
+    ("GET", "/ready", facts.ready),
     ("GET", "/metrics", facts.metrics),
     ("GET", "/v1/models", facts.models),
     ("GET", "/v1/models/{model:path}", facts.model),
@@ -131,7 +132,8 @@ def serve(
                 ready(f"http://{host}:{port}")
             run_server(app, settings, listener)
         finally:
-            model.engine.close()
+            if model.engine.stalled_s() <= settings.stall_s:  # one that hangs would never close
+                model.engine.close()
 
 
 def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
 import uuid
@@ -164,6 +165,19 @@ class Service:
         if body.lora not in {None, body.model}:
             raise bad_request("lora", f"is {body.lora!r}, but model names the adapter {body.model!r}")
         body.lora = body.model
+
+    def check_engine(self) -> None:
+        """Notice an engine that has stopped, or that hangs in a step.
+
+        Raises:
+            ApiError: 503.
+        """
+        stalled_s = self.engine.stalled_s()
+        if stalled_s > self.settings.stall_s:
+            is_gone = math.isinf(stalled_s)
+            what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
+            code = "engine_closed" if is_gone else "engine_stuck"
+            raise ApiError(503, f"the engine {what}; the server must be started again", code=code)
 
     def read_messages(self, messages: Messages) -> IntArray:
         """A conversation as ids, ready for the assistant's turn.

@@ -8,7 +8,9 @@ request's one growing output, so a slow reader skips states but never loses a ro
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections import defaultdict, deque
 from contextlib import contextmanager
 from functools import partial
@@ -51,6 +53,7 @@ class LocalEngine:
         self._outputs: dict[str, RequestOutput] = {}
         self._readers: dict[str, Reader] = {}
         self._is_closed = False
+        self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
 
@@ -201,6 +204,13 @@ class LocalEngine:
             processors=dict(self._engine.processing.pipeline.counters),
         )
 
+    def stalled_s(self) -> float:
+        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+        if not self._thread.is_alive():
+            return math.inf
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the thread go; a second call does nothing."""
         with self._wake:
@@ -214,6 +224,7 @@ class LocalEngine:
         try:
             while self._take_commands():
                 self._publish(self._engine.step())
+                self._turn_began = None
         except Exception as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
             reason = EngineError(f"the engine stopped: {error!r}; please report this")
             reason.__cause__ = error
@@ -233,6 +244,7 @@ class LocalEngine:
             if self._is_closed:
                 return False
             commands, self._commands = self._commands, deque()
+        self._turn_began = time.monotonic()
         aborted = [command() for command in commands]
         self._publish(output for output in aborted if isinstance(output, RequestOutput))
         return True

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
 
+from logprobe.server.http.errors import ApiError
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine
     from typing import Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CHECK_EVERY_S = 0.5
 DONE = b"data: [DONE]\n\n"
 
 
@@ -37,20 +40,34 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], at_end: Callable[[], object]) -> None:
-        """Stream `events`; `at_end` runs whatever happens, also where none was ever asked for."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes],
+        *,
+        check: Callable[[], object],
+        failed: Callable[[Exception], bytes],
+        at_end: Callable[[], object],
+    ) -> None:
+        """Stream `events`, or `failed` of what `check` raises while they are awaited.
+
+        `at_end` runs whatever happens, also where no event was ever asked for.
+        """
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._check = check
+        self._failed = failed
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Send all events, or as many as the client waits for."""
         sender = asyncio.create_task(self._send_all(send))
         try:
-            await _first_of(sender, receive)
+            await _first_of(sender, receive, self._check)
         except ClientGoneError:
             return
+        except ApiError as error:
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": False})
         finally:
             self._at_end()
 
@@ -63,19 +80,23 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client hangs up.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T], check: Callable[[], object]) -> T:
+    """The result of `work`, which is cancelled as soon as the client hangs up or `check` raises.
 
     Raises:
         ClientGoneError: it hung up.
+        ApiError: what `check` raised.
     """
-    return await _first_of(asyncio.create_task(work), receive)
+    return await _first_of(asyncio.create_task(work), receive, check)
 
 
-async def _first_of(work: asyncio.Task[T], receive: Receive) -> T:
+async def _first_of(work: asyncio.Task[T], receive: Receive, check: Callable[[], object]) -> T:
     watch = asyncio.create_task(_hung_up(receive))
     try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        while not work.done() and not watch.done():
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED, timeout=CHECK_EVERY_S)
+            if not work.done() and not watch.done():
+                check()
         if not work.done():
             raise ClientGoneError
         return work.result()

@@ -63,8 +63,13 @@ async def answer(
         ClientGoneError: nobody is left to answer.
     """
     if is_stream:
-        return EventStream(_events(service, generation, shape), generation.ticket.release)
-    pieces = await while_connected(request.receive, generation.whole())
+        return EventStream(
+            _events(service, generation, shape),
+            check=service.check_engine,
+            failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
+            at_end=generation.ticket.release,
+        )
+    pieces = await while_connected(request.receive, generation.whole(), service.check_engine)
     if sum(piece.num_rows for piece in pieces) <= QUICK_ROWS and generation.num_prompt_tokens <= QUICK_ROWS:
         return Response(encode(service, shape.whole(pieces)), media_type=JSON_TYPE)
     data = await service.workers.run(lambda: encode(service, shape.whole(pieces)))

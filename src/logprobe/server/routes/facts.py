@@ -31,10 +31,17 @@ def json_reply(value: Any) -> Response:
 
 
 async def health(_: HttpRequest, service: Service) -> Response:
-    """Say whether requests can be served."""
+    """Say whether the server and its engine live; 503 means that it must be started again."""
+    service.check_engine()
+    return json_reply({"status": "draining" if service.is_draining else "ok"})
+
+
+async def ready(_: HttpRequest, service: Service) -> Response:
+    """Say whether new requests are taken: not while the server ends."""
+    service.check_engine()
     if service.is_draining:
         raise ApiError(503, "the server is shutting down", code="draining")
-    return json_reply({"status": "ok"})
+    return json_reply({"status": "ready"})
 
 
 async def models(_: HttpRequest, service: Service) -> Response:

@@ -49,7 +49,7 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
         service.engine.check(one)
     ticket = service.limits.admit(Cost.of(requests, service.vocab_size))
     try:
-        outputs = await while_connected(request.receive, service.run_all(requests))
+        outputs = await while_connected(request.receive, service.run_all(requests), service.check_engine)
     finally:
         ticket.release()
     # Megabytes are copied: elsewhere, so that other clients' streams go on.

@@ -58,7 +58,7 @@ async def score(request: HttpRequest, service: Service) -> Response:
         service.engine.check(asked)
     ticket = service.limits.admit(Cost.of(requests, service.vocab_size))
     try:
-        outputs = await while_connected(request.receive, service.run_all(requests))
+        outputs = await while_connected(request.receive, service.run_all(requests), service.check_engine)
     finally:
         ticket.release()
     found = [_scored(output, pair, service) for output, pair in zip(outputs, pairs, strict=False)]
