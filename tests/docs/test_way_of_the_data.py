@@ -47,7 +47,12 @@ class Watch:
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         # Bodies of modules and classes run at an import, which is no part of the way.
-        if self._is_on and event == "call" and code.co_filename in FILES and code.co_flags & inspect.CO_OPTIMIZED:
+        if (
+            self._is_on
+            and event == "call"
+            and code.co_filename in FILES
+            and code.co_flags & inspect.CO_OPTIMIZED
+        ):
             self.calls.append(code)
 
     def of(self, work: Callable[[], object]) -> list[CodeType]:
