@@ -131,6 +131,12 @@ def speed_figures(workers: Workers, options: Options) -> list[Figure]:
     ]
     read = race(workers, [OURS, LISTS, DICTS, VLLM], options.rounds, "index", **given)
     figures.append(Figure(name="read each position as a dict", unit="positions/s", better="higher", **read))
+    kinds = {OURS: "dataclass", "msgspec Struct": "msgspec Struct", "frozen dataclass": "frozen dataclass"}
+    made = {
+        label: race(workers, [OURS], options.rounds, "make_values", kind=kind)["samples"][OURS]
+        for label, kind in kinds.items()
+    }
+    figures.append(Figure(name="make a Logprob", unit="values/s", better="higher", samples=made))
     chat = race(workers, [OURS], options.rounds, "chat_json", **given)
     pydantic = race(workers, [OURS], options.rounds, "pydantic_json", **given)
     chat["samples"]["pydantic"] = pydantic["samples"][OURS]

@@ -237,6 +237,22 @@ def pydantic_json(job: dict[str, Any], _: Any, __: Any) -> float:
     return len(rows) / (time.perf_counter() - started)
 
 
+def make_values(job: dict[str, Any], _: Any, __: Any) -> float:
+    """Candidates a second as `kind`: our dataclass, a msgspec Struct, or a frozen dataclass."""
+    import msgspec
+
+    from logprobe.records import Logprob
+
+    fields = [("logprob", float), ("rank", int | None), ("decoded_token", str | None)]
+    struct = msgspec.defstruct("Struct", fields, frozen=True, gc=False)
+    make = {"dataclass": Logprob, "msgspec Struct": struct, "frozen dataclass": Frozen}[job["kind"]]
+    columns = [[-0.5] * 20_000, [1] * 20_000, ["a"] * 20_000]
+    started = time.perf_counter()
+    for _ in map(make, *columns):
+        pass
+    return 20_000 / (time.perf_counter() - started)
+
+
 def growth(job: dict[str, Any], make: Callable[[], Any], fill: Callable[..., None]) -> float:
     """Time a position in the last tenth of one record of `num_rows` positions, over that in the first."""
     step = make_steps(1000, job["k"], job["vocab_size"])
@@ -272,6 +288,7 @@ JOBS = {
     "index": index,
     "chat_json": chat_json,
     "pydantic_json": pydantic_json,
+    "make_values": make_values,
     "growth": growth,
     "data_set": data_set,
 }

@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from logprobe.async_lm import (
         AsyncLM as AsyncLM,
     )
+    from logprobe.config import (
+        EngineConfig as EngineConfig,
+    )
+    from logprobe.engine.request import (
+        CompletionOutput as CompletionOutput,
+    )
+    from logprobe.engine.request import (
+        RequestOutput as RequestOutput,
+    )
+    from logprobe.errors import (
+        LogprobeError as LogprobeError,
+    )
     from logprobe.llm import (
         LLM as LLM,
     )
@@ -25,16 +37,25 @@ if TYPE_CHECKING:
         Logprob as Logprob,
     )
     from logprobe.records import (
+        LogprobsLists as LogprobsLists,
+    )
+    from logprobe.records import (
         LogprobsOnePosition as LogprobsOnePosition,
     )
     from logprobe.records import (
         LogprobsTensors as LogprobsTensors,
     )
     from logprobe.records import (
+        ModelRunnerOutput as ModelRunnerOutput,
+    )
+    from logprobe.records import (
         PromptLogprobs as PromptLogprobs,
     )
     from logprobe.records import (
         SampleLogprobs as SampleLogprobs,
+    )
+    from logprobe.records import (
+        SamplerOutput as SamplerOutput,
     )
     from logprobe.records import (
         TokenLogprob as TokenLogprob,
@@ -57,6 +78,9 @@ if TYPE_CHECKING:
     from logprobe.sampling import (
         SamplingParams as SamplingParams,
     )
+    from logprobe.scoring import (
+        Score as Score,
+    )
 
 __version__ = "0.1.0"
 
@@ -65,7 +89,12 @@ _HOMES = {
     "LLM": "logprobe.llm",
     "AsyncLM": "logprobe.async_lm",
     "RemoteLM": "logprobe.remote_lm",
+    "EngineConfig": "logprobe.config",
+    "LogprobeError": "logprobe.errors",
     "SamplingParams": "logprobe.sampling",
+    "RequestOutput": "logprobe.engine.request",
+    "CompletionOutput": "logprobe.engine.request",
+    "Score": "logprobe.scoring",
     "FlatLogprobs": "logprobe.records",
     "Logprob": "logprobe.records",
     "LogprobsOnePosition": "logprobe.records",
@@ -77,6 +106,9 @@ _HOMES = {
     "TokenLogprob": "logprobe.records",
     "TopLogprobs": "logprobe.records",
     "LogprobsTensors": "logprobe.records",
+    "LogprobsLists": "logprobe.records",
+    "SamplerOutput": "logprobe.records",
+    "ModelRunnerOutput": "logprobe.records",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are strings

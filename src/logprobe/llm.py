@@ -317,7 +317,7 @@ class LLM:
         unconditional = None
         if alone is not None:
             assert alone.prompt_logprobs is not None
-            unconditional = measures.total(alone.prompt_logprobs.chosen_entries().logprobs)
+            unconditional = measures.total(alone.prompt_logprobs[-len(ids) :].chosen_entries().logprobs)
         data = self.text.vocabulary.bytes_of(ids)
         return Score.of(ids, record, data, unconditional_logprob=unconditional)
 

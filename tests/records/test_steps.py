@@ -42,6 +42,44 @@ def test_the_chosen_token_and_its_rank_are_kept_in_both_forms(
         np.testing.assert_array_equal(tensors.dense_logprobs[5], values)
 
 
+def test_positions_are_set_without_a_view_of_the_device(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor elsewhere has no `numpy()`: what is written there goes through tensors alone."""
+    values = row_of(rng, 30)
+    tensors = LogprobsTensors.create_empty(1, 2, 30, device=torch.device("cpu"))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "numpy", lambda _: pytest.fail("numpy() of a device tensor"))
+        tensors.set_position(0, 0, values, 7)
+    tensors.set_position(0, 1, torch.from_numpy(values), 7)
+    first, second = tensors.to_lists().get_sequence(0)
+    assert first.top_k == second.top_k
+    assert first.logprob == values[7]
+    assert LogprobsTensors.create_empty(2, 3, 40, device="meta").logprobs.device.type == "meta"
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3]], [["a"], ["b"]], [[1.5], [2.0]], [None, 1]])
+def test_ids_that_are_no_rows_of_integers_are_named(ids: Any) -> None:
+    with pytest.raises(ParameterError) as error:
+        ModelRunnerOutput.create(ids, ["one", "two"])
+    assert error.value.parameter == "sampled_token_ids"
+
+
+def test_all_texts_are_decoded_in_one_call(rng: np.random.Generator) -> None:
+    class Tokenizer:
+        num_calls = 0
+
+        def batch_decode(self, rows: list[list[int]]) -> list[str]:
+            self.num_calls += 1
+            return [f"t{token_id}" for (token_id,) in rows]
+
+    tensors, tokenizer = LogprobsTensors.create_empty(1, 64, 20), Tokenizer()
+    for position in range(64):
+        tensors.set_position(0, position, row_of(rng, 20), 3)
+    assert {row.token for row in tensors.to_lists(tokenizer).get_sequence(0)} == {"t3"}
+    assert tokenizer.num_calls == 1
+
+
 def test_positions_left_out_give_no_rows(rng: np.random.Generator) -> None:
     tensors = LogprobsTensors.create_empty(1, 10, 20, sparse=True)
     for position in (1, 4, 7):

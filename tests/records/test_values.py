@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,15 +11,16 @@ from logprobe.errors import ParameterError
 from logprobe.records import Logprob, TokenLogprob, TopLogprobs
 
 
-def test_a_logprob_is_a_frozen_value_with_a_fixed_field_order() -> None:
+def test_a_logprob_is_a_dataclass_with_a_fixed_field_order() -> None:
     assert Logprob(-1.0) == Logprob(-1.0, None, None)
-    assert Logprob(-1.0, 2, "a") == Logprob(logprob=-1.0, rank=2, decoded_token="a")  # noqa: S106 - a piece of text
+    value = Logprob(-1.0, 2, "a")
+    assert value == Logprob(logprob=-1.0, rank=2, decoded_token="a")  # noqa: S106 - a piece of text
     assert Logprob(-1.0, 2) != Logprob(-1.0, 3)
-    assert Logprob.__struct_fields__ == ("logprob", "rank", "decoded_token")
-    assert len({Logprob(-1.0, 2), Logprob(-1.0, 2)}) == 1
-    assert not hasattr(Logprob(-1.0), "__dict__")
-    with pytest.raises(AttributeError):
-        Logprob(-1.0).rank = 3
+    assert is_dataclass(Logprob)
+    assert list(asdict(value)) == ["logprob", "rank", "decoded_token"]
+    assert json.dumps(asdict(value)) == '{"logprob": -1.0, "rank": 2, "decoded_token": "a"}'
+    assert replace(value, rank=3) == Logprob(-1.0, 3, "a")
+    assert not hasattr(value, "__dict__")
 
 
 def test_sorting_puts_the_most_likely_first() -> None:

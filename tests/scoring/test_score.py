@@ -44,7 +44,7 @@ def test_ranks_and_entropies_are_those_of_the_prompt(tiny_llm: LLM, pair: tuple[
     assert record is not None
     assert record.entropy is not None
     assert score.entropy == pytest.approx(record.entropy[len(context) :].tolist(), abs=1e-5)
-    assert score.ranks == record.chosen_entries().ranks.tolist()[len(context) - 1 :]
+    assert score.ranks == record.chosen_entries().ranks.tolist()[len(context) :]
 
 
 def test_pmi_is_the_difference_to_the_score_after_nothing(tiny_llm: LLM) -> None:

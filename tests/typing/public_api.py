@@ -5,13 +5,21 @@ from typing import assert_type
 from logprobe import (
     LLM,
     AsyncLM,
+    CompletionOutput,
+    EngineConfig,
     FlatLogprobs,
     Logprob,
+    LogprobeError,
+    LogprobsLists,
     LogprobsOnePosition,
     LogprobsTensors,
+    ModelRunnerOutput,
     PromptLogprobs,
     RemoteLM,
+    RequestOutput,
+    SamplerOutput,
     SamplingParams,
+    Score,
     TokenLogprob,
     TopLogprobs,
     __version__,
@@ -19,7 +27,7 @@ from logprobe import (
     create_prompt_logprobs,
     create_sample_logprobs,
 )
-from logprobe.errors import BatchError, LogprobeError, ParameterError
+from logprobe.errors import BatchError, ParameterError
 
 assert_type(__version__, str)
 
@@ -75,6 +83,22 @@ def grow_a_record() -> PromptLogprobs:
 def small_values(step: LogprobsTensors) -> tuple[list[TokenLogprob], int]:
     top = TopLogprobs.from_array(0, [-0.1, -2.5], [7, 8], [" a", " b"], 0, k=2)
     return sorted(top.top_k), step.ranks.shape[0]
+
+
+def a_step(output: ModelRunnerOutput) -> tuple[SamplerOutput, LogprobsLists | LogprobsTensors | None]:
+    return output.sampler_output, output.sampler_output.logprobs
+
+
+def read_outputs(llm: LLM) -> tuple[list[Score], list[CompletionOutput]]:
+    assert_type(llm.config, EngineConfig)
+    outputs: list[RequestOutput] = llm.generate(["a text"])
+    scores: list[Score] = llm.score([("a", " text")])
+    return scores, [completion for output in outputs for completion in output.outputs]
+
+
+def columns_of(record: FlatLogprobs) -> FlatLogprobs:
+    ids: list[int] = record.token_ids + record.token_ids
+    return FlatLogprobs.from_columns([0], [1], ids, record.logprobs.tolist(), record.ranks)
 
 
 def with_errors() -> str:

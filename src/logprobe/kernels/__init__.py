@@ -7,23 +7,33 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from logprobe.kernels.extraction.api import batch_logprobs_to_host, extract, extract_top_k_logprobs
+    from logprobe.kernels.extraction.api import extract
     from logprobe.kernels.extraction.head import head_extract
+    from logprobe.kernels.extraction.rows import (
+        batch_logprobs_to_host,
+        batch_logprobs_transfer,
+        extract_top_k_logprobs,
+        extract_top_k_logprobs_rust,
+    )
     from logprobe.kernels.info import kernel_info, warm_up
 
 __all__ = [
     "batch_logprobs_to_host",
+    "batch_logprobs_transfer",
     "extract",
     "extract_top_k_logprobs",
+    "extract_top_k_logprobs_rust",
     "head_extract",
     "kernel_info",
     "warm_up",
 ]
 
 _HOMES = {
-    "batch_logprobs_to_host": ".extraction.api",
+    "batch_logprobs_to_host": ".extraction.rows",
+    "batch_logprobs_transfer": ".extraction.rows",
     "extract": ".extraction.api",
-    "extract_top_k_logprobs": ".extraction.api",
+    "extract_top_k_logprobs": ".extraction.rows",
+    "extract_top_k_logprobs_rust": ".extraction.rows",
     "head_extract": ".extraction.head",
     "kernel_info": ".info",
     "warm_up": ".info",

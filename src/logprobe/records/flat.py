@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
-
-import numpy as np
 
 from logprobe.records.forms import wire
 from logprobe.records.store.columns import Array, ColumnView
-from logprobe.records.store.entries import Entries, RowLists
+from logprobe.records.store.entries import Entries, RowLists, with_holes
 from logprobe.records.store.inputs import (
     checked,
     given_columns,
     row_entries,
     row_from_columns,
     row_from_position,
+    spans_of,
     step_rows,
 )
 from logprobe.records.store.rows import Rows
@@ -73,15 +72,37 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         record.rows, record._side = rows, Side(entropy, given)
         return record
 
+    @classmethod
+    def from_columns(
+        cls,
+        start_indices: npt.ArrayLike,
+        end_indices: npt.ArrayLike,
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        ranks: Iterable[int | None],
+        decoded_tokens: Iterable[str | None] = repeat(None),
+    ) -> FlatLogprobs:
+        """A record from its six columns: position i holds the entries [start_indices[i], end_indices[i]).
+
+        A position that was None is one without entries here, `{}`: the columns do not tell them apart.
+
+        Raises:
+            ParameterError: too few values in a column, a position outside them, negative ids or ranks, +inf.
+        """
+        entries = row_entries(row_from_columns(token_ids, logprobs, ranks, decoded_tokens))
+        record = cls()
+        record.rows.append_given(spans_of(entries, start_indices, end_indices))
+        return record
+
     # -- growing -----------------------------------------------------------------------------------------
 
-    def append(self, value: LogprobsOnePosition | None) -> None:
+    def append(self, logprobs_one_position: LogprobsOnePosition | None) -> None:
         """Add one position from a dict, or a position without values from None.
 
         Raises:
             ParameterError: negative ids or ranks, +inf. Nothing is added then.
         """
-        row = None if value is None else row_from_position(value)
+        row = None if logprobs_one_position is None else row_from_position(logprobs_one_position)
         entries = None if row is None else row_entries(row)
         if self._side:
             self._side.append(len(self), 1, None, None)
@@ -211,10 +232,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return joined
 
     def __repr__(self) -> str:
-        return f"FlatLogprobs({list(self)!r})"
+        return f"<FlatLogprobs: {len(self)} positions, {self.num_entries} entries>"
 
     def copy(self) -> FlatLogprobs:
-        """A container of its own; the rows so far are shared, never changed."""
+        """A container of its own; the rows so far are shared."""
         return self[:]
 
     def with_table(self, table: TokenTable | None) -> FlatLogprobs:
@@ -225,12 +246,10 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
         """Token id and numbers of the chosen token at one position; None where it has no entries."""
-        place = range(self.rows.num_rows)[operator.index(index)]
-        row = self._row(place)
+        row = self._row(range(self.rows.num_rows)[operator.index(index)])
         if row is None or not row.token_ids:
             return None
-        token_id = row.token_ids[0]
-        return token_id, Logprob(row.logprobs[0], row.ranks[0], self._text(row, 0))
+        return row.token_ids[0], Logprob(row.logprobs[0], row.ranks[0], self._text(row, 0))
 
     def _row(self, place: int) -> RowLists | None:
         return None if self.rows.store.is_none(place) else self.rows.row(place)
@@ -329,8 +348,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         texts = entries.texts or [None] * len(entries.token_ids)
         if self.table is None:
             return texts
-        read = self.table.token_text
-        ids = entries.token_ids.tolist()
+        read, ids = self.table.token_text, entries.token_ids.tolist()
         return [read(token_id) if text is None else text for token_id, text in zip(ids, texts, strict=True)]
 
     @property
@@ -346,19 +364,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def is_valid(self) -> Array:
         """False where a position holds NaN, (T,) bool."""
-        entries = self.entries()
-        is_valid = np.ones(len(entries.offsets) - 1, np.bool_)
-        wrong = np.flatnonzero(np.isnan(entries.logprobs))
-        is_valid[np.searchsorted(entries.offsets, wrong, side="right") - 1] = False
-        return is_valid
+        return self.entries().is_valid()
 
     def entries(self) -> Entries:
         """All public columns at once, as arrays."""
         return self.rows.entries(0, self.rows.num_rows)
 
     def chosen_entries(self) -> Entries:
-        """The chosen token of each position that has entries, as arrays."""
-        return self.rows.store.chosen_entries(0, len(self))
+        """The chosen token of each position, as arrays of one value a position.
+
+        Where positions have no entries, such as a prompt's first, the columns are masked arrays with a hole
+        there: it prints as `--`, `tolist()` gives None, and sums leave it out.
+        """
+        return with_holes(self.rows.store.chosen_entries(0, len(self)))
 
     def top_entries(self) -> Entries:
         """The k best of each position by rank, as arrays; k means k, whatever was chosen."""

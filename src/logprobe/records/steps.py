@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    import torch
     from torch import Tensor
 
     from logprobe.records.flat import FlatLogprobs
@@ -67,9 +68,16 @@ class LogprobsTensors:
 
     @classmethod
     def create_empty(
-        cls, batch_size: int, max_seq_len: int, vocab_size: int, top_k: int = 5, sparse: bool = False
+        cls,
+        batch_size: int,
+        max_seq_len: int,
+        vocab_size: int,
+        top_k: int = 5,
+        sparse: bool = False,
+        *,
+        device: torch.device | str | None = None,
     ) -> LogprobsTensors:
-        """Room for `max_seq_len` positions of each sequence, to be filled by `set_position`.
+        """Room on `device` for `max_seq_len` positions of each sequence, to be filled by `set_position`.
 
         Raises:
             ParameterError: a negative size, or a vocabulary of none.
@@ -83,39 +91,47 @@ class LogprobsTensors:
                     name, "it is too small: vocab_size needs 1 or more, the others 0 or more"
                 )
         num_rows, width = batch_size * max_seq_len, min(top_k, vocab_size) + 1
-        return cls(
-            token_ids=torch.zeros((num_rows, width), dtype=torch.int32),
-            logprobs=torch.full((num_rows, width), -torch.inf),
-            ranks=torch.zeros(num_rows, dtype=torch.int32),
-            lse=torch.zeros(num_rows),
-            num_logprobs=torch.full((num_rows,), width - 1, dtype=torch.int32),
-            is_valid=torch.zeros(num_rows, dtype=torch.bool),
-            max_seq_len=max_seq_len,
-            is_set=torch.zeros(num_rows, dtype=torch.bool),
-            # Untouched pages cost no memory; is_set says which rows mean anything.
-            dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
-        )
+        with torch.device("cpu" if device is None else device):
+            return cls(
+                token_ids=torch.zeros((num_rows, width), dtype=torch.int32),
+                logprobs=torch.full((num_rows, width), -torch.inf),
+                ranks=torch.zeros(num_rows, dtype=torch.int32),
+                lse=torch.zeros(num_rows),
+                num_logprobs=torch.full((num_rows,), width - 1, dtype=torch.int32),
+                is_valid=torch.zeros(num_rows, dtype=torch.bool),
+                max_seq_len=max_seq_len,
+                is_set=torch.zeros(num_rows, dtype=torch.bool),
+                # Untouched pages cost no memory; is_set says which rows mean anything.
+                dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
+            )
 
-    def set_position(self, batch_idx: int, position: int, logprobs: npt.ArrayLike, token_id: int) -> None:
-        """Store one row of log-probabilities (V,) nats and its chosen token; a row with NaN is flagged.
+    def set_position(
+        self, batch_idx: int, position: int, logprobs: npt.ArrayLike | Tensor, token_id: int
+    ) -> None:
+        """Store one row of log-probabilities (V,) nats, on any device, and its chosen token.
+
+        A row with NaN is flagged.
 
         Raises:
             ParameterError: an index or id out of range, a row of another width, +inf.
         """
+        import torch
+
         row = self._row_of(batch_idx, position)
-        values = np.asarray(logprobs, np.float32)
+        host_row = logprobs.detach().cpu() if isinstance(logprobs, torch.Tensor) else logprobs
+        values = np.asarray(host_row, np.float32)
         self._check_row(values, token_id)
         is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
         best = top_indices(values, int(self.num_logprobs[row]) if is_valid else 0)
         columns = np.array([token_id, *best], np.int32)
-        host_ids, host_logprobs = self.token_ids.numpy(), self.logprobs.numpy()
-        host_ids[row, : len(columns)] = columns
-        host_logprobs[row, : len(columns)] = values[columns] if is_valid else np.nan
+        entries = values[columns] if is_valid else np.full(len(columns), np.nan, np.float32)
+        self.token_ids[row, : len(columns)] = torch.from_numpy(columns)
+        self.logprobs[row, : len(columns)] = torch.from_numpy(entries)
         self.ranks[row] = 1 + int(np.count_nonzero(values > values[token_id])) if is_valid else 0
         self.lse[row] = float(np.log(np.exp(values, dtype=np.float64).sum())) if is_valid else float("nan")
         self.is_valid[row] = is_valid
         if self.dense_logprobs is not None:
-            self.dense_logprobs.numpy()[row] = values
+            self.dense_logprobs[row] = torch.from_numpy(values)
         if self.is_set is not None:
             self.is_set[row] = True
 
@@ -241,9 +257,10 @@ class ModelRunnerOutput:
         """Tie rows to requests: sampled_token_ids (B,) or (B, n), one request id a row.
 
         Raises:
-            ParameterError: a number of ids that differs from that of rows, or an id twice.
+            ParameterError: rows of different lengths, ids that are no integers, a number of requests that
+                differs from that of rows, or a request twice.
         """
-        ids = np.asarray(sampled_token_ids)
+        ids = _integers(sampled_token_ids)
         index = {req_id: row for row, req_id in enumerate(req_ids)}
         if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
             raise ParameterError(
@@ -266,6 +283,18 @@ class ModelRunnerOutput:
         place = row if output.logprobs_rows is None else int(output.logprobs_rows[row])
         logprobs = None if output.logprobs is None or place < 0 else output.logprobs.latest(place)
         return output.get_token_ids(row), logprobs
+
+
+def _integers(token_ids: npt.ArrayLike) -> Array:
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:
+        raise ParameterError(
+            "sampled_token_ids", "rows of different lengths; give each row as many"
+        ) from error
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ParameterError("sampled_token_ids", f"{ids.dtype} values where integers belong")
+    return ids
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Array]:

@@ -5,6 +5,7 @@ Before it: the arrays of a request (`FlatLogprobs`) or of a step. After it: user
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
@@ -33,8 +34,13 @@ class TokenTable(Protocol):
         ...
 
 
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """One candidate at one position: log-probability (nats), 1-based rank, text."""
+@dataclass(slots=True)
+class Logprob:
+    """One candidate at one position: log-probability (nats), 1-based rank, text.
+
+    A dataclass, so that `asdict`, `replace` and `is_dataclass` know it; not a frozen one, which takes over
+    twice as long to make (docs/decisions.md).
+    """
 
     logprob: float
     rank: int | None = None

@@ -41,8 +41,8 @@ class Score:
         *,
         unconditional_logprob: float | None = None,
     ) -> Score:
-        """Read a continuation's record: one position a token of `token_ids`, whose bytes are `data`."""
-        chosen = record.chosen_entries()
+        """Read a continuation's record, which ends with one position a token; their bytes are `data`."""
+        chosen = record[len(record) - len(token_ids) :].chosen_entries()
         ranks = chosen.ranks.tolist()
         return cls(
             logprob=measures.total(chosen.logprobs),

@@ -41,7 +41,7 @@ def legacy(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]
 
     A map holds the chosen token and the k best; of two tokens with one text the later is `token_id:N`.
     """
-    chosen, top = record.chosen_entries(), record.top_entries()
+    chosen, top = record.rows.store.chosen_entries(0, len(record)), record.top_entries()
     numbers = finite(chosen.logprobs)
     token_logprobs: list[float | None] = []
     maps: list[dict[str, float | None] | None] = []
@@ -73,7 +73,7 @@ def token_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> list[list[dict[s
 
 def prompt_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> list[dict[str, Any] | None]:
     """One object a prompt position: the token's own numbers and its k best alternatives."""
-    chosen = _cut(record.chosen_entries(), vocabulary)
+    chosen = _cut(record.rows.store.chosen_entries(0, len(record)), vocabulary)
     tops = _cut(record.top_entries(), vocabulary)
     return [{**own[0], "top_logprobs": top} if own else None for own, top in zip(chosen, tops, strict=True)]
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.requests import allocate, check_ids, check_requests, check_rows
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 from logprobe.kernels.info import kernel_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
@@ -64,47 +59,3 @@ def extract(
 def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
     """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
     import_module(_MODULES[kernel_of(logits.device.type)]).fill(logits, requests, output)
-
-
-def extract_top_k_logprobs(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable ids of each row and their log-probabilities, descending, ties by ascending id.
-
-    Args:
-        logprobs: (B, V) float32, float16 or bfloat16, nats; taken as they are, not normalised again.
-        k: how many; -1 is the whole vocabulary, more than V gives V.
-
-    Returns:
-        ids (B, k) int32 and log-probabilities (B, k) of the same dtype as `logprobs`; a row that holds NaN
-        or +inf, or nothing but -inf, has NaN and id 0.
-
-    Raises:
-        ParameterError: a shape or dtype that does not fit, k < -1.
-    """
-    num_rows, _ = check_rows(logprobs, "logprobs")
-    top = extract(logprobs, np.zeros(num_rows, dtype=np.int32), int(k))
-    ids = top.token_ids[:, 1:]
-    values = logprobs.detach().gather(1, ids.long())
-    return ids, values.masked_fill(~top.is_valid[:, None], torch.nan)
-
-
-def batch_logprobs_to_host(
-    logprobs: Tensor, token_ids: IdsLike
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The log-probabilities of named token ids, as host arrays: nothing else leaves the device.
-
-    Args:
-        logprobs: (B, V) float32, float16 or bfloat16, nats, on any device.
-        token_ids: (B, n) token ids.
-
-    Returns:
-        token_ids (B, n) int32 and their log-probabilities (B, n) float32.
-
-    Raises:
-        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary.
-    """
-    num_rows, vocab_size = check_rows(logprobs, "logprobs")
-    ids = check_ids(token_ids, vocab_size, "token_ids")
-    if ids.ndim != 2 or len(ids) != num_rows:
-        raise ParameterError("token_ids", f"must have shape ({num_rows}, n), not {ids.shape}")
-    index = torch.from_numpy(ids.astype(np.int64)).to(logprobs.device)
-    return ids, logprobs.detach().gather(1, index).float().cpu().numpy()

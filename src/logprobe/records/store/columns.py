@@ -6,7 +6,7 @@ Before it: rows that a step found. After it: the stores of `FlatLogprobs`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -154,18 +154,28 @@ class ColumnView(Sequence[Any]):
         return values if places.step > 0 else values[::-1]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._read(0, self._length))
+        return iter(self.tolist())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, list | ColumnView):
             return NotImplemented
-        return len(self) == len(other) and list(self) == list(other)
+        return len(self) == len(other) and self.tolist() == list(other)
+
+    def __add__(self, other: Iterable[Any]) -> list[Any]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[Any]) -> list[Any]:
+        return [*other, *self]
+
+    def tolist(self) -> list[Any]:
+        """All values as Python numbers and texts."""
+        return self._read(0, self._length)
 
     def __repr__(self) -> str:
-        return repr(list(self))
+        return repr(self.tolist())
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(list(self), dtype=dtype)
+        return np.array(self.tolist(), dtype=dtype)
 
 
 def narrowed(values: Array) -> Array:

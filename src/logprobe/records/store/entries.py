@@ -39,10 +39,38 @@ class Entries:
             texts=None if self.texts is None else [self.texts[entry] for entry in picked.tolist()],
         )
 
+    def is_valid(self) -> Array:
+        """False where a position holds NaN, (n,) bool."""
+        is_valid = np.ones(len(self.offsets) - 1, np.bool_)
+        wrong = np.flatnonzero(np.isnan(self.logprobs))
+        is_valid[np.searchsorted(self.offsets, wrong, side="right") - 1] = False
+        return is_valid
+
     def rank_list(self) -> list[int | None]:
         """Ranks as Python values, None where none was given."""
         ranks: list[int | None] = self.ranks.tolist()
         return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
+
+
+def with_holes(entries: Entries) -> Entries:
+    """Entries of at most one a position as exactly one; masked where there is none, over NaN or 0."""
+    is_hole = entries.offsets[1:] == entries.offsets[:-1]
+    if not is_hole.any():
+        return entries
+
+    def spread(column: Array, filler: float) -> Array:
+        values = np.full(len(is_hole), filler, column.dtype)
+        values[~is_hole] = column
+        masked: Array = np.ma.MaskedArray(values, is_hole)
+        return masked
+
+    return Entries(
+        offsets=np.arange(len(is_hole) + 1),
+        token_ids=spread(entries.token_ids, 0),
+        logprobs=spread(entries.logprobs, np.nan),
+        ranks=spread(entries.ranks, 0),
+        is_none=entries.is_none,
+    )
 
 
 class StepRows(NamedTuple):

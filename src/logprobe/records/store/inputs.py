@@ -133,6 +133,32 @@ def _typed(name: str, typecode: str, values: list[Any]) -> Array:
         raise ParameterError(name, f"a value has no place in a record: {error}") from error
 
 
+def spans_of(entries: Entries, starts: npt.ArrayLike, ends: npt.ArrayLike) -> Entries:
+    """Positions that hold the entries [starts[i], ends[i]) of one long row.
+
+    Raises:
+        ParameterError: starts and ends of different lengths, or a span that is none of the row's.
+    """
+    first, last = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+    total = len(entries.token_ids)
+    if first.ndim != 1 or first.shape != last.shape:
+        raise ParameterError("end_indices", f"{last.shape} ends for {first.shape} starts; give one each")
+    if ((first < 0) | (last < first) | (last > total)).any():
+        raise ParameterError("end_indices", f"a position lies outside the {total} entries")
+    widths = last - first
+    offsets = np.zeros(len(first) + 1, np.int64)
+    np.cumsum(widths, out=offsets[1:])
+    picked = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], widths)
+    texts = entries.texts
+    return Entries(
+        offsets=offsets,
+        token_ids=entries.token_ids[picked],
+        logprobs=entries.logprobs[picked],
+        ranks=entries.ranks[picked],
+        texts=None if texts is None else [texts[entry] for entry in picked.tolist()],
+    )
+
+
 def as_step_rows(row: RowLists, entries: Entries, k: int | None) -> StepRows | None:
     """A position of different tokens as chosen + k best, if its ranks say that it is one; None otherwise.
 

@@ -101,6 +101,14 @@ class Rows:
         ragged.append_entries(entries)
         self.num_rows = ragged.num_rows
 
+    def append_given(self, entries: Entries) -> None:
+        """`append_entries` of rows that are packed where they are regular."""
+        rows = _regular(entries)
+        if rows is None:
+            self.append_entries(entries)
+        else:
+            self._append_whole(rows, repeats_chosen=True, texts=entries.texts, ids=entries.token_ids.tolist())
+
     def extend(self, other: Rows) -> None:
         """Add the rows that another record holds now."""
         for start, stop in chunks(other.store.num_rows):
@@ -198,7 +206,7 @@ class Rows:
             self._pending = Pending(pending.width)
             return
         entries = pending.entries()
-        rows = _regular(entries, pending)
+        rows = _step_of(entries, pending.width) if pending.width else _regular(entries)
         if rows is None:
             if entries.texts is not None or self.texts is not None:
                 self._write_texts(store, entries.token_ids.tolist(), entries.texts)
@@ -268,16 +276,19 @@ class Rows:
         return cls(STORES[scalars["form"]].from_state(scalars, columns), texts)
 
 
-def _regular(entries: Entries, pending: Pending) -> StepRows | None:
-    """Rows that waited as chosen + k best, if they are; None otherwise."""
-    n, widths = len(pending.ends), np.diff(entries.offsets)
-    width = int(widths[0])
+def _step_of(entries: Entries, width: int) -> StepRows:
+    """Rows of a step that waited, one rank each."""
+    ids, logprobs = entries.token_ids.reshape(-1, width), narrowed(entries.logprobs).reshape(-1, width)
+    return StepRows(ids, logprobs, entries.ranks)
+
+
+def _regular(entries: Entries) -> StepRows | None:
+    """Rows as given as chosen + k best, if they are; None otherwise."""
+    widths = np.diff(entries.offsets)
+    width = int(widths[0]) if len(widths) else 0
     if not width or (widths != width).any():
         return None
-    ids, logprobs = entries.token_ids.reshape(n, width), narrowed(entries.logprobs).reshape(n, width)
-    if pending.width:
-        return StepRows(ids, logprobs, entries.ranks)
-    ranks = entries.ranks.reshape(n, width)
+    ranks = entries.ranks.reshape(-1, width)
     if ranks[:, 0].min() < 0 or (ranks[:, 1:] != np.arange(1, width)).any():
         return None
-    return StepRows(ids, logprobs, ranks[:, 0])
+    return _step_of(entries, width)._replace(ranks=ranks[:, 0])

@@ -64,7 +64,8 @@ async def score(request: HttpRequest, service: Service) -> Response:
     found = [_scored(output, pair, service) for output, pair in zip(outputs, pairs, strict=False)]
     for one, output in zip(found, outputs[len(pairs) :], strict=False):
         assert output.prompt_logprobs is not None
-        one["unconditional_logprob"] = _sum(output.prompt_logprobs.chosen_entries().logprobs)
+        record = output.prompt_logprobs[-one["num_tokens"] :]
+        one["unconditional_logprob"] = _sum(record.chosen_entries().logprobs)
         one["pmi"] = one["logprob"] - one["unconditional_logprob"]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     reply = {
@@ -134,7 +135,8 @@ def _alone(pair: Pair, text: TextEdge) -> Pair:
 def _scored(output: RequestOutput, pair: Pair, service: Service) -> dict[str, Any]:
     record = output.prompt_logprobs
     assert record is not None
-    chosen, ids = record.chosen_entries(), pair.token_ids[pair.start :].tolist()
+    ids = pair.token_ids[pair.start :].tolist()
+    chosen = record[-len(ids) :].chosen_entries()
     data = service.text.vocabulary.bytes_of(ids)
     total, num_chars = _sum(chosen.logprobs), max(len(data.decode("utf-8", "replace")), 1)
     return {

@@ -1,0 +1,128 @@
+"""Log-probabilities that are there already → the best of each row, or those of named ids.
+
+Before it: rows of the caller's own, NumPy's or torch's. After it: user code.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logprobe.errors import ParameterError
+from logprobe.kernels.extraction.api import extract
+from logprobe.kernels.extraction.requests import LOGITS_DTYPES, check_ids, check_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from logprobe.kernels.extraction.requests import IdsLike
+
+    Array = NDArray[Any]
+
+Rows = TypeVar("Rows", "Tensor", "Array")
+
+
+@overload
+def extract_top_k_logprobs(
+    logprobs: Tensor, k: int, *, logprobs_first: bool = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def extract_top_k_logprobs(
+    logprobs: Array, k: int, *, logprobs_first: bool = False
+) -> tuple[Array, Array]: ...
+def extract_top_k_logprobs(
+    logprobs: Tensor | Array, k: int, *, logprobs_first: bool = False
+) -> tuple[Tensor, Tensor] | tuple[Array, Array]:
+    """The k most probable ids and their log-probabilities, descending, ties by ascending id.
+
+    Also named `extract_top_k_logprobs_rust`, with this order; some callers expect the other order, that of
+    `torch.topk`, and get it with `logprobs_first`.
+
+    Args:
+        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats; taken as
+            they are, not normalised again.
+        k: how many; -1 is the whole vocabulary, more than V gives V.
+        logprobs_first: give the log-probabilities before the ids.
+
+    Returns:
+        ids (B, k) int32 and log-probabilities (B, k), or (k,) each, of the kind and dtype of `logprobs`; a
+        row that holds NaN or +inf, or nothing but -inf, has NaN and id 0.
+
+    Raises:
+        ParameterError: a shape or dtype that does not fit, k < -1.
+    """
+    rows = _rows(logprobs)
+    narrow = rows if rows.dtype in LOGITS_DTYPES else rows.float()
+    top = extract(narrow, np.zeros(check_rows(narrow, "logprobs")[0], np.int32), int(k))
+    ids, is_valid = top.token_ids[:, 1:], top.is_valid
+    if rows.dtype == torch.float64:
+        # What float32 cannot tell apart may be no tie: the whole row is sorted as it is.
+        is_valid = (rows < torch.inf).all(1) & (rows > -torch.inf).any(1)
+        order = rows.sort(dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
+        ids = order.to(torch.int32).masked_fill(~is_valid[:, None], 0)
+    values = rows.gather(1, ids.long()).masked_fill(~is_valid[:, None], torch.nan)
+    found = [ids, values] if logprobs.ndim == 2 else [ids[0], values[0]]
+    first, second = reversed(found) if logprobs_first else found
+    return (first, second) if isinstance(logprobs, Tensor) else (first.numpy(), second.numpy())
+
+
+def batch_logprobs_to_host(
+    logprobs: Tensor | Array, token_ids: IdsLike
+) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
+    """The log-probabilities of named token ids, as host arrays: nothing else leaves the device.
+
+    Also named `batch_logprobs_transfer`.
+
+    Args:
+        logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats, on any
+            device.
+        token_ids: (B, n) token ids, or (B,), one a row; (n,) for a single row (V,).
+
+    Returns:
+        token_ids int32 and their log-probabilities, both of the shape of `token_ids`; float64 where
+        `logprobs` are, else float32.
+
+    Raises:
+        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary.
+    """
+    rows = _rows(logprobs)
+    num_rows, vocab_size = rows.shape
+    ids = check_ids(token_ids, vocab_size, "token_ids")
+    is_one_row = logprobs.ndim == 1
+    if ids.ndim not in ({1} if is_one_row else {1, 2}) or (not is_one_row and len(ids) != num_rows):
+        expected = "(n,)" if is_one_row else f"({num_rows}, n) or ({num_rows},)"
+        raise ParameterError("token_ids", f"must have shape {expected}, not {ids.shape}")
+    index = torch.from_numpy(ids.astype(np.int64).reshape(num_rows, -1)).to(rows.device)
+    values = rows.gather(1, index)
+    values = values if rows.dtype == torch.float64 else values.float()
+    return ids, values.cpu().numpy().reshape(ids.shape)
+
+
+extract_top_k_logprobs_rust = extract_top_k_logprobs
+batch_logprobs_transfer = batch_logprobs_to_host
+
+
+def _rows(logprobs: object) -> Tensor:
+    """Rows (B, V) as a tensor, a single row (V,) as one of them.
+
+    Raises:
+        ParameterError: no array of floats with one or two dimensions and V >= 1.
+    """
+    if not isinstance(logprobs, Tensor | np.ndarray):
+        raise ParameterError("logprobs", f"must be a torch or NumPy array, not {type(logprobs).__name__}")
+    kinds = (*LOGITS_DTYPES, torch.float64, np.float16, np.float32, np.float64)
+    if logprobs.dtype not in kinds:
+        raise ParameterError(
+            "logprobs", f"must be float16, bfloat16, float32 or float64, not {logprobs.dtype}"
+        )
+    if logprobs.ndim not in {1, 2} or not logprobs.shape[-1]:
+        raise ParameterError("logprobs", f"must be (B, V) or (V,) with V >= 1, not {tuple(logprobs.shape)}")
+    rows = (
+        logprobs.detach()
+        if isinstance(logprobs, Tensor)
+        else torch.from_numpy(np.ascontiguousarray(logprobs))
+    )
+    return rows if rows.ndim == 2 else rows[None]
