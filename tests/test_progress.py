@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe import SamplingParams
-from logprobe.engine.request import Request, RequestOutput
+from logprobe.engine.request import RequestOutput
 from logprobe.llm import Tally, progress_bar
 from logprobe.records import FlatLogprobs
+from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
     from logprobe import LLM

@@ -10,14 +10,18 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.request import Request, RequestOutput
+from logprobe.engine.fold import Describer, Fold
+from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
+from logprobe.transport.messages import Abort, Request, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.request import RequestOutput
+    from logprobe.transport.messages import News
 
 TOLERANCE = 1e-4  # nats, on the tiny models
 SMALL: dict[str, Any] = {
@@ -68,7 +72,10 @@ class SteppedEngine:
         self.forward = WatchedForward(parts.forward, num_slots)
         config = EngineConfig(**settings)
         self.engine = Engine(config, self.forward, llm.text, parts.recorder._eos_token_ids)
-        self.outputs: dict[str, RequestOutput] = {}
+        self.describer = Describer(
+            LogprobsInfo(engine="native"), self.forward.vocab_size, llm.text.vocabulary
+        )
+        self.folds: dict[str, Fold] = {}
         self.num_ends: dict[str, int] = {}
         self.num_steps = 0
 
@@ -76,29 +83,39 @@ class SteppedEngine:
     def scheduler(self) -> Any:
         return self.engine.scheduler
 
+    @property
+    def outputs(self) -> dict[str, RequestOutput]:
+        return {name: fold.output for name, fold in self.folds.items()}
+
     def submit(self, name: str, ids: Iterable[int], **params: Any) -> RequestOutput:
         request = Request(
             request_id=name,
             prompt_token_ids=np.array(list(ids), dtype=np.int32),
             params=SamplingParams(**params),
         )
-        self.engine.check(request)
-        output = self.outputs[name] = RequestOutput.for_request(request)
+        admitted = self.engine.admit(request)
+        self.folds[name] = Fold(request, self.describer)
         self.num_ends[name] = 0
-        if self.engine.add(request, output) is not None:
-            self.num_ends[name] += 1
+        self.take(self.engine.handle(Submit((admitted,))))
         self.scheduler.check_integrity()
-        return output
+        return self.folds[name].output
 
     def abort(self, name: str) -> None:
-        self.num_ends[name] += self.engine.abort(name) is not None
+        self.take(self.engine.handle(Abort(name)))
         self.scheduler.check_integrity()
 
     def step(self) -> None:
-        for output in self.engine.step():
-            self.num_ends[output.request_id] += output.is_finished
+        self.take(self.engine.step())
         self.num_steps += 1
         self.scheduler.check_integrity()
+
+    def take(self, news: Iterable[News]) -> None:
+        """Fold what is new, and count how often each request ends."""
+        for one in news:
+            fold = self.folds[one.request_id]
+            was_finished = fold.output.is_finished
+            fold.add(one)
+            self.num_ends[one.request_id] += fold.output.is_finished and not was_finished
 
     def run(self, max_steps: int = 5000) -> None:
         while self.engine.has_work:
@@ -109,7 +126,6 @@ class SteppedEngine:
         scheduler = self.scheduler
         assert not scheduler.running
         assert not scheduler.waiting
-        assert not self.engine.outputs
         assert scheduler.num_available == scheduler.pool.num_slots
         assert set(self.num_ends.values()) <= {1}
 

@@ -35,14 +35,6 @@ def test_the_context_bounds_max_model_len(new_engine: Callable[..., Any]) -> Non
     assert new_engine(900, max_model_len=10**9).engine.max_len == 128
 
 
-def test_an_id_that_runs_already_is_refused(new_engine: Callable[..., Any]) -> None:
-    engine = new_engine()
-    engine.submit("r", [5], max_tokens=1)
-    with pytest.raises(ParameterError, match="'r' is running"):
-        engine.submit("r", [6], max_tokens=1)
-    engine.run()
-
-
 @pytest.mark.parametrize("name", ["stop_token_ids", "logprob_token_ids"])
 @pytest.mark.parametrize("token_id", [-1, 10**6])
 def test_a_named_id_outside_the_vocabulary_is_refused(

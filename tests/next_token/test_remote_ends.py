@@ -34,14 +34,14 @@ def test_the_one_that_the_server_refuses_fails_alone_of_eight(
     far: RemoteLM, lm: AsyncLM, served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = served[1].engine
-    check = engine.check
+    admit = engine.admit
 
-    def picky(request: Any) -> None:
+    def picky(request: Any) -> Any:
         if 251 in request.prompt_token_ids:
             raise ParameterError("prompt", "holds 251")
-        check(request)
+        return admit(request)
 
-    monkeypatch.setattr(engine, "check", picky)
+    monkeypatch.setattr(engine, "admit", picky)
     asked = [random_ids(70 + place, 6) for place in range(8)]
     bad = [*asked[3], 251]
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from logprobe import SamplingParams
-from logprobe.engine.request import Request
 from logprobe.errors import BatchError, NonFiniteLogitsError, ParameterError, ProcessorError
 from logprobe.processors import BatchState, CaptureLogitsProcessor, LogitsProcessor
+from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -281,7 +281,7 @@ def test_stream_chat_and_whole_give_the_same(llm: LLM) -> None:
             prompt_token_ids=np.array(chat.prompt_token_ids, dtype=np.int32),
             params=params,
         )
-        llm.engine.submit(request)
+        llm.engine.submit([llm.engine.admit(request)])
         return [out.outputs[0].token_ids async for out in llm.engine.stream("streamed")][-1]
 
     assert chat.outputs[0].token_ids == whole.outputs[0].token_ids == counting(6)
@@ -379,13 +379,12 @@ def test_an_unknown_processor_stops_the_start(tiny_model_folder: Path) -> None:
 def test_a_request_that_is_given_up_leaves_the_others_right(llm: LLM) -> None:
     async def run() -> list[int]:
         for name in ("gone", "stays"):
-            llm.engine.submit(
-                Request(
-                    request_id=name,
-                    prompt_token_ids=np.array([5, 6], dtype=np.int32),
-                    params=SamplingParams(max_tokens=30, **FOLLOW),
-                )
+            request = Request(
+                request_id=name,
+                prompt_token_ids=np.array([5, 6], dtype=np.int32),
+                params=SamplingParams(max_tokens=30, **FOLLOW),
             )
+            llm.engine.submit([llm.engine.admit(request)])
         async for _ in llm.engine.stream("gone"):
             break
         return (await llm.engine.result("stays")).outputs[0].token_ids

@@ -42,7 +42,6 @@ def play(facts: ModelFacts, logits: Callable[..., Any]) -> Callable[..., Any]:
         samples = []
         for (args, prompt, _), output in zip(requests, outputs, strict=True):
             params = SamplingParams(logits_processors_args=args)
-            pipeline.check(params)
             row = BatchRow(
                 request_id=str(len(samples)),
                 args=None,
@@ -50,7 +49,7 @@ def play(facts: ModelFacts, logits: Callable[..., Any]) -> Callable[..., Any]:
                 output_token_ids=output,
                 params=params,
             )
-            sample = pipeline.open(row)
+            sample = pipeline.open(row, pipeline.admit(row.params))
             assert sample is not None
             samples.append(sample)
         for step in range(len(requests[0][2]) + 1):
@@ -145,7 +144,7 @@ def test_vllms_batch_processors_see_the_live_output(
 def test_vllms_own_validation_refuses_at_admission(facts: ModelFacts) -> None:
     pipeline = Pipeline(EngineConfig(logits_processors=[adapt_vllm(VllmTarget)]), facts)
     with pytest.raises(ParameterError, match="VllmTarget: target must not be negative"):
-        pipeline.check(SamplingParams(logits_processors_args={"target": -1}))
+        pipeline.admit(SamplingParams(logits_processors_args={"target": -1}))
 
 
 class FakeXgrammarMatcher:
@@ -197,7 +196,7 @@ def test_a_token_that_a_matcher_does_not_accept_fails_its_request(facts: ModelFa
         row = BatchRow(
             request_id=name, args=None, prompt_token_ids=[1], output_token_ids=output, params=params
         )
-        sample = pipeline.open(row)
+        sample = pipeline.open(row, pipeline.admit(row.params))
         assert sample is not None
         samples.append(sample)
     pipeline.prepare(samples)

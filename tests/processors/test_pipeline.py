@@ -100,9 +100,9 @@ def start(facts: ModelFacts) -> Callable[..., Pipeline]:
 
 def opened(pipeline: Pipeline, name: str, **params: Any) -> ActiveSample | None:
     asked = SamplingParams(**params)
-    pipeline.check(asked)
+    args = pipeline.admit(asked)
     row = BatchRow(request_id=name, args=None, prompt_token_ids=[1], output_token_ids=[2], params=asked)
-    return pipeline.open(row)
+    return pipeline.open(row, args)
 
 
 def samples_of(pipeline: Pipeline, asked: list[dict[str, Any]]) -> list[ActiveSample]:
@@ -311,7 +311,7 @@ def test_arguments_that_nobody_takes_are_refused(
     start: Callable[..., Pipeline], args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ParameterError) as raised:
-        start(Add).check(SamplingParams(logits_processors_args=args))
+        start(Add).admit(SamplingParams(logits_processors_args=args))
     assert message in str(raised.value)
     assert raised.value.parameter == "logits_processors_args"
 
@@ -330,7 +330,7 @@ def test_what_the_model_cannot_serve_is_refused(
     start: Callable[..., Pipeline], params: dict[str, Any], parameter: str
 ) -> None:
     with pytest.raises(ParameterError) as raised:
-        start("LogitBiasLogitsProcessor").check(SamplingParams(**params))
+        start("LogitBiasLogitsProcessor").admit(SamplingParams(**params))
     assert raised.value.parameter == parameter
 
 
@@ -352,7 +352,7 @@ def test_a_check_of_arguments_that_breaks_is_the_processors_failure(start: Calla
             raise KeyError(args)
 
     with pytest.raises(ProcessorError, match="Broken could not check its arguments: KeyError"):
-        start(Broken).check(SamplingParams(logits_processors_args={"double": True}))
+        start(Broken).admit(SamplingParams(logits_processors_args={"double": True}))
 
 
 def test_logits_processors_must_be_a_list() -> None:

@@ -35,15 +35,16 @@ def test_changed_rows_are_drawn_from_and_reported_as_processed(num_changed: int,
     kept = raw.clone()
     got = Sampler().sample(raw, params, uniforms, changed)
     assert torch.equal(raw, kept)
-    assert got.raw is not None
-    assert got.processed is not None
+    assert got.logprobs is not None
+    assert got.processed_logprobs is not None
     for row in range(6):
         own = changed[row : row + 1] if row < num_changed else raw[row : row + 1]
         want = Sampler().sample(own, params[row : row + 1], uniforms[row : row + 1])
-        assert want.processed is not None
-        assert got.token_ids[row] == want.token_ids[0]
+        assert want.processed_logprobs is not None
+        assert got.sampled_token_ids[row] == want.sampled_token_ids[0]
         assert got.is_valid[row]
-        width = int(want.processed.num_logprobs[0]) + 1
-        assert torch.equal(got.processed.logprobs[row, :width], want.processed.logprobs[0, :width])
-        expected = raw[row, got.token_ids[row]] - raw[row].double().logsumexp(0)
-        assert float(got.raw.logprobs[row, 0]) == pytest.approx(float(expected), abs=1e-5)
+        width = int(want.processed_logprobs.num_logprobs[0]) + 1
+        ours, theirs = got.processed_logprobs.logprobs[row], want.processed_logprobs.logprobs[0]
+        assert np.array_equal(ours[:width], theirs[:width])
+        expected = raw[row, got.sampled_token_ids[row]] - raw[row].double().logsumexp(0)
+        assert float(got.logprobs.logprobs[row, 0]) == pytest.approx(float(expected), abs=1e-5)

@@ -21,15 +21,17 @@ def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 def report(rows: Any, row: int, stage: str) -> dict[str, Any] | None:
     """What one row of a step reports at one stage."""
-    places, tensors = getattr(rows, f"{stage}_rows"), getattr(rows, stage)
-    if row not in places:
+    is_raw = stage == "raw"
+    places = rows.logprobs_rows if is_raw else rows.processed_rows
+    lists = rows.logprobs if is_raw else rows.processed_logprobs
+    place = int(places[row])
+    if place < 0:
         return None
-    place = places[row]
-    width = int(tensors.num_logprobs[place]) + 1
+    width = int(lists.num_logprobs[place]) + 1
     return {
-        "ids": tensors.token_ids[place, :width].tolist(),
-        "logprobs": tensors.logprobs[place, :width].tolist(),
-        "rank": int(tensors.ranks[place]),
+        "ids": lists.token_ids[place, :width].tolist(),
+        "logprobs": lists.logprobs[place, :width].tolist(),
+        "rank": int(lists.ranks[place]),
     }
 
 
@@ -53,7 +55,7 @@ def test_a_row_gives_the_same_beside_others_as_alone(params: list[SamplingParams
     together = Sampler().sample(logits, params, uniforms)
     for row, one in enumerate(params):
         alone = Sampler().sample(logits[row : row + 1], [one], uniforms[row : row + 1])
-        assert together.token_ids[row] == alone.token_ids[0]
+        assert together.sampled_token_ids[row] == alone.sampled_token_ids[0]
         for stage in ("raw", "processed"):
             assert report(together, row, stage) == report(alone, 0, stage)
 
@@ -63,7 +65,7 @@ def test_a_row_gives_the_same_beside_others_as_alone(params: list[SamplingParams
 def test_both_stages_equal_plain_torch(params: SamplingParams, seed: int) -> None:
     logits = logits_of(1, seed)
     rows = Sampler().sample(logits.clone(), [params], np.array([0.5]))
-    token_id = int(rows.token_ids[0])
+    token_id = int(rows.sampled_token_ids[0])
     wants_raw = params.picks_best or (
         params.logprobs is not None and params.logprobs_mode != "processed_logprobs"
     )

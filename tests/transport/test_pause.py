@@ -9,8 +9,10 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
-from logprobe.engine.request import Request, RequestOutput
+from logprobe.engine.fold import Describer, Fold
+from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
+from logprobe.transport.messages import Abort, Pause, Request, Resume, Submit
 
 if TYPE_CHECKING:
     from logprobe import LLM
@@ -35,7 +37,10 @@ class Stepped:
         forward: Any = SmallForward(parts.forward, num_slots)
         config = EngineConfig(**settings)
         self.engine = Engine(config, forward, llm.text, parts.recorder._eos_token_ids)
-        self.outputs: dict[str, RequestOutput] = {}
+        self.describer = Describer(
+            LogprobsInfo(engine="native"), parts.forward.vocab_size, llm.text.vocabulary
+        )
+        self.folds: dict[str, Fold] = {}
 
     def submit(self, name: str, num_prompt: int = 6, num_tokens: int = 12) -> None:
         request = Request(
@@ -43,20 +48,24 @@ class Stepped:
             prompt_token_ids=np.arange(num_prompt, dtype=np.int32) + 5 + sum(name.encode()) % 97,
             params=SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, logprobs=2),
         )
-        self.outputs[name] = RequestOutput.for_request(request)
-        self.engine.add(request, self.outputs[name])
+        self.folds[name] = Fold(request, self.describer)
+        self.take(self.engine.handle(Submit((self.engine.admit(request),))))
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.engine.step()
+            self.take(self.engine.step())
             self.engine.scheduler.check_integrity()
+
+    def take(self, news: Any) -> None:
+        for one in news:
+            self.folds[one.request_id].add(one)
 
     def finish(self) -> None:
         while self.engine.has_work:
             self.step()
 
     def ids(self, name: str) -> list[int]:
-        return self.outputs[name].outputs[0].token_ids
+        return self.folds[name].output.outputs[0].token_ids
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +87,12 @@ def test_a_paused_request_takes_no_step_and_ends_with_the_same_tokens(
     for name in "ab":
         engine.submit(name)
     engine.step(3)
-    engine.engine.pause("a", is_paused=True)
+    engine.engine.handle(Pause("a"))
     held = list(engine.ids("a"))
     engine.finish()
     assert engine.ids("a") == held
     assert engine.ids("b") == alone["b"]
-    engine.engine.pause("a", is_paused=False)
+    engine.engine.handle(Resume("a"))
     engine.finish()
     assert engine.ids("a") == alone["a"]
 
@@ -92,13 +101,13 @@ def test_paused_requests_keep_no_place_from_others(tiny_llm: LLM, alone: dict[st
     engine = Stepped(tiny_llm, 200, max_batch_rows=1)
     engine.submit("a")
     engine.step(2)
-    engine.engine.pause("a", is_paused=True)
+    engine.engine.handle(Pause("a"))
     engine.submit("b")
     engine.finish()
     assert engine.ids("b") == alone["b"]
     engine.submit("c")
     engine.step(1)
-    engine.engine.pause("a", is_paused=False)
+    engine.engine.handle(Resume("a"))
     engine.finish()
     assert engine.ids("a") == alone["a"]
     assert engine.ids("c") == alone["c"]
@@ -108,11 +117,11 @@ def test_a_full_pool_takes_its_slots_from_paused_requests(tiny_llm: LLM, alone: 
     engine = Stepped(tiny_llm, 20)
     engine.submit("a")
     engine.step(8)
-    engine.engine.pause("a", is_paused=True)
+    engine.engine.handle(Pause("a"))
     engine.submit("b")
     engine.finish()
     assert engine.ids("b") == alone["b"]
-    engine.engine.pause("a", is_paused=False)
+    engine.engine.handle(Resume("a"))
     engine.finish()
     assert engine.ids("a") == alone["a"]
     assert engine.engine.scheduler.num_preempted > 0
@@ -122,8 +131,8 @@ def test_a_paused_request_can_be_given_up(tiny_llm: LLM) -> None:
     engine = Stepped(tiny_llm, 50)
     engine.submit("a")
     engine.step(2)
-    engine.engine.pause("a", is_paused=True)
-    engine.engine.abort("a")
+    engine.engine.handle(Pause("a"))
+    engine.take(engine.engine.handle(Abort("a")))
     engine.engine.scheduler.check_integrity()
-    assert engine.outputs["a"].outputs[0].finish_reason == "abort"
+    assert engine.folds["a"].output.outputs[0].finish_reason == "abort"
     assert not engine.engine.has_work

@@ -64,19 +64,11 @@ def talk(llm: LLM, params: SamplingParams, said: list[dict[str, Any]], *, is_sha
 async def _answer(
     llm: LLM, params: SamplingParams, said: list[dict[str, Any]], show: Callable[[CompletionPiece, LLM], str]
 ) -> str:
-    from logprobe.engine.request import Request
-    from logprobe.text.chat import read_messages
     from logprobe.text.pieces import Cutter
 
-    request = Request(
-        request_id=f"chat-{len(said)}", prompt_token_ids=read_messages(said, llm.text), params=params
-    )
-    llm.engine.submit(request)
     cutter: Cutter[CompletionOutput] = Cutter(llm.text.bytes_of, params.stop, params.min_tokens)
     text = ""
-    async for output in llm.engine.stream(request.request_id):
-        if output.error is not None:
-            raise output.error
+    async for output in llm.client.stream_chat(said, params):
         if piece := cutter.take(output.outputs[0]):
             text += piece.text
             sys.stdout.write(show(piece, llm))

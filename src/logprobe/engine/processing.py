@@ -6,11 +6,12 @@ processors left, and the record of failures and effects.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from logprobe.errors import ProcessorError
 from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import Pipeline
+from logprobe.records import LogprobsLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ProcessedRows
-    from logprobe.records import LogprobsTensors
+    from logprobe.records import SamplerOutput
     from logprobe.sampling import SamplingParams
-    from logprobe.sampling.sampler import SampledRows
 
 
 class Processing:
@@ -33,24 +33,23 @@ class Processing:
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self.pipeline = Pipeline(config, model)
 
-    def check(self, params: SamplingParams) -> None:
-        """Raise `ParameterError` where the processors' arguments can never be served; from any thread."""
-        self.pipeline.check(params)
+    def admit(self, params: SamplingParams) -> dict[int, Any]:
+        """What the processors make of a request's arguments, or `ParameterError`; from any thread."""
+        return self.pipeline.admit(params)
 
-    def open(self, sample: Sample, number: int) -> None:
+    def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
         """Find the processors that concern a new sample of the engine's `number`-th request."""
         request = sample.request
-        sample.output.explanations = [] if request.params.explain else None
         row = BatchRow(
             request_id=request.request_id,
             args=None,
             prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sample
-            output_token_ids=sample.output.token_ids,
+            output_token_ids=sample.output_token_ids,
             params=request.params,
-            sample=sample.output.index,
+            sample=sample.index,
             serial=number,
         )
-        sample.active = self.pipeline.open(row)
+        sample.active = self.pipeline.open(row, args)
 
     def prepare(self, samples: Sequence[Sample]) -> None:
         """Tell the processors whose logits come next; before the forward pass."""
@@ -73,40 +72,43 @@ class Processing:
         return self.pipeline.apply(logits[:num_active]) if num_active else None
 
     def record(
-        self, chunk: list[Sample], logits: Tensor, run: ProcessedRows | None, rows: SampledRows
+        self, chunk: list[Sample], logits: Tensor, run: ProcessedRows | None, output: SamplerOutput
     ) -> None:
-        """Fail the samples that a processor failed, and keep the effects of the others."""
+        """Fail the samples that a processor failed, and keep the effects on the others."""
+        assert output.is_valid is not None
         for row, sample in enumerate(chunk):
             if run is not None and row < len(run.logits):
-                error = run.errors.get(row) or self._dead_end(sample, row, logits, rows)
+                error = run.errors.get(row) or self._dead_end(sample, row, logits, output)
                 if error is not None:
-                    sample.output.error = error
-                    sample.finish("error")
+                    sample.fail(error)
                     continue
-            if sample.output.explanations is not None and rows.is_valid[row]:
+            if sample.request.params.explain and output.is_valid[row]:
                 effects = run.effects.get(row, []) if run is not None else []
-                sample.output.explanations.append(_explained(effects, rows, row))
+                sample.effects = _explained(effects, output, row)
 
-    def _dead_end(self, sample: Sample, row: int, logits: Tensor, rows: SampledRows) -> ProcessorError | None:
+    def _dead_end(
+        self, sample: Sample, row: int, logits: Tensor, output: SamplerOutput
+    ) -> ProcessorError | None:
         """Several processors may leave no token where each alone leaves some."""
-        if rows.is_valid[row] or not bool(logits[row].amax().isfinite()):
+        assert output.is_valid is not None
+        if output.is_valid[row] or not bool(logits[row].amax().isfinite()):
             return None
         name = sample.request.request_id
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
 
 
-def _explained(effects: list[RowEffect], rows: SampledRows, row: int) -> list[ProcessorEffect]:
-    listed = {int(rows.token_ids[row])}
-    for tensors, places in ((rows.raw, rows.raw_rows), (rows.processed, rows.processed_rows)):
-        if tensors is not None and row in places:
-            listed.update(_listed(tensors, places[row]))
+def _explained(effects: list[RowEffect], output: SamplerOutput, row: int) -> list[ProcessorEffect]:
+    listed = {int(output.sampled_token_ids[row])}
+    reports = ((output.logprobs, output.logprobs_rows), (output.processed_logprobs, output.processed_rows))
+    for lists, rows in reports:
+        if isinstance(lists, LogprobsLists) and rows is not None and rows[row] >= 0:
+            listed.update(_listed(lists, int(rows[row])))
     return [effect.among(listed) for effect in effects]
 
 
-def _listed(tensors: LogprobsTensors, place: int) -> list[int]:
-    width = int(tensors.num_logprobs[place]) + 1
-    ids: list[int] = tensors.token_ids[place, :width].tolist()
-    if tensors.given is not None:
-        start, end = tensors.given.offsets[place : place + 2].tolist()
-        ids += tensors.given.token_ids[start:end].tolist()
+def _listed(lists: LogprobsLists, row: int) -> list[int]:
+    width = int(lists.num_logprobs[row]) + 1
+    ids: list[int] = lists.token_ids[row, :width].tolist()
+    if lists.given is not None:
+        ids += lists.given.rows(row, row + 1).token_ids.tolist()
     return ids

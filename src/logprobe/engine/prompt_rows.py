@@ -7,36 +7,21 @@ After it: the request's records.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from logprobe.kernels import head_extract
+from logprobe.records import LogprobsLists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import NDArray
-
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.protocol import ForwardBackend
-    from logprobe.records import LogprobsTensors
     from logprobe.records.values import IntArray
 
 KNOWN_WIDTH = 20  # alternatives kept a slot
-
-
-@dataclass(slots=True)
-class ScoredRows:
-    """The numbers of a span of n prompt positions, columns as in a step's arrays."""
-
-    token_ids: NDArray[np.int32]  # (n, k + 1), column 0 the prompt's own token
-    logprobs: NDArray[np.float32]  # (n, k + 1), nats
-    ranks: NDArray[np.int32]  # (n,)
-    entropy: NDArray[np.float32] | None  # (n,), nats
-    is_valid: NDArray[np.bool_]  # (n,)
-    given: list[NDArray[Any]] | None = None  # offsets (n + 1,), ids, logprobs, ranks of named ids
 
 
 class KnownRows:
@@ -46,6 +31,7 @@ class KnownRows:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
         self._ks = np.empty(num_slots, dtype=np.int32)
         self._ranks = np.empty(num_slots, dtype=np.int32)
+        self._lse = np.empty(num_slots, dtype=np.float32)
         self._entropy = np.empty(num_slots, dtype=np.float32)  # NaN: not computed
         self._token_ids = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.int32)
         self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
@@ -61,22 +47,25 @@ class KnownRows:
             is_known &= ~np.isnan(self._entropy[slots])
         return bool(is_known.all())
 
-    def recall(self, slots: IntArray, k: int) -> ScoredRows:
+    def recall(self, slots: IntArray, k: int) -> LogprobsLists:
         """The numbers of slots that `covers` said yes to."""
-        return ScoredRows(
-            self._token_ids[slots, : k + 1],
-            self._logprobs[slots, : k + 1],
-            self._ranks[slots],
-            self._entropy[slots],
-            np.ones(len(slots), dtype=np.bool_),
+        return LogprobsLists.of_rows(
+            token_ids=self._token_ids[slots, : k + 1],
+            logprobs=self._logprobs[slots, : k + 1],
+            ranks=self._ranks[slots],
+            lse=self._lse[slots],
+            num_logprobs=np.full(len(slots), k, dtype=np.int32),
+            is_valid=np.ones(len(slots), dtype=np.bool_),
+            entropy=self._entropy[slots],
         )
 
-    def remember(self, slots: IntArray, rows: ScoredRows) -> None:
+    def remember(self, slots: IntArray, rows: LogprobsLists) -> None:
         """Keep what was computed, where it is valid and narrow enough."""
         width = min(rows.token_ids.shape[1], KNOWN_WIDTH + 1)
         self._next_ids[slots] = np.where(rows.is_valid, rows.token_ids[:, 0], -1)
         self._ks[slots] = width - 1
         self._ranks[slots] = rows.ranks
+        self._lse[slots] = rows.lse
         self._entropy[slots] = np.nan if rows.entropy is None else rows.entropy
         self._token_ids[slots, :width] = rows.token_ids[:, :width]
         self._logprobs[slots, :width] = rows.logprobs[:, :width]
@@ -93,14 +82,14 @@ class PromptScorer:
         """These slots are being filled anew."""
         self._known.forget(slots)
 
-    def score(self, spans: Sequence[Span]) -> list[ScoredRows]:
+    def score(self, spans: Sequence[Span]) -> list[LogprobsLists]:
         """The numbers of each span; all that must be computed shares the head's chunks."""
         answers = [self._recall(span) for span in spans]
         missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
         computed = iter(self._compute(missing) if missing else ())
         return [next(computed) if answer is None else answer for answer in answers]
 
-    def _recall(self, span: Span) -> ScoredRows | None:
+    def _recall(self, span: Span) -> LogprobsLists | None:
         params = span.sample.request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
@@ -108,7 +97,7 @@ class PromptScorer:
             return None
         return self._known.recall(slots, k)
 
-    def _compute(self, spans: Sequence[Span]) -> list[ScoredRows]:
+    def _compute(self, spans: Sequence[Span]) -> list[LogprobsLists]:
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
@@ -121,9 +110,10 @@ class PromptScorer:
             given_ids=given if any(given) else None,
             entropy=any(span.sample.request.params.entropy for span in spans),
         )
-        starts = np.cumsum([0, *lengths])
+        lists = tensors.to_lists()
+        starts = np.cumsum([0, *lengths]).tolist()
         rows = [
-            _cut(tensors, int(start), length, width)
+            lists.rows(start, start + length, width)
             for start, length, width in zip(starts, lengths, widths, strict=False)
         ]
         for span, scored in zip(spans, rows, strict=True):
@@ -143,25 +133,3 @@ def _num_logprobs(span: Span, vocab_size: int) -> int:
     asked = span.sample.request.params.prompt_logprobs
     assert asked is not None, "only prompts that ask are scored"
     return vocab_size if asked == -1 else min(asked, vocab_size)
-
-
-def _cut(tensors: LogprobsTensors, start: int, length: int, width: int) -> ScoredRows:
-    end = start + length
-    return ScoredRows(
-        tensors.token_ids[start:end, : width + 1].numpy(force=True),
-        tensors.logprobs[start:end, : width + 1].numpy(force=True),
-        tensors.ranks[start:end].numpy(force=True),
-        None if tensors.entropy is None else tensors.entropy[start:end].numpy(force=True),
-        tensors.is_valid[start:end].numpy(force=True),
-        cut_given(tensors, start, end),
-    )
-
-
-def cut_given(tensors: LogprobsTensors, start: int, end: int) -> list[NDArray[Any]] | None:
-    """Offsets, ids, logprobs and ranks of the named ids of rows [start, end)."""
-    if tensors.given is None:
-        return None
-    offsets = tensors.given.offsets[start : end + 1].numpy(force=True)
-    first, last = int(offsets[0]), int(offsets[-1])
-    columns = (tensors.given.token_ids, tensors.given.logprobs, tensors.given.ranks)
-    return [offsets - first, *(column[first:last].numpy(force=True) for column in columns)]

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
 
     import torch
 
     from logprobe.engine.forward.lora import Loras
-    from logprobe.engine.request import Request, RequestOutput
+    from logprobe.engine.request import RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.processors.stages import ProcessorCounter
     from logprobe.records.values import IntArray
+    from logprobe.transport.messages import Admitted, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,46 +52,48 @@ class EngineStats:
     free_slots: int
     cached_tokens: int  # prompt tokens that were known and not computed again
     preempted: int
+    pauses: int  # times that a request was paused for its reader
     seconds: dict[str, float]  # by part of a step
     processors: dict[str, ProcessorCounter]  # by name of the logits processor
 
 
-class EngineBackend(Protocol):
-    """Accepts requests and ends each in exactly one result or one error."""
+class RowEngine(Protocol):
+    """The part of `EngineBackend` that rows and samples need; a request ends in one output or one error."""
 
-    def check(self, request: Request) -> None:
-        """Raise `ParameterError` where a request can never be served, saying why."""
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
 
-    def submit(self, request: Request) -> None:
-        """Check and accept a request; `result` or `stream` must follow it."""
-
-    def submit_many(self, requests: Sequence[Request]) -> None:
-        """Accept requests that enter the same step where they fit, or none where one is refused."""
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Accept requests that run together where they fit; `result` must follow for each."""
 
     @property
     def is_busy(self) -> bool:
         """Whether requests run or wait; a new one then joins the next step without delay."""
 
-    def forget_prefixes(self) -> None:
-        """Let go of every cached prefix that no request stands on."""
-
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a folder; requests then name it as their `adapter`."""
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for an adapter; its weights go once none runs, its name is not used again."""
-
     def list_loras(self) -> dict[str, str]:
-        """The loaded adapters: name → path."""
+        """The loaded LoRA weights: name → path."""
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended."""
 
-    def stream(self, request_id: str) -> AsyncIterator[RequestOutput]:
-        """The request's output as it grows, each time one object, until it has ended."""
-
     def abort(self, request_id: str) -> None:
-        """Give a request up; its stream ends with finish reason `abort`."""
+        """Give a request up; it ends with finish reason `abort`."""
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+
+    def close(self) -> None:
+        """End all requests and let the model go; a second call does nothing."""
+
+
+class EngineBackend(RowEngine, Protocol):
+    """Accepts requests and ends each in exactly one result or one error."""
+
+    def stream(self, request_id: str, *, buffer_rows: int = ...) -> AsyncGenerator[RequestOutput]:
+        """The request's one output each time it has grown, until it has ended.
+
+        The request is paused while `buffer_rows` rows wait for the reader.
+        """
 
     def pause(self, request_id: str) -> None:
         """Let a request take no step until `resume`; what it has computed stays."""
@@ -98,17 +101,20 @@ class EngineBackend(Protocol):
     def resume(self, request_id: str) -> None:
         """Let a paused request go on."""
 
-    def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix that no request stands on."""
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder; requests then name them as their `lora`."""
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights, which go once none runs on them."""
 
     def stats(self) -> EngineStats:
         """What it is doing and has done."""
 
     def stalled_s(self) -> float:
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
-
-    def close(self) -> None:
-        """End all requests and let the model go; a second call does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,38 +151,6 @@ class ForwardBackend(Protocol):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden size) → (rows, vocabulary) float32 logits."""
-
-
-class RowEngine(Protocol):
-    """The part of `EngineBackend` that rows and samples need; a request ends in one output or one error."""
-
-    def check(self, request: Request) -> None:
-        """Raise `ParameterError` where a request can never be served, saying why."""
-
-    def submit(self, request: Request) -> None:
-        """Check and accept a request; `result` must follow it."""
-
-    def submit_many(self, requests: Sequence[Request]) -> None:
-        """Accept requests that run together where they fit, or none where one is refused."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a new request would join what runs without delay."""
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded adapters: name → path."""
-
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended."""
-
-    def abort(self, request_id: str) -> None:
-        """Give a request up; it ends with finish reason `abort`."""
-
-    def capabilities(self) -> Capabilities:
-        """What this engine can do."""
-
-    def close(self) -> None:
-        """End all requests and let the model go; a second call does nothing."""
 
 
 class Words(Protocol):

@@ -1,19 +1,17 @@
-"""What goes into an engine and what comes out: requests, progress, outputs.
+"""What a request comes to: its outputs, and what it must satisfy to be admitted.
 
-Before it: the front doors. After it: the scheduler, which turns a request into sequences.
+Before it: the messages of an engine, which `Fold` gathers. After it: the front doors.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,24 +21,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.text.pieces import Piece
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One prompt and what is asked of it."""
-
-    request_id: str
-    prompt_token_ids: IntArray  # (num_prompt_tokens,) int32
-    params: SamplingParams
-    first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
-    wants_row: bool = False  # end with the whole next-token distribution in place of a token
-
-    @property
-    def lora(self) -> str | None:
-        """The LoRA weights that it runs on; None: the base model alone."""
-        return self.params.lora
+    from logprobe.transport.messages import FinishReason, Request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,9 +106,8 @@ def end_with_error(output: RequestOutput, error: LogprobeError) -> None:
             completion.finish_reason = "error"
 
 
-def check_request(request: Request, running: Container[str], *, max_len: int, vocab_size: int) -> None:
+def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
     """Raise `ParameterError` where a request can never be served."""
-    require(request.request_id not in running, "request_id", f"{request.request_id!r} is running already")
     params = request.params
     num_prompt = len(request.prompt_token_ids)
     require(num_prompt > 0, "prompt", "is empty; give at least one token, such as the model's BOS")

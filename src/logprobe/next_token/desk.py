@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.protocol import RowEngine
-    from logprobe.engine.request import Request
+    from logprobe.transport.messages import Admitted
 
 T = TypeVar("T")
 
@@ -67,21 +67,21 @@ class Turns(Generic[T]):
 
 
 Waiter: TypeAlias = "Future[Row]"
-Ask: TypeAlias = "tuple[Request, Waiter]"
+Ask: TypeAlias = "tuple[Admitted, Waiter]"
 
 
 @dataclass(eq=False, slots=True)
 class Computation:
     """One row on its way, and all who wait for it."""
 
-    request: Request
+    admitted: Admitted
     waiters: list[Waiter] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # None while it is held
 
     @property
     def key(self) -> RowKey:
         """What it computes."""
-        return key_of(self.request)
+        return key_of(self.admitted.request)
 
 
 @final
@@ -103,10 +103,10 @@ class Desk:
         self._timer: asyncio.TimerHandle | None = None
         self._closed: LogprobeError | None = None
 
-    def ask(self, requests: Sequence[Request]) -> list[Waiter]:
-        """Ask for the rows of checked requests, in any event loop; each waiter ends in a row or an error."""
-        waiters: list[Waiter] = [Future() for _ in requests]
-        self._turns.add(zip(requests, waiters, strict=True))
+    def ask(self, admitted: Sequence[Admitted]) -> list[Waiter]:
+        """Ask for the rows of admitted requests, in any event loop; each waiter ends in a row or an error."""
+        waiters: list[Waiter] = [Future() for _ in admitted]
+        self._turns.add(zip(admitted, waiters, strict=True))
         return waiters
 
     def reset(self) -> None:
@@ -130,8 +130,8 @@ class Desk:
                 _give(waiter, error)
 
     def _arrive(self, asks: Sequence[Ask]) -> None:
-        for request, waiter in asks:
-            self._accept(request, waiter)
+        for admitted, waiter in asks:
+            self._accept(admitted, waiter)
         if self._closed is not None:
             self._end_all(self._closed)
         elif self._engine.is_busy or len(self._held) >= self._batch_size:
@@ -140,15 +140,15 @@ class Desk:
             # Armed by the first ask and never again until it fires: later asks cannot push it back.
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._start)
 
-    def _accept(self, request: Request, waiter: Waiter) -> None:
-        key = key_of(request)
+    def _accept(self, admitted: Admitted, waiter: Waiter) -> None:
+        key = key_of(admitted.request)
         row = self._cache.get(key)  # it may have come since the caller looked
         if row is not None:
             _give(waiter, row)
             return
         computation = self._in_flight.get(key)
         if computation is None:
-            computation = self._in_flight[key] = Computation(request)
+            computation = self._in_flight[key] = Computation(admitted)
             self._held.append(computation)
         computation.waiters.append(waiter)
         waiter.add_done_callback(partial(self._on_done, computation))
@@ -167,7 +167,7 @@ class Desk:
 
     def _submit(self, computations: Sequence[Computation]) -> None:
         try:
-            self._engine.submit_many([computation.request for computation in computations])
+            self._engine.submit([computation.admitted for computation in computations])
         except LogprobeError as error:
             if len(computations) == 1:
                 self._end(computations[0], error)
@@ -180,7 +180,7 @@ class Desk:
 
     async def _follow(self, computation: Computation) -> None:
         try:
-            output = await self._engine.result(computation.request.request_id)
+            output = await self._engine.result(computation.admitted.request.request_id)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._end(computation, error)
             return
@@ -227,7 +227,7 @@ class Desk:
     def _give_up(self, computation: Computation) -> None:
         # Its task takes the aborted output then; were it cancelled before its first step, nobody would.
         if computation.task is not None:
-            self._engine.abort(computation.request.request_id)
+            self._engine.abort(computation.admitted.request.request_id)
 
 
 def _give(waiter: Waiter, outcome: Row | Exception) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import threading
 import weakref
 from collections import Counter
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.request import Request
+from logprobe.engine.client import Requests
 from logprobe.errors import EngineClosedError, require
 from logprobe.next_token.desk import Desk
 from logprobe.next_token.rows import (
@@ -103,8 +102,7 @@ class NextTokenLM:
         self._engine: RowEngine = loaded.engine
         self._text: Words = loaded.text
         self._lora: str | None = None
-        self._names = itertools.count()
-        self._prefix = f"row-{id(self):x}"
+        self._requests = Requests(loaded.engine)
         self._bridge = LoopThread()
         self._desk = Desk(self._engine, self._cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
         # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
@@ -225,9 +223,9 @@ class NextTokenLM:
             ignore_eos=True,
             lora=self._chosen_lora(lora),
         )
-        request = self._request(self._as_prompt(prompt_token_ids), params)
-        self._engine.submit(request)
-        return sampled_ids(await self._engine.result(request.request_id))
+        admitted = self._requests.admit(self._as_prompt(prompt_token_ids), params)
+        self._engine.submit([admitted])
+        return sampled_ids(await self._engine.result(admitted.request.request_id))
 
     async def batch_sample(
         self,
@@ -328,10 +326,7 @@ class NextTokenLM:
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
         params = row_params(lora)
-        requests = [self._request(prompts[i], params, wants_row=True) for i in missing]
-        for request in requests:
-            self._engine.check(request)
-        waiters = self._desk.ask(requests)
+        waiters = self._desk.ask([self._requests.admit(prompts[i], params, wants_row=True) for i in missing])
         found = await asyncio.gather(*map(asyncio.wrap_future, waiters))
         for place, row in zip(missing, found, strict=True):
             rows[place] = row
@@ -344,10 +339,6 @@ class NextTokenLM:
         bos = self._text.bos_token_id
         require(bos is not None, "token_ids", "is empty and the model has no BOS; give at least one token")
         return np.array([bos], dtype=np.int32)
-
-    def _request(self, ids: IntArray, params: SamplingParams, *, wants_row: bool = False) -> Request:
-        name = f"{self._prefix}-{next(self._names)}"
-        return Request(request_id=name, prompt_token_ids=ids, params=params, wants_row=wants_row)
 
     def _chosen_lora(self, lora: str | None) -> str | None:
         chosen = self._lora if lora is None else lora

@@ -15,8 +15,9 @@ from logprobe.errors import RequestAbortedError, require
 from logprobe.records.values import top_indices
 
 if TYPE_CHECKING:
-    from logprobe.engine.request import Request, RequestOutput
+    from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.transport.messages import Request
 
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""

@@ -86,18 +86,17 @@ class Pipeline:
         """The registered instances by name, in the order of execution."""
         return {stage.name: stage.processor for stage in self._stages.registered}
 
-    def check(self, params: Any) -> None:
-        """Raise `ParameterError` where a request's arguments can never be served; from any thread."""
-        self._stages.check(params)
+    def admit(self, params: Any) -> dict[int, Any]:
+        """Index of each stage that concerns a request → its typed arguments; errors as `Stages.admit`."""
+        return self._stages.admit(params)
 
-    def open(self, row: BatchRow) -> ActiveSample | None:
+    def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:
         """A new sample's rows, made after the pattern of `row`; None where no processor concerns it."""
         params: Any = row.params
-        found = self._stages.resolve(params)
-        if not found:
+        if not args_by_stage:
             return None
         all_args = ArgsView(params.logits_processors_args or {})
-        rows = {place: _row_for(row, args, all_args) for place, args in found.items()}
+        rows = {place: _row_for(row, args, all_args) for place, args in args_by_stage.items()}
         shows_processed = params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
         skips = params.is_greedy and not shows_processed and not params.explain
         return ActiveSample(rows, params.explain, skips)

@@ -82,22 +82,18 @@ class Stages:
         """Those that the operator registered."""
         return [stage for stage in self.ordered if stage.is_registered]
 
-    def resolve(self, params: Any) -> dict[int, Any]:
-        """Index of each stage that concerns a request → its typed arguments.
+    def admit(self, params: Any) -> dict[int, Any]:
+        """Index of each stage that concerns a request → its typed arguments; from any thread.
 
         Raises:
-            ParameterError: arguments that nobody takes.
-        """
-        return {place: args for place, args, _ in self._asked(params)}
-
-    def check(self, params: Any) -> None:
-        """Raise `ParameterError` where a request's arguments can never be served; from any thread.
-
-        Raises:
+            ParameterError: arguments that nobody takes, or that can never be served.
             ProcessorError: a processor's own check failed otherwise than by a `ValueError`.
         """
+        asked = {}
         for place, args, parameter in self._asked(params):
             self._check(self.ordered[place], args, parameter)
+            asked[place] = args
+        return asked
 
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
         """Index of a stage, its arguments, and the parameter that gave them."""

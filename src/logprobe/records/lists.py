@@ -45,6 +45,19 @@ class GivenLists:
             ranks=self.ranks[entries],
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[LogprobsLists]) -> GivenLists:
+        """The named ids of several parts of a step; a part without any has rows without any."""
+        empty = [np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)]
+        columns = [empty if part.given is None else part.given.columns()[1:] for part in parts]
+        counts = [
+            np.zeros(part.total_tokens(), np.int64) if part.given is None else np.diff(part.given.offsets)
+            for part in parts
+        ]
+        ids, logprobs, ranks = (np.concatenate(column) for column in zip(*columns, strict=True))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
+        return cls(offsets=offsets, token_ids=ids, logprobs=logprobs, ranks=ranks)
+
     def columns(self) -> list[Array]:
         """Offsets, ids, logprobs and ranks, as `FlatLogprobs.append_rows` takes them."""
         return [self.offsets, self.token_ids, self.logprobs, self.ranks]
@@ -108,6 +121,26 @@ class LogprobsLists:
             given,
         )
         return lists
+
+    @classmethod
+    def joined(cls, parts: Sequence[LogprobsLists]) -> LogprobsLists:
+        """The rows of several parts of a step, one after another; narrow parts are filled up with zeros."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.token_ids.shape[1] for part in parts)
+        columns = {
+            name: np.concatenate([_widened(getattr(part, name), width) for part in parts]) for name in COLUMNS
+        }
+        has_entropy = any(part.entropy is not None for part in parts)
+        entropy = [
+            np.full(part.total_tokens(), np.nan, np.float32) if part.entropy is None else part.entropy
+            for part in parts
+        ]
+        return cls.of_rows(
+            **columns,
+            entropy=np.concatenate(entropy) if has_entropy else None,
+            given=GivenLists.joined(parts) if any(part.given is not None for part in parts) else None,
+        )
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
         """These rows of a step with `num_positions` positions a sequence, sequence after sequence."""
@@ -244,6 +277,12 @@ class LogprobsLists:
                 grown[tuple(map(slice, column.shape))] = column
                 setattr(self, name, grown)
         return size
+
+
+def _widened(column: Array, width: int) -> Array:
+    if column.ndim == 1 or column.shape[1] == width:
+        return column
+    return np.pad(column, ((0, 0), (0, width - column.shape[1])))
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:

@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +208,7 @@ class SamplerOutput:
     """
 
     sampled_token_ids: Array  # (B,) or (B, n) integers
-    logprobs: LogprobsTensors | LogprobsLists | None = None  # raw; None: not asked for
+    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None: not asked for
     prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
     num_samples: int = 1
     temperature: float | Array = 1.0  # of all rows, or (B,)
@@ -218,6 +219,32 @@ class SamplerOutput:
     processed_logprobs: LogprobsLists | None = None  # of what the tokens were drawn from
     processed_rows: Array | None = None  # (B,) integers
     is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
+    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplerOutput]) -> SamplerOutput:
+        """Several parts of a step, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        raw, raw_rows = _joined_rows([(part.logprobs, part.logprobs_rows) for part in parts])
+        processed, rows = _joined_rows([(part.processed_logprobs, part.processed_rows) for part in parts])
+        starts = np.cumsum([0, *(part.batch_size for part in parts)]).tolist()
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("sampled_token_ids", "is_valid", "temperature", "top_p", "top_k")
+        }
+        return cls(
+            **columns,
+            logprobs=raw,
+            logprobs_rows=raw_rows,
+            processed_logprobs=processed,
+            processed_rows=rows,
+            whole_rows={
+                start + row: whole
+                for start, part in zip(starts, parts, strict=False)
+                for row, whole in part.whole_rows.items()
+            },
+        )
 
     @property
     def batch_size(self) -> int:
@@ -271,6 +298,20 @@ class ModelRunnerOutput:
         )
         return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
 
+    @classmethod
+    def of_step(
+        cls, output: SamplerOutput, req_ids: list[str], *, forward_time_ns: int, sample_time_ns: int
+    ) -> ModelRunnerOutput:
+        """What one engine step drew, row b for req_ids[b], with its times and the process's peak memory."""
+        return cls(
+            sampler_output=output,
+            req_ids=req_ids,
+            req_id_to_index={req_id: row for row, req_id in enumerate(req_ids)},
+            forward_time_ns=forward_time_ns,
+            sample_time_ns=sample_time_ns,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
     def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
         """Token ids (n,) of one request and its latest numbers; None where the step did not hold it.
 
@@ -297,6 +338,18 @@ def _integers(token_ids: npt.ArrayLike) -> Array:
     return ids
 
 
+def _joined_rows(parts: Sequence[tuple[Any, Array | None]]) -> tuple[LogprobsLists | None, Array]:
+    """Reports of some rows of each part → one report, and for each row of all parts its place there."""
+    present = [lists for lists, _ in parts if lists is not None]
+    starts = np.cumsum([0, *(0 if lists is None else lists.total_tokens() for lists, _ in parts)]).tolist()
+    places = [
+        np.where(rows < 0, -1, rows + start)
+        for (_, rows), start in zip(parts, starts, strict=False)
+        if rows is not None
+    ]
+    return LogprobsLists.joined(present) if present else None, np.concatenate(places)
+
+
 def on_host(tensors: Sequence[Tensor]) -> list[Array]:
     """Tensors as arrays: views of what lies on the CPU, one packed copy of what lies elsewhere."""
     import torch
@@ -314,3 +367,20 @@ def on_host(tensors: Sequence[Tensor]) -> list[Array]:
         data[start : start + size].view(tensor.dtype).view(tensor.shape).numpy()
         for tensor, start, size in zip(tensors, starts, sizes, strict=False)
     ]
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that was in use so far: the GPU's by torch where there is one, else the process's.
+
+    0 where the system does not tell (Windows).
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

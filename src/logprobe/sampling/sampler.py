@@ -5,7 +5,7 @@ Before it: the output head, one chunk of rows at a time. After it: the step's re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from logprobe.kernels import extract
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
+from logprobe.records import SamplerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,25 +22,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.records import LogprobsTensors
+    from logprobe.records import LogprobsLists
     from logprobe.sampling.params import SamplingParams
 
 
 SETTINGS = tuple(field.name for field in fields(DrawParams))
 DRAWN = tuple(field.name for field in fields(Drawn))
 LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary is larger
-
-
-@dataclass(frozen=True, slots=True)
-class SampledRows:
-    """What one chunk of rows gave; `raw` and `processed` hold only the rows named beside them."""
-
-    token_ids: NDArray[np.int32]  # (B,)
-    is_valid: NDArray[np.bool_]  # (B,)
-    raw: LogprobsTensors | None
-    raw_rows: dict[int, int]  # row of the chunk -> row of `raw`
-    processed: LogprobsTensors | None
-    processed_rows: dict[int, int]
 
 
 class Sampler:
@@ -66,12 +55,13 @@ class Sampler:
         params: Sequence[SamplingParams],
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
-    ) -> SampledRows:
+    ) -> SamplerOutput:
         """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
 
         `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw.
         """
-        drawn = _draw(logits, changed, _draw_params(params, uniforms))
+        settings = _draw_params(params, uniforms)
+        drawn = _draw(logits, changed, settings)
         raw_rows = [row for row, asked in enumerate(params) if _wants_raw(asked)]
         processed_rows = [row for row, asked in enumerate(params) if _wants_processed(asked)]
         raw = processed = None
@@ -84,14 +74,24 @@ class Sampler:
             part = _copied(logits, changed, processed_rows)
             part = truncated_(part, drawn, processed_rows, temperatures)
             processed = _report(part, drawn, processed_rows, params)
-        return SampledRows(
-            drawn.token_ids,
-            drawn.is_valid,
-            raw,
-            {row: place for place, row in enumerate(raw_rows)},
-            processed,
-            {row: place for place, row in enumerate(processed_rows)},
+        return SamplerOutput(
+            sampled_token_ids=drawn.token_ids,
+            is_valid=drawn.is_valid,
+            logprobs=raw,
+            logprobs_rows=_places(raw_rows, len(params)),
+            processed_logprobs=processed,
+            processed_rows=_places(processed_rows, len(params)),
+            temperature=settings.temperatures,
+            top_p=settings.top_ps,
+            top_k=settings.top_ks,
         )
+
+
+def _places(rows: list[int], num_rows: int) -> NDArray[np.int64]:
+    """For each row its place among `rows`, -1 where it is not one of them."""
+    places = np.full(num_rows, -1)
+    places[rows] = np.arange(len(rows))
+    return places
 
 
 def _wants_raw(params: SamplingParams) -> bool:
@@ -136,9 +136,7 @@ def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]
     return DrawParams(temperatures, top_ks, top_ps, min_ps, uniforms)
 
 
-def _report(
-    logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]
-) -> LogprobsTensors:
+def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]) -> LogprobsLists:
     asked = [params[row] for row in rows]
     given = [one.logprob_token_ids for one in asked]
     return extract(
@@ -147,4 +145,4 @@ def _report(
         np.array([one.logprobs or 0 for one in asked]),
         given_ids=given if any(given) else None,
         entropy=any(one.entropy for one in asked),
-    )
+    ).to_lists()

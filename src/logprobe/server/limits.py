@@ -20,8 +20,8 @@ from logprobe.server.http.errors import ApiError, bad_request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.request import Request
     from logprobe.server.settings import ServerSettings
+    from logprobe.transport.messages import Request
 
 # Bytes of one entry (id and logprob) of a request, in its record and in the reply that is made of it.
 RECORD_BYTES: Final = 8

@@ -32,7 +32,6 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
-        self.paused = self._counter("pauses", "Times that a request was paused for its reader.")
         self.registry.register(_EngineFigures(engine))
 
     def ended(self, output: RequestOutput) -> None:
@@ -81,6 +80,7 @@ class _EngineFigures:
             yield GaugeMetricFamily(f"logprobe_{name}", told, value)
         counters = {
             "cached_prompt_tokens": ("Prompt tokens not computed again.", stats.cached_tokens),
+            "pauses": ("Times that a request was paused for its reader.", stats.pauses),
             "preemptions": ("Completions put back to make room.", stats.preempted),
         }
         for name, (told, value) in counters.items():

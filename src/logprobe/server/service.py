@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the text edge, limits, metrics, and back-pressure on streams.
+"""What the routes share: the engine and its client, the text edge, limits, metrics.
 
 Before it: a loaded model. After it: routes. Used from one event loop.
 """
@@ -17,23 +17,24 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgspec
 from cachetools import FIFOCache
 
+from logprobe.engine.client import Client
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits, check_count
 from logprobe.server.metrics import Metrics
 from logprobe.text.chat import lay_out
-from logprobe.transport import StreamingLogprobsCollector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.engine.request import CompletionPiece, Request, RequestOutput
+    from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
     from logprobe.text.edge import TextEdge
+    from logprobe.transport.messages import Admitted
 
 Messages: TypeAlias = list[dict[str, Any]]
 
@@ -107,6 +108,7 @@ class Service:
         self.processors = processors
         self.engine = model.engine
         self.text = model.text
+        self.client = Client(model.engine, model.text)
         self.settings = settings
         self.workers = Workers()
         self._pipeline = model.processors
@@ -120,10 +122,6 @@ class Service:
         self.limits = Limits(settings)
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
         self.metrics = Metrics(model.engine)
-        self.collector: StreamingLogprobsCollector[list[CompletionPiece]] = StreamingLogprobsCollector(
-            settings.buffer_rows, pause=self._pause, resume=self._resume
-        )
-        self._open: dict[str, Sequence[str]] = {}  # reply → its engine requests
         self._numbers = itertools.count()
         self.is_draining = False
         self._token = uuid.uuid4().hex[:12]
@@ -216,46 +214,29 @@ class Service:
             ParameterError: they can never be served.
         """
         if self._pipeline is not None:
-            self._pipeline.check(params)
+            self._pipeline.admit(params)
 
     def name_of(self, lora: str | None) -> str:
         """What replies call the weights that answered: an adapter goes by its own name."""
         return lora or self.model_name
 
-    async def run_all(self, requests: Sequence[Request]) -> list[RequestOutput]:
+    async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
         """The outputs of some requests once all have ended; giving up the wait gives them up.
 
         Raises:
             LogprobeError: one failed; the others were given up.
         """
+        self.engine.submit(admitted)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._run(request)) for request in requests]
+                tasks = [group.create_task(self._result(one.request.request_id)) for one in admitted]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         return [task.result() for task in tasks]
 
-    async def _run(self, request: Request) -> RequestOutput:
-        self.engine.submit(request)
-        output = await self.engine.result(request.request_id)
+    async def _result(self, request_id: str) -> RequestOutput:
+        output = await self.engine.result(request_id)
         self.metrics.ended(output)
         if output.error is not None:
             raise output.error
         return output
-
-    def open_reply(self, reply_id: str, request_ids: Sequence[str]) -> None:
-        """Tie a streamed reply to the engine requests that are paused when its reader lags."""
-        self._open[reply_id] = request_ids
-
-    def close_reply(self, reply_id: str) -> None:
-        """Forget a streamed reply."""
-        self._open.pop(reply_id, None)
-
-    def _pause(self, reply_id: str) -> None:
-        self.metrics.paused.inc()
-        for request_id in self._open.get(reply_id, ()):
-            self.engine.pause(request_id)
-
-    def _resume(self, reply_id: str) -> None:
-        for request_id in self._open.get(reply_id, ()):
-            self.engine.resume(request_id)

@@ -11,21 +11,40 @@ import asyncio
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 T = TypeVar("T")
+
+
+class Parcel(NamedTuple, Generic[T]):
+    """What is new of one request."""
+
+    req_id: str
+    item: T
+    num_rows: int = 1
+    is_urgent: bool = False  # its reader is woken however few rows wait, such as at the end
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Who follows a stream: an event of the reader's own loop, set once `min_rows` rows wait."""
+
+    min_rows: int
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    thread: int = field(default_factory=threading.get_ident)
 
 
 @dataclass(slots=True)
 class _Channel(Generic[T]):
     """What waits for one request's consumer; guarded by the collector's lock."""
 
+    buffer_size: int
     items: list[T] = field(default_factory=list)
     num_rows: int = 0
     callback: Callable[[list[T]], object] | None = None
@@ -33,7 +52,7 @@ class _Channel(Generic[T]):
     is_paused: bool = False
     is_done: bool = False
     error: BaseException | None = None
-    wake: Callable[[], None] | None = None  # tells the async reader, from any thread
+    reader: _Reader | None = None
 
 
 class StreamingLogprobsCollector(Generic[T]):
@@ -63,7 +82,12 @@ class StreamingLogprobsCollector(Generic[T]):
         self._pause = pause or _ignore
         self._resume = resume or _ignore
         self._lock = threading.Lock()
-        self._channels: defaultdict[str, _Channel[T]] = defaultdict(_Channel)
+        self._channels: defaultdict[str, _Channel[T]] = defaultdict(lambda: _Channel(buffer_size))
+
+    def open(self, req_id: str) -> None:
+        """Make a request known, so that `add_many` keeps what comes for it before its consumer does."""
+        with self._lock:
+            _ = self._channels[req_id]
 
     def register_callback(self, req_id: str, callback: Callable[[list[T]], object]) -> None:
         """Let `callback` take the request's rows: when `buffer_size` wait, and at each flush.
@@ -75,7 +99,7 @@ class StreamingLogprobsCollector(Generic[T]):
         """
         with self._lock:
             channel = self._channels[req_id]
-            is_free = channel.callback is None and channel.wake is None
+            is_free = channel.callback is None and channel.reader is None
             require(is_free, "req_id", f"{req_id!r} has a consumer already; unregister it first")
             channel.callback = callback
 
@@ -88,26 +112,56 @@ class StreamingLogprobsCollector(Generic[T]):
                 channel.is_done = True
         if was_paused:
             self._resume(req_id)
-        if channel is not None and channel.wake is not None:
-            channel.wake()
+        if channel is not None and channel.reader is not None:
+            _wake_all([channel.reader])
 
     def add(self, req_id: str, logprobs: T, *, num_rows: int = 1) -> None:
         """Add what is new of a request: one item that carries `num_rows` rows."""
         with self._lock:
             channel = self._channels[req_id]
-            channel.items.append(logprobs)
-            channel.num_rows += num_rows
-            is_full = channel.num_rows >= self.buffer_size
+            must_pause = self._put(channel, logprobs, num_rows)
+            is_full, reader = channel.num_rows >= channel.buffer_size, channel.reader
             has_callback = channel.callback is not None
-            must_pause = is_full and not has_callback and not channel.is_paused
-            channel.is_paused |= must_pause
-            wake = channel.wake
         if must_pause:
             self._pause(req_id)
-        if wake is not None:
-            wake()
+        if reader is not None:
+            _wake_all([reader])
         if is_full and has_callback:
             self.flush(req_id)
+
+    def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
+        """Add what is new of many requests, and wake each event loop once.
+
+        What comes for a request that is unknown, or was forgotten, is dropped. Only streams read it.
+
+        Returns:
+            The requests whose readers can never come back, since their event loops were closed.
+        """
+        woken: dict[str, _Reader] = {}
+        paused: list[str] = []
+        with self._lock:
+            for req_id, item, num_rows, is_urgent in parcels:
+                channel = self._channels.get(req_id)
+                if channel is None:
+                    continue
+                if self._put(channel, item, num_rows):
+                    paused.append(req_id)
+                reader = channel.reader
+                if reader is not None and (is_urgent or channel.num_rows >= reader.min_rows):
+                    woken[req_id] = reader
+        for req_id in paused:
+            self._pause(req_id)
+        closed = _wake_all(woken.values())
+        return [req_id for req_id, reader in woken.items() if reader.loop in closed]
+
+    def _put(self, channel: _Channel[T], item: T, num_rows: int) -> bool:
+        """Add to a channel; whether its request must be paused now."""
+        channel.items.append(item)
+        channel.num_rows += num_rows
+        is_full = channel.num_rows >= channel.buffer_size
+        must_pause = is_full and channel.callback is None and not channel.is_paused
+        channel.is_paused |= must_pause
+        return must_pause
 
     def flush(self, req_id: str) -> None:
         """Hand over now what waits for a request's callback; one without rows or callback is left alone.
@@ -142,9 +196,9 @@ class StreamingLogprobsCollector(Generic[T]):
         with self._lock:
             channel = self._channels[req_id]
             channel.is_done, channel.error = True, error
-            wake = channel.wake
-        if wake is not None:
-            wake()
+            reader = channel.reader
+        if reader is not None:
+            _wake_all([reader])
         self.flush(req_id)
 
     def num_waiting(self, req_id: str) -> int:
@@ -152,15 +206,20 @@ class StreamingLogprobsCollector(Generic[T]):
         with self._lock:
             return self._channels[req_id].num_rows if req_id in self._channels else 0
 
-    async def stream(self, req_id: str) -> AsyncGenerator[list[T]]:
+    async def stream(
+        self, req_id: str, *, buffer_size: int | None = None, min_rows: int = 1
+    ) -> AsyncGenerator[list[T]]:
         """What was added, each time in one list, until `finish`; leaving early forgets the request.
+
+        `buffer_size` bounds this request in place of the collector's own bound. A reader who needs no step at
+        once is woken when `min_rows` rows wait.
 
         Raises:
             ParameterError: the request has a consumer already.
             BaseException: the error that `finish` was given.
         """
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        channel = self._open_stream(req_id, partial(_wake, loop, news, threading.get_ident()))
+        reader = _Reader(min_rows)
+        channel = self._open_stream(req_id, reader, buffer_size)
         try:
             while True:
                 items, is_done = self._take(req_id, channel)
@@ -169,19 +228,20 @@ class StreamingLogprobsCollector(Generic[T]):
                 elif is_done:
                     break
                 else:
-                    await news.wait()
-                    news.clear()
+                    await reader.news.wait()
+                    reader.news.clear()
             if channel.error is not None:
                 raise channel.error
         finally:
             self.unregister(req_id)
 
-    def _open_stream(self, req_id: str, wake: Callable[[], None]) -> _Channel[T]:
+    def _open_stream(self, req_id: str, reader: _Reader, buffer_size: int | None) -> _Channel[T]:
         with self._lock:
             channel = self._channels[req_id]
-            if channel.callback is not None or channel.wake is not None:
+            if channel.callback is not None or channel.reader is not None:
                 raise ParameterError("req_id", f"{req_id!r} has a consumer already")
-            channel.wake = wake
+            channel.reader = reader
+            channel.buffer_size = buffer_size or channel.buffer_size
             return channel
 
     def _take(self, req_id: str, channel: _Channel[T]) -> tuple[list[T], bool]:
@@ -211,15 +271,28 @@ class StreamingLogprobsCollector(Generic[T]):
                 self._channels[req_id].delivering = False
 
 
-def _wake(loop: asyncio.AbstractEventLoop, news: asyncio.Event, thread: int) -> None:
-    try:
-        if threading.get_ident() == thread:
-            news.set()  # costs a fraction of what waking a loop from outside costs
-        else:
-            loop.call_soon_threadsafe(news.set)
-    except RuntimeError:  # the reader's loop was closed: nobody is left to be told
-        if not loop.is_closed():
-            raise
+def _wake_all(readers: Iterable[_Reader]) -> set[asyncio.AbstractEventLoop]:
+    """Tell readers that there is news, each event loop once; the loops that were closed under theirs."""
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Reader]] = defaultdict(list)
+    for reader in readers:
+        by_loop[reader.loop].append(reader)
+    closed = set()
+    for loop, members in by_loop.items():
+        if members[0].thread == threading.get_ident():
+            _set_all(members)  # costs a fraction of what waking a loop from outside costs
+            continue
+        try:
+            loop.call_soon_threadsafe(_set_all, members)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+            closed.add(loop)
+    return closed
+
+
+def _set_all(readers: Sequence[_Reader]) -> None:
+    for reader in readers:
+        reader.news.set()
 
 
 def _ignore(_: str) -> None:

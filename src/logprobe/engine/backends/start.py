@@ -6,13 +6,15 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.backends.thread import LocalEngine
+from logprobe.engine.backends.thread import ThreadEngine
 from logprobe.engine.engine import Engine
+from logprobe.engine.fold import Describer
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -62,8 +64,10 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         stages=("raw_logprobs", "processed_logprobs"),
     )
     release_threads()  # from here on the engine's own thread computes
-    local = LocalEngine(engine, capabilities)
-    return LoadedModel(local, text, forward.model, engine.processing.pipeline)
+    source = LogprobsInfo(engine="native", model=config.model, logits_dtype=capabilities.dtype)
+    describer = Describer(source, forward.vocab_size, text.vocabulary)
+    backend = ThreadEngine(engine, capabilities, describer)
+    return LoadedModel(backend, text, forward.model, engine.processing.pipeline)
 
 
 def _warm_up_kernels() -> None:

@@ -94,6 +94,7 @@ class Loras:
         # Guarded by `_lock`. A name serves one adapter for good, since caches know adapters by name.
         self._loaded: dict[str, Adapter] = {}
         self._gone: set[str] = set()
+        self.hidden: frozenset[str] = frozenset()  # refused to new requests, not dropped yet
 
     @property
     def are_running(self) -> bool:
@@ -137,12 +138,15 @@ class Loras:
         with self._lock:
             del self._loaded[name]
             self._gone.add(name)
+            self.hidden |= {name}
 
     def drop(self, name: str) -> None:
         """Let a hidden adapter's weights go."""
         for module in self._model.modules():
             if isinstance(module, AdaptedLinear):
                 module.parts.pop(name, None)
+        with self._lock:
+            self.hidden -= {name}
 
     def select(self, batch: StepBatch) -> None:
         """Note which rows of the step about to run run under which weights."""

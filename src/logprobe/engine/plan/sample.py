@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe.text.pieces import StopMatcher
+from logprobe.transport.messages import Finish
 
 if TYPE_CHECKING:
     from logprobe.engine.plan.radix import Node
-    from logprobe.engine.request import CompletionOutput, FinishReason, Request
+    from logprobe.errors import LogprobeError
+    from logprobe.processors import ProcessorEffect
     from logprobe.processors.pipeline import ActiveSample
-    from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
+    from logprobe.transport.messages import Request
 
 
 class Sample:
     """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
 
     def __init__(
-        self, request: Request, output: CompletionOutput, max_len: int, generator: np.random.Generator
+        self, request: Request, index: int, max_len: int, generator: np.random.Generator | None = None
     ) -> None:
         self.request = request
-        self.output = output
-        self.generator = generator
+        self.index = index  # which of its request's samples
+        self.generator = generator or np.random.default_rng()
         self.num_prompt = len(request.prompt_token_ids)
         # The last token generated is never run, so it needs no place in the context.
         self.max_len = min(max_len + 1, self.num_prompt + request.params.max_tokens)
@@ -44,8 +46,17 @@ class Sample:
         self.node: Node | None = None
         self.is_paused = False  # its reader lags: it keeps its place and takes no step
         self.active: ActiveSample | None = None  # its logits processors, where it has any
-        self.prompt_logprobs: FlatLogprobs | None = None
+        self.output_token_ids: list[int] = []  # generated; processors hold on to this list
+        self.effects: list[ProcessorEffect] | None = None  # of the processors on the latest token
+        self.end: Finish | None = None
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
+
+    @property
+    def name(self) -> str:
+        """The request's id; of one sample among several `index_id`, as vLLM calls a request's children."""
+        request = self.request
+        several = request.params.num_samples > 1
+        return f"{self.index}_{request.request_id}" if several else request.request_id
 
     @property
     def token_ids(self) -> IntArray:
@@ -70,7 +81,8 @@ class Sample:
     @property
     def num_prompt_rows(self) -> int:
         """Prompt positions whose logprobs are asked: all but the first, which nothing predicts."""
-        return self.num_prompt - 1 if self.prompt_logprobs is not None else 0
+        is_asked = self.request.params.prompt_logprobs is not None and self.index == 0
+        return self.num_prompt - 1 if is_asked else 0
 
     @property
     def num_remaining(self) -> int:
@@ -111,18 +123,22 @@ class Sample:
         """Add a generated token."""
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
-        self.output.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
 
     def next_uniform(self) -> float:
         """The number that draws the next token, in [0, 1); a greedy request draws none."""
         return 0.0 if self.request.params.is_greedy else self.generator.random()
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Note why the sample ended."""
-        self.output.stop_reason = stop_reason
-        self.output.finish_reason = reason  # last: a reader on another thread takes it as the end
+    def finish(self, finish: Finish) -> None:
+        """Note why the sample ended; the first reason counts."""
+        if self.end is None:
+            self.end = finish
+
+    def fail(self, error: LogprobeError) -> None:
+        """End the sample with an error."""
+        self.finish(Finish("error", error=error))
 
     @property
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self.output.finish_reason is not None
+        return self.end is not None

@@ -7,9 +7,9 @@ streamed replies fold the same pieces; a whole reply only takes each completion'
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
 
-from logprobe.engine.request import Request
 from logprobe.server.limits import Cost
 from logprobe.text.pieces import Cutter, TextWalk
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from logprobe.sampling import SamplingParams
     from logprobe.server.limits import Ticket
     from logprobe.server.service import Service
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -45,18 +47,13 @@ class Generation:
         self.params = asks[0][1]
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
-        self.requests = [
-            Request(
-                request_id=f"{reply_id}-{number}",
-                prompt_token_ids=ids,
-                params=params,
-            )
+        self._admitted = [
+            service.client.requests.admit(ids, params, request_id=f"{reply_id}-{number}")
             for number, (ids, params) in enumerate(asks)
         ]
+        self.requests = [one.request for one in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
-        for request in self.requests:
-            service.engine.check(request)
         self.ticket: Ticket = service.limits.admit(Cost.of(self.requests, service.vocab_size))
 
     @property
@@ -80,7 +77,7 @@ class Generation:
             LogprobeError: a request failed; the others were given up.
         """
         try:
-            outputs = await self._service.run_all(self.requests)
+            outputs = await self._service.run_all(self._admitted)
         finally:
             self.ticket.release()
         self.outputs = dict(enumerate(outputs))
@@ -92,42 +89,31 @@ class Generation:
         Raises:
             LogprobeError: a request failed.
         """
-        collector = self._service.collector
-        self._service.open_reply(self.reply_id, [request.request_id for request in self.requests])
-        pumps = asyncio.create_task(self._pump_all())
+        self._service.engine.submit(self._admitted)
         try:
-            async for batches in collector.stream(self.reply_id):
-                yield [piece for batch in batches for piece in batch]
+            async with aclosing(
+                merged([self._pieces(number) for number in range(len(self.requests))])
+            ) as all_:
+                async for pieces in all_:
+                    yield pieces
         finally:
-            pumps.cancel()
-            await asyncio.wait([pumps])
-            self._service.close_reply(self.reply_id)
             self.ticket.release()
 
-    async def _pump_all(self) -> None:
-        collector = self._service.collector
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(len(self.requests)):
-                    group.create_task(self._pump(number))
-        except BaseExceptionGroup as errors:
-            collector.finish(self.reply_id, errors.exceptions[0])
-        else:
-            collector.finish(self.reply_id)
-
-    async def _pump(self, number: int) -> None:
-        request = self.requests[number]
-        self._service.engine.submit(request)
-        async for output in self._service.engine.stream(request.request_id):
-            self.outputs[number] = output
-            if output.error is not None:
-                self._service.metrics.ended(output)
-                raise output.error
-            pieces = self._cut(number)
-            if pieces:
-                rows = sum(piece.num_rows for piece in pieces)
-                self._service.collector.add(self.reply_id, pieces, num_rows=rows)
-        self._service.metrics.ended(output)
+    async def _pieces(self, number: int) -> AsyncGenerator[list[CompletionPiece]]:
+        """What is new of one request, each time there is something."""
+        service = self._service
+        outputs = service.engine.stream(
+            self.requests[number].request_id, buffer_rows=service.settings.buffer_rows
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                self.outputs[number] = output
+                if output.is_finished:
+                    service.metrics.ended(output)
+                if output.error is not None:
+                    raise output.error
+                if pieces := self._cut(number):
+                    yield pieces
 
     def _cut(self, number: int) -> list[CompletionPiece]:
         pieces = []
@@ -148,3 +134,22 @@ class Generation:
         return Cutter(
             self._service.text.bytes_of, self.params.stop, self.params.min_tokens, index=index, walk=walk
         )
+
+
+async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """The items of all sources as they come; leaving early, or an error of one, closes them all."""
+    waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source, item = waiting.pop(task), task.result()
+                if item is not None:
+                    waiting[asyncio.ensure_future(anext(source, None))] = source
+                    yield item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()

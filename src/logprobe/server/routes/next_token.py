@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.request import Request
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import read
 from logprobe.server.http.sse import while_connected
@@ -36,20 +35,13 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     body, prompts = await read(request, service, NextTokenBody, understand)
     params = SamplingParams(max_tokens=1, lora=body.lora)
     base = service.new_id("next")
-    requests = [
-        Request(
-            request_id=f"{base}-{number}",
-            prompt_token_ids=prompt,
-            params=params,
-            wants_row=True,
-        )
-        for number, prompt in enumerate(prompts)
+    admitted = [
+        service.client.requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
+        for number, ids in enumerate(prompts)
     ]
-    for one in requests:
-        service.engine.check(one)
-    ticket = service.limits.admit(Cost.of(requests, service.vocab_size))
+    ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
     try:
-        outputs = await while_connected(request.receive, service.run_all(requests), service.check_engine)
+        outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     finally:
         ticket.release()
     # Megabytes are copied: elsewhere, so that other clients' streams go on.

@@ -5,13 +5,12 @@ Before it: HTTP. After it: one engine request a continuation; their common conte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.request import Request
+from logprobe.engine.client import Split
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
@@ -26,39 +25,21 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
-    from logprobe.records.values import IntArray
     from logprobe.server.service import Service
     from logprobe.text.edge import TextEdge
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Context and continuation as one sequence; the continuation begins at `start`."""
-
-    token_ids: IntArray
-    start: int
-
-
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
     body, pairs, alone = await read(request, service, ScoreBody, understand)
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
-    requests = [
-        Request(
-            request_id=f"{base}-{number}",
-            prompt_token_ids=pair.token_ids,
-            params=params,
-            first_scored=pair.start,
-        )
-        for number, pair in enumerate(pairs + alone)
-    ]
-    for asked in requests:
-        service.engine.check(asked)
-    ticket = service.limits.admit(Cost.of(requests, service.vocab_size))
+    names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
+    admitted = service.client.admit_splits([*pairs, *alone], params, names)
+    ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
     try:
-        outputs = await while_connected(request.receive, service.run_all(requests), service.check_engine)
+        outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     finally:
         ticket.release()
     found = [_scored(output, pair, service) for output, pair in zip(outputs, pairs, strict=False)]
@@ -79,7 +60,7 @@ async def score(request: HttpRequest, service: Service) -> Response:
     return _reply(request, service, reply)
 
 
-def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Pair], list[Pair]]:
+def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Split], list[Split]]:
     """Each continuation with its context, and, where that is asked, by itself."""
     service.choose_weights(body)
     service.log_body("score", body)
@@ -88,8 +69,8 @@ def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Pair]
     # A context is tokenised with each continuation.
     service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
     laid_out = None if body.messages is None else service.lay_out(body.messages)
-    pairs = [_pair(body, laid_out, continuation, service.text) for continuation in body.continuations]
-    return body, pairs, [_alone(pair, service.text) for pair in pairs] if body.unconditional else []
+    pairs = [_split(body, laid_out, continuation, service) for continuation in body.continuations]
+    return body, pairs, [service.client.alone(pair) for pair in pairs] if body.unconditional else []
 
 
 def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Response:
@@ -100,39 +81,31 @@ def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Res
     return Response(encode(service, reply | {"data": numbered}), media_type=JSON_TYPE)
 
 
-def _pair(body: ScoreBody, laid_out: str | None, continuation: str | list[int], text: TextEdge) -> Pair:
+def _split(body: ScoreBody, laid_out: str | None, continuation: str | list[int], service: Service) -> Split:
     if (body.context is None) == (body.messages is None):
         raise bad_request("context", "give either context or messages")
     if not continuation:
         raise bad_request("continuations", "one is empty; there is nothing to score")
     if laid_out is not None:
-        return _answer(laid_out, continuation, text)
-    context = body.context
-    if isinstance(context, str) and isinstance(continuation, str):
-        return Pair(*text.encode_pair(context, continuation))
-    if isinstance(context, str) or isinstance(continuation, str):
+        return _answer(laid_out, continuation, service.text)
+    if isinstance(body.context, str) != isinstance(continuation, str):
         raise bad_request("continuations", "context and continuations must both be texts or both be ids")
-    before = as_ids(context or [], "context")
-    before = before if len(before) else text.prefix()
-    return Pair(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
+    for name, ids in (("context", body.context), ("continuations", continuation)):
+        if isinstance(ids, list):
+            as_ids(ids, name)
+    return service.client.split((body.context or continuation[:0], continuation))
 
 
-def _answer(laid_out: str, continuation: str | list[int], text: TextEdge) -> Pair:
+def _answer(laid_out: str, continuation: str | list[int], text: TextEdge) -> Split:
     """A conversation and a candidate for the assistant's turn."""
     before = text.encode(laid_out, add_special_tokens=False)
     if not isinstance(continuation, str):
-        return Pair(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
+        return Split(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
     whole = text.encode(laid_out + continuation, add_special_tokens=False)
-    return Pair(whole, min(len(before), len(whole) - 1))
+    return Split(whole, min(len(before), len(whole) - 1))
 
 
-def _alone(pair: Pair, text: TextEdge) -> Pair:
-    """The same continuation after nothing."""
-    prefix = text.prefix()
-    return Pair(np.concatenate([prefix, pair.token_ids[pair.start :]]), len(prefix))
-
-
-def _scored(output: RequestOutput, pair: Pair, service: Service) -> dict[str, Any]:
+def _scored(output: RequestOutput, pair: Split, service: Service) -> dict[str, Any]:
     record = output.prompt_logprobs
     assert record is not None
     ids = pair.token_ids[pair.start :].tolist()

@@ -16,13 +16,14 @@ from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.remote.link import Link, ask_rows, ask_sample, meet
 from logprobe.engine.request import CompletionOutput, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.transport.messages import Admitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.backends.remote.link import ServerFacts
     from logprobe.engine.protocol import Capabilities
-    from logprobe.engine.request import Request
+    from logprobe.transport.messages import Request
 
 ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
 MOST_ROWS: Final = 64  # an exchange
@@ -72,27 +73,26 @@ class HttpEngine:
         """What the server has at `path`, for callers without an event loop; errors as when it was met."""
         return self._bridge.run(self._link.get(path))
 
-    def check(self, request: Request) -> None:
-        """Raise `ParameterError` where a request can never be served."""
-        limit, size = self.capabilities().max_model_len, self.capabilities().vocab_size
-        check_request(request, (), max_len=limit, vocab_size=size)
-
-    def submit(self, request: Request) -> None:
-        """Accept a request; `result` must follow it, once.
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request.
 
         Raises:
             ParameterError: it can never be served.
+        """
+        capabilities = self.capabilities()
+        check_request(request, max_len=capabilities.max_model_len, vocab_size=capabilities.vocab_size)
+        return Admitted(request, {})
+
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Accept requests; `result` must follow for each, once.
+
+        Raises:
             EngineClosedError: the engine was closed.
         """
-        self.submit_many([request])
-
-    def submit_many(self, requests: Sequence[Request]) -> None:
-        """Accept requests, or none of them where one is refused; errors as `submit`."""
-        for request in requests:
-            self.check(request)
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError("this model was cleaned up; make a new one")
+            requests = [one.request for one in admitted]
             for request in requests:
                 outcome: Outcome = Future()
                 outcome.set_running_or_notify_cancel()  # ended by the bridge alone, whoever stops waiting

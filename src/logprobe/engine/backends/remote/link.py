@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from logprobe.engine.request import Request
     from logprobe.errors import LogprobeError
+    from logprobe.transport.messages import Request
 
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0

@@ -1,0 +1,166 @@
+"""`Fold`: what is new of a request, step by step → its one output.
+
+Before it: the messages of an engine. After it: the front doors. Whoever reads a request folds; no other
+thread touches the output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from logprobe.engine.request import RequestOutput, end_with_error, keep_best
+from logprobe.records import FlatLogprobs
+from logprobe.transport.messages import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.request import CompletionOutput
+    from logprobe.records import LogprobsInfo, LogprobsLists, TokenTable
+    from logprobe.records.info import Stage
+    from logprobe.sampling import SamplingParams
+    from logprobe.transport.messages import Delta, Finish, News, Request
+
+STAGES: dict[str, tuple[Stage, ...]] = {
+    "raw_logprobs": ("raw",),
+    "processed_logprobs": ("processed",),
+    "both": ("raw", "processed"),
+}
+
+
+class Describer:
+    """Opens the containers of one engine's requests, each with a description of its numbers.
+
+    `source` names the engine, model and dtype; `table` gives the texts of ids.
+    """
+
+    def __init__(self, source: LogprobsInfo, vocab_size: int, table: TokenTable) -> None:
+        self._source = source
+        self._vocab_size = vocab_size
+        self._table = table
+
+    def open(self, request: Request) -> RequestOutput:
+        """An output with one empty completion a sample, and the containers that the request asks for."""
+        params, output = request.params, RequestOutput.for_request(request)
+        output.info = self._of_request(params)
+        if params.prompt_logprobs is not None:
+            first = [None] if request.first_scored == 1 else []
+            output.prompt_logprobs = self._container(self._of_prompt(params), first)
+        for completion in output.outputs:
+            self._open_completion(completion, params)
+        return output
+
+    def _open_completion(self, completion: CompletionOutput, params: SamplingParams) -> None:
+        if params.explain:
+            completion.explanations = []
+        if params.logprobs is None:
+            return
+        first_stage, *more = STAGES[params.logprobs_mode]
+        completion.logprobs = self._container(self._of_completion(params, (first_stage,)))
+        completion.cumulative_logprob = 0.0
+        for stage in more:
+            completion.processed_logprobs = self._container(self._of_completion(params, (stage,)))
+
+    def _container(self, info: LogprobsInfo, positions: Sequence[None] = ()) -> FlatLogprobs:
+        return FlatLogprobs(positions, table=self._table, info=info)
+
+    def _of_prompt(self, params: SamplingParams) -> LogprobsInfo:
+        """Of prompt positions: always the model's own distribution."""
+        return self._of(params.prompt_logprobs, stages=("raw",))
+
+    def _of_completion(self, params: SamplingParams, stages: tuple[Stage, ...]) -> LogprobsInfo:
+        """Of generated positions at these stages."""
+        if "processed" not in stages:
+            return self._of(params.logprobs, stages=stages)
+        return self._of(
+            params.logprobs,
+            stages=stages,
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k > 0 else None,
+            top_p=params.top_p if params.top_p < 1 else None,
+            min_p=params.min_p if params.min_p > 0 else None,
+        )
+
+    def _of_request(self, params: SamplingParams) -> LogprobsInfo | None:
+        """Of a whole output: its completions' numbers, or else its prompt's; None where none are asked."""
+        if params.logprobs is not None:
+            return self._of_completion(params, STAGES[params.logprobs_mode])
+        return None if params.prompt_logprobs is None else self._of_prompt(params)
+
+    def _of(self, asked: int | None, **fields: Any) -> LogprobsInfo:
+        assert asked is not None, "only what was asked is described"
+        delivered = self._vocab_size if asked == -1 else min(asked, self._vocab_size)
+        return msgspec.structs.replace(
+            self._source, num_logprobs_asked=asked, num_logprobs=delivered, **fields
+        )
+
+
+class Fold:
+    """One request while it is read: add what is new, and `output` grows."""
+
+    def __init__(self, request: Request, describer: Describer) -> None:
+        self.output = describer.open(request)
+        self._params = request.params
+
+    def is_wide(self, width: int) -> bool:
+        """Whether a row of this request holds so many alternatives that none should wait long."""
+        return any(
+            k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
+        )
+
+    def add(self, news: News) -> None:
+        """Grow by what one message says."""
+        if isinstance(news, Failure):
+            end_with_error(self.output, news.error)
+            return
+        completion = self.output.outputs[news.index]
+        if news.prompt is not None and self.output.prompt_logprobs is not None:
+            self._append(self.output.prompt_logprobs, news.prompt)
+        self._add_rows(completion, news)
+        completion.token_ids += news.token_ids
+        if completion.explanations is not None and news.effects is not None:
+            completion.explanations.append(news.effects)
+        if news.row is not None:
+            completion.row = news.row
+        if news.finish is not None:
+            self._end(completion, news.finish)
+
+    def _add_rows(self, completion: CompletionOutput, news: Delta) -> None:
+        is_alone = self._params.logprobs_mode == "processed_logprobs"
+        if news.raw is not None:
+            completion.raw_logprob = (completion.raw_logprob or 0.0) + _chosen_sum(news.raw)
+            if completion.logprobs is not None and not is_alone:
+                self._append(completion.logprobs, news.raw)
+                completion.cumulative_logprob = completion.raw_logprob
+        if news.processed is not None:
+            container = completion.logprobs if is_alone else completion.processed_logprobs
+            assert container is not None
+            self._append(container, news.processed)
+            if is_alone:
+                before = completion.cumulative_logprob or 0.0
+                completion.cumulative_logprob = before + _chosen_sum(news.processed)
+
+    def _append(self, record: FlatLogprobs, rows: LogprobsLists) -> None:
+        # Other rows of the step may have asked for more than these.
+        given = rows.given if self._params.logprob_token_ids else None
+        record.append_rows(
+            rows.token_ids,
+            rows.logprobs,
+            rows.ranks,
+            entropy=rows.entropy if self._params.entropy else None,
+            given=None if given is None else given.columns(),
+        )
+
+    def _end(self, completion: CompletionOutput, finish: Finish) -> None:
+        completion.stop_reason = finish.stop_reason
+        completion.num_text_bytes = finish.num_text_bytes
+        completion.error = finish.error
+        completion.finish_reason = finish.reason
+        if self.output.is_finished:
+            keep_best(self.output, self._params)
+
+
+def _chosen_sum(rows: LogprobsLists) -> float:
+    return float(sum(rows.logprobs[:, 0].tolist()))
