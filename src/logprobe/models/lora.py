@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,16 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."  # that peft writes before the names of modules
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+PATTERN_LIMIT_S = 10
+# A pattern that is none is peft's to tell.
+TRY_PATTERNS = """
+import contextlib, json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    with contextlib.suppress(re.error, RecursionError):
+        for name in names:
+            re.fullmatch(pattern, name), re.match(rf"(.*\\.)?({pattern})$", name)
+"""
 # Options of peft that change more than the linear layers' products, with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
@@ -83,6 +96,7 @@ def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[A
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
     except ImportError as error:
         raise UnsupportedModelError("adapters need peft; pip install 'logprobe[peft]'") from error
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(model.config)
@@ -93,13 +107,25 @@ def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[A
     try:
         adapter = PeftConfig.from_pretrained(str(folder))
         _check_config(name, adapter, LoraConfig)
+        _check_patterns(name, adapter, [module_name for module_name, _ in skeleton.named_modules()])
         wrapped = PeftModel.from_pretrained(
             skeleton, str(folder), config=adapter, low_cpu_mem_usage=True, torch_device="cpu"
         )
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        return wrapped.get_base_model(), load_peft_weights(str(folder), device="cpu")
+    except UnsupportedModelError:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+        re.error,
+        SafetensorError,
+    ) as error:
         reason = " ".join(str(error).split())
         raise UnsupportedModelError(f"adapter {name!r} does not fit the model: {reason:.300}") from error
-    return wrapped.get_base_model(), load_peft_weights(str(folder), device="cpu")
 
 
 def _check_kind(name: str, folder: Path) -> None:
@@ -121,6 +147,31 @@ def _check_config(name: str, config: Any, lora: type) -> None:
                 f"adapter {name!r} uses {option}, which is more than a product of two matrices; merge it "
                 "into the model instead"
             )
+
+
+def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
+    """Try the configuration's regular expressions in a process that can be ended: some never come to an end.
+
+    peft matches them against the names of the model's modules.
+    """
+    given = (config.target_modules, config.exclude_modules, config.layers_pattern)
+    patterns = [pattern for pattern in given if isinstance(pattern, str)]
+    patterns += [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
+    if not any(set(pattern) & set("*+{") for pattern in patterns):
+        return
+    asked = json.dumps([patterns, module_names])
+    try:
+        subprocess.run(  # noqa: S603 - our own program; the patterns are its input
+            [sys.executable, "-I", "-c", TRY_PATTERNS],
+            input=asked,
+            text=True,
+            timeout=PATTERN_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnsupportedModelError(
+            f"adapter {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; name the modules"
+        ) from error
 
 
 def _part(name: str, module_name: str, module: Any, model: Any, weights: dict[str, torch.Tensor]) -> LowRank:

@@ -45,6 +45,14 @@ _GEMMA3_KEYS: Final = {
     ".rope.freq_base_swa",
     ".rope.scaling.factor",
 }
+_SIZES: Final = (
+    "max_position_embeddings",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+)
+_MOST_OF_ANY: Final = 1 << 24
 # llama.cpp's own constants for what a gemma3 file leaves out (src/models/gemma3.cpp).
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
@@ -87,9 +95,16 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
     settings = {
         name: gguf.value(key) for key, name in _COMMON_KEYS.items() if key != ".attention.head_count_kv"
     }
+    for name in _SIZES:
+        _check_size(gguf, name, settings[name])
+    layers = settings["num_hidden_layers"]
+    if isinstance(layers, int) and layers > len(gguf.shapes):
+        raise UnsupportedModelError(f"{gguf.path.name}: has {layers} layers and {len(gguf.shapes)} tensors")
     heads = settings["num_attention_heads"]
     settings["num_key_value_heads"] = gguf.value(".attention.head_count_kv", heads)
     settings["rms_norm_eps"] = _shortest(settings["rms_norm_eps"])
+    if "token_embd.weight" not in gguf.shapes:
+        raise UnsupportedModelError(f"{gguf.path.name}: has no token_embd.weight; fetch a complete file")
     settings["vocab_size"] = gguf.shapes["token_embd.weight"][0]
     settings["head_dim"] = _head_dim(gguf, settings["hidden_size"] // heads)
     settings["tie_word_embeddings"] = "output.weight" not in gguf.shapes
@@ -99,6 +114,13 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
             f"{gguf.path.name}: {', '.join(lists)} differs between layers; that is not converted"
         )
     return settings
+
+
+def _check_size(gguf: GgufFile, name: str, value: Any) -> None:
+    if isinstance(value, list):  # told below, with the others that differ between layers
+        return
+    if not isinstance(value, int) or not 0 < value <= _MOST_OF_ANY:
+        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r}, which no model has")
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:

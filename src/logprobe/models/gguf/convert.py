@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from logprobe.errors import InputError, LogprobeError
 from logprobe.models.cache import MANIFEST, say
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
@@ -22,15 +23,21 @@ def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
     """Convert the file into `folder`, which exists; a manifest of name and source is written last.
 
     Raises:
-        InputError: the file is no GGUF file.
+        InputError: the file is no GGUF file, or is broken.
         UnsupportedModelError: the model cannot be converted without a change of its results.
         OSError: the folder cannot be written.
     """
     say(f"{name}: reading {path.name}")
-    gguf = GgufFile(path)
-    config = build_config(gguf)
-    build_tokenizer(gguf).save_pretrained(folder)
-    config.save_pretrained(folder)
-    write_weights(gguf, config, folder / "model.safetensors")
+    try:
+        gguf = GgufFile(path)
+        config = build_config(gguf)
+        build_tokenizer(gguf).save_pretrained(folder)
+        config.save_pretrained(folder)
+        write_weights(gguf, config, folder / "model.safetensors")
+    except (LogprobeError, OSError):
+        raise
+    except Exception as error:  # libraries read the file's own words, each with errors of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"{path}: cannot be converted ({reason:.300}); fetch it again") from error
     manifest = {"name": name, "source": path.name, "source_sha256": sha256, "dtype": "float32"}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from logprobe.errors import InputError, UnsupportedModelError
+from logprobe.models.gguf.header import check_header
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,10 +30,11 @@ class GgufFile:
         from gguf import GGUFReader
 
         self.path = path
+        check_header(path)
         try:
             self._reader = GGUFReader(path)
             self.architecture = str(self.value("general.architecture"))
-        except (ValueError, IndexError, KeyError) as error:
+        except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise InputError(f"{path}: not a readable GGUF file ({error}); fetch it again") from error
         self._shapes = {
             tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in self._reader.tensors

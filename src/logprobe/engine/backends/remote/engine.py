@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.backends.remote.link import Link, ask_rows, ask_sample, meet
+from logprobe.engine.backends.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.engine.request import CompletionOutput, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.transport.messages import Admitted
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel
 MOST_ROWS: Final = 64  # an exchange
 SHARE: Final = 2  # one client takes at most half of what the server lets through
+ROW_BYTES: Final = 12  # that a server counts for each id of a whole row
 ID_BYTES: Final = 12  # most that one id takes in JSON
 
 Outcome: TypeAlias = "Future[RequestOutput]"
@@ -71,7 +72,7 @@ class HttpEngine:
 
     def fetch(self, path: str) -> bytes:
         """What the server has at `path`, for callers without an event loop; errors as when it was met."""
-        return self._bridge.run(self._link.get(path))
+        return self._bridge.run(self._link.get(path, TOKENIZER_BYTES))
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -200,7 +201,7 @@ class HttpEngine:
         if requests[0].wants_row:
             return await ask_rows(self._link, requests, self.capabilities().vocab_size)
         async with self._sample_room:
-            return [await ask_sample(self._link, requests[0])]
+            return [await ask_sample(self._link, requests[0], self.capabilities().vocab_size)]
 
     def _give_up(self, request_id: str, outcome: Outcome) -> None:
         if outcome.done():
@@ -219,11 +220,15 @@ class HttpEngine:
 def _portion(facts: ServerFacts) -> tuple[int, int]:
     """Rows and prompt tokens that one exchange may hold."""
     limits = facts.limits
-    row_bytes = 4 * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
+    row_bytes = ROW_BYTES * facts.capabilities.vocab_size * SHARE * ROW_EXCHANGES
     rows = min(
         MOST_ROWS, limits.max_requests // (SHARE * ROW_EXCHANGES), limits.max_logprob_bytes // row_bytes
     )
-    tokens = min(limits.max_tokens_in_flight // (SHARE * ROW_EXCHANGES), limits.max_body_bytes // ID_BYTES)
+    tokens = min(
+        limits.max_tokens_in_flight // (SHARE * ROW_EXCHANGES),
+        limits.max_body_bytes // ID_BYTES,
+        limits.max_body_values // 2,  # the rest is for lists and keys
+    )
     return max(rows, 1), tokens
 
 

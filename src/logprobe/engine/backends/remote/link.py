@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, final
 
 import msgspec
 import numpy as np
@@ -33,9 +33,18 @@ if TYPE_CHECKING:
     from logprobe.errors import LogprobeError
     from logprobe.transport.messages import Request
 
+T = TypeVar("T")
+
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0
 LEAST_WAIT_S: Final = 0.05
+ERROR_BYTES: Final = 1 << 16  # of a reply that tells a failure
+FACTS_BYTES: Final = 1 << 20  # of a reply that tells about the server; of what stands around others
+TOKENIZER_BYTES: Final = 1 << 28
+TOKEN_BYTES: Final = 256  # of one token of a sample: its id and its text as JSON
+MOST_OF_ANY: Final = 1 << 48  # no size is as large
+MASS_TOLERANCE: Final = 1e-3
+MESSAGE_CHARS: Final = 2000
 KEEP_ALIVE_S: Final = 2.0  # less than servers keep a link open, so that none is used as it closes
 
 
@@ -74,7 +83,8 @@ class Link:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
         self._failure = httpx.HTTPError
-        self._headers = {b"Content-Type": b"application/json"}
+        # What is sent compressed may grow to any size.
+        self._headers = {b"Content-Type": b"application/json", b"Accept-Encoding": b"identity"}
         if api_key is not None:
             self._headers[b"Authorization"] = f"Bearer {api_key}".encode()
         limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
@@ -84,44 +94,69 @@ class Link:
         except httpx.InvalidURL as error:
             raise ParameterError("url", f"{url!r} is no address: {error}") from error
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, max_bytes: int) -> bytes:
         """The body of a reply.
 
         Raises:
             ParameterError: the server refuses a value, or the key.
-            ServerError: the server failed, stayed full, cannot be reached or took too long.
+            ServerError: the server failed, stayed full, cannot be reached or took too long, or its reply is
+                longer than `max_bytes`.
         """
-        return await self._exchange("GET", path, None)
+        return await self._exchange("GET", path, None, max_bytes)
 
-    async def post(self, path: str, body: Any) -> bytes:
+    async def post(self, path: str, body: Any, max_bytes: int) -> bytes:
         """The body of the reply to a JSON body; errors as `get`."""
-        return await self._exchange("POST", path, msgspec.json.encode(body))
+        return await self._exchange("POST", path, msgspec.json.encode(body), max_bytes)
 
     async def close(self) -> None:
         """Let the connections go."""
         await self._client.aclose()
 
-    async def _exchange(self, method: str, path: str, content: bytes | None) -> bytes:
+    async def _exchange(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
         what = f"{method} {self.url}{path}"
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._once_not_full(method, path, content)
+                status, data = await self._once_not_full(method, path, content, max_bytes)
         except TimeoutError as error:
             raise ServerError(
                 f"{what}: no reply within {self._timeout_s} s; is the server full? raise request_timeout"
             ) from error
         except self._failure as error:
             raise UnreachableError(f"{what}: {error or type(error).__name__}; is the server up?") from error
-        if not reply.is_success:
-            raise as_error(reply.status_code, reply.content, what)
-        return reply.content
+        if not 200 <= status < 300:
+            raise as_error(status, data, what)
+        return data
 
-    async def _once_not_full(self, method: str, path: str, content: bytes | None) -> httpx.Response:
+    async def _once_not_full(
+        self, method: str, path: str, content: bytes | None, max_bytes: int
+    ) -> tuple[int, bytes]:
         while True:
-            reply = await self._client.request(method, path, content=content, headers=self._headers)
+            asked = self._client.stream(method, path, content=content, headers=self._headers)
+            async with asked as reply:
+                most = max_bytes if reply.is_success else ERROR_BYTES
+                data = await _read(reply, most, f"{method} {self.url}{path}")
             if reply.status_code != FULL:
-                return reply
+                return reply.status_code, data
             await asyncio.sleep(retry_after_s(reply.headers.get("retry-after")))
+
+
+async def _read(reply: httpx.Response, max_bytes: int, what: str) -> bytes:
+    """A reply's bytes as they come over the wire, no more than `max_bytes`.
+
+    Raises:
+        ServerError: there are more, or they are compressed, which was not asked for.
+    """
+    coding = reply.headers.get("content-encoding", "identity")
+    if coding != "identity":
+        raise ServerError(f"{what}: the reply is compressed ({printable(coding)}), unasked")
+    data = bytearray()
+    async for part in reply.aiter_raw():
+        data += part
+        if len(data) > max_bytes:
+            raise ServerError(
+                f"{what}: the reply is longer than {max_bytes} bytes, which is all that was asked"
+            )
+    return bytes(data)
 
 
 def retry_after_s(header: str | None) -> float:
@@ -137,17 +172,35 @@ def as_error(status: int, content: bytes, what: str) -> LogprobeError:
     """What a reply other than 2xx means to the caller."""
     try:
         told = msgspec.json.decode(content, type=Failure).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return ServerError(f"{what}: status {status}, and no word of this library's server; is it one?")
-    message = told.message
+    message, param = printable(told.message), told.param and printable(told.param)
     if status in {401, 403}:
         return ParameterError("api_key", message)
     if status == 503:
         return EngineClosedError(f"{what}: {message}")
-    if status not in {400, 404} or told.param is None:
+    if status not in {400, 404} or param is None:
         return ServerError(f"{what}: status {status}: {message}")
     kind = PromptTooLongError if told.code == "context_length_exceeded" else ParameterError
-    return kind(told.param, message.removeprefix(f"{told.param}: "))
+    return kind(param, message.removeprefix(f"{param}: "))
+
+
+def printable(text: str) -> str:
+    """A server's words as a terminal may show them: one line, no control characters, cut where long."""
+    shown = "".join(character if character.isprintable() else " " for character in text[:MESSAGE_CHARS])
+    return " ".join(shown.split())
+
+
+def decoded(data: bytes, kind: type[T], what: str) -> T:
+    """A reply's JSON.
+
+    Raises:
+        ServerError: it is no JSON, or of another shape.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ServerError(f"{what}: is no server of this library ({printable(str(error))})") from error
 
 
 ROWS = "/v1/next_token_logprobs"
@@ -161,6 +214,7 @@ class Limits(msgspec.Struct):
     max_requests: int
     max_tokens_in_flight: int
     max_logprob_bytes: int
+    max_body_values: int = 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +256,19 @@ async def meet(link: Link) -> ServerFacts:
         ParameterError: it refuses the key.
         ServerError: it cannot be reached, or is another kind of server.
     """
-    told, listed = await asyncio.gather(link.get("/v1/capabilities"), link.get("/v1/models"))
-    try:
-        capabilities = msgspec.json.decode(told, type=Capabilities)
-        limits = msgspec.json.decode(told, type=_Settings).limits
-        models = msgspec.json.decode(listed, type=_Models).data
-    except msgspec.DecodeError as error:
-        raise ServerError(f"{link.url}: is no server of this library ({error})") from error
+    told, listed = await asyncio.gather(
+        link.get("/v1/capabilities", FACTS_BYTES), link.get("/v1/models", FACTS_BYTES)
+    )
+    capabilities = decoded(told, Capabilities, link.url)
+    limits = decoded(told, _Settings, link.url).limits
+    models = decoded(listed, _Models, link.url).data
+    for name, size in {
+        "vocab_size": capabilities.vocab_size,
+        "max_model_len": capabilities.max_model_len,
+        **msgspec.structs.asdict(limits),
+    }.items():
+        if not 0 < size < MOST_OF_ANY:
+            raise ServerError(f"{link.url}: is no server of this library ({name} is {size})")
     loras = {model.id: model.root for model in models if model.parent is not None}
     return ServerFacts(capabilities, limits, loras)
 
@@ -223,18 +283,25 @@ async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> 
     from safetensors.numpy import load
 
     prompts = [request.prompt_token_ids.tolist() for request in requests]
-    data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].lora})
+    max_bytes = FACTS_BYTES + 4 * vocab_size * len(prompts)
+    data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].lora}, max_bytes)
+    where = f"{link.url}{ROWS}"
     try:
         table = load(data)["logprobs"]
-    except (SafetensorError, KeyError) as error:
-        raise ServerError(f"{link.url}{ROWS}: the reply holds no rows ({error})") from error
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ServerError(f"{where}: the reply holds no rows ({printable(str(error))})") from error
     want = (len(requests), vocab_size)
     if table.shape != want or table.dtype != np.float32:
-        raise ServerError(f"{link.url}{ROWS}: gave {table.dtype} {table.shape}, not float32 {want}")
+        raise ServerError(f"{where}: gave {table.dtype} {table.shape}, not float32 {want}")
+    with np.errstate(over="ignore"):
+        masses = np.exp(table).sum(axis=1)
+    # NaN and +inf fail as well, and nothing above 0 can be part of a sum of 1.
+    if not (np.abs(masses - 1) < MASS_TOLERANCE).all():
+        raise ServerError(f"{where}: gave rows that are no log-probabilities: a row's mass is not 1")
     return [CompletionOutput(index=0, row=_owned(row), finish_reason="length") for row in table]
 
 
-async def ask_sample(link: Link, request: Request) -> CompletionOutput:
+async def ask_sample(link: Link, request: Request, vocab_size: int) -> CompletionOutput:
     """One completion; errors as `ask_rows`."""
     params = request.params
     if not params.max_tokens:  # a server refuses to be asked for nothing
@@ -249,12 +316,13 @@ async def ask_sample(link: Link, request: Request) -> CompletionOutput:
         "lora": request.lora,
         "return_token_ids": True,
     }
-    data = await link.post(SAMPLES, body)
-    try:
-        [choice] = msgspec.json.decode(data, type=_Completion).choices
-    except ValueError as error:  # not JSON, of another shape, or not one choice
-        raise ServerError(f"{link.url}{SAMPLES}: the reply is no sample ({error})") from error
-    return CompletionOutput(index=0, token_ids=choice.token_ids, finish_reason=choice.finish_reason)
+    where = f"{link.url}{SAMPLES}"
+    data = await link.post(SAMPLES, body, FACTS_BYTES + params.max_tokens * TOKEN_BYTES)
+    choices = decoded(data, _Completion, where).choices
+    ids = choices[0].token_ids if len(choices) == 1 else [-1]
+    if len(ids) > params.max_tokens or not all(0 <= token_id < vocab_size for token_id in ids):
+        raise ServerError(f"{where}: the reply is no sample of up to {params.max_tokens} tokens")
+    return CompletionOutput(index=0, token_ids=ids, finish_reason=choices[0].finish_reason)
 
 
 def _owned(row: Any) -> Any:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
+from logprobe.engine.backends.remote.link import decoded, printable
+from logprobe.errors import ServerError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -28,7 +31,7 @@ class RemoteText:
     """Implements `Words` on what a server tells of its tokenizer; `fetch` gives what it has at a path."""
 
     def __init__(self, fetch: Callable[[str], bytes]) -> None:
-        self._facts = msgspec.json.decode(fetch("/tokenizer_info"), type=Facts)
+        self._facts = decoded(fetch("/tokenizer_info"), Facts, "/tokenizer_info")
         self._fetch = fetch
 
     @property
@@ -41,7 +44,7 @@ class RemoteText:
         """The server's own tokenizer, of this process from now on.
 
         Raises:
-            ServerError: the server cannot be reached any more, or failed.
+            ServerError: the server cannot be reached any more, failed, or gave no tokenizer.
         """
         from tokenizers import Tokenizer
 
@@ -49,8 +52,13 @@ class RemoteText:
 
         facts, make = self._facts, cast("Any", ExactTokenizer)  # transformers' own has no types
         special = {"bos_token": facts.bos_token, "eos_token": facts.eos_token, "pad_token": facts.pad_token}
+        data = self._fetch("/v1/tokenizer")
+        try:
+            whole = Tokenizer.from_str(data.decode())
+        except Exception as error:  # `tokenizers` raises this very class
+            raise ServerError(f"/v1/tokenizer: gave no tokenizer ({printable(str(error))})") from error
         tokenizer = make(
-            tokenizer_object=Tokenizer.from_str(self._fetch("/v1/tokenizer").decode()),
+            tokenizer_object=whole,
             clean_up_tokenization_spaces=False,
             **{name: token for name, token in special.items() if token is not None},
         )

@@ -1,0 +1,113 @@
+"""Files that say of themselves what is not so end at once with an error of this library's."""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.errors import InputError, ModelError
+from logprobe.models.gguf.config import build_config
+from logprobe.models.gguf.convert import convert
+from logprobe.models.gguf.file import GgufFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def array(kind: int, count: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IIQ", 9, kind, count) + data
+
+
+def tensor(shape: list[int], kind: int = 0, start: int = 0) -> bytes:
+    dimensions = b"".join(struct.pack("<Q", size) for size in shape)
+    return text("t") + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind, start)
+
+
+def header(*values: bytes, tensors: tuple[bytes, ...] = (), num_keys: int | None = None) -> bytes:
+    count = len(values) if num_keys is None else num_keys
+    keys = b"".join(text(f"k{place}") + value for place, value in enumerate(values))
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + keys + b"".join(tensors) + bytes(64)
+
+
+HOSTILE = {
+    "nothing": b"",
+    "another kind": b"GGML" + bytes(100),
+    "cut": b"GGUF\3\0",
+    "version": b"GGUF" + struct.pack("<IQQ", 77, 0, 0),
+    "numbers": header(array(4, 2**61)),
+    "empty texts": header(array(8, 2**61)),
+    "bytes": header(array(0, 2**64 - 1)),
+    "arrays in arrays": header(array(9, 1, struct.pack("<IQ", 9, 1) * 5000)),
+    "keys": header(num_keys=2**62),
+    "a long text": header(struct.pack("<IQ", 8, 2**63)),
+    "an unknown type": header(struct.pack("<I", 99)),
+    "an unknown tensor type": header(tensors=(tensor([4], 9999),)),
+    "a large tensor": header(tensors=(tensor([2**60, 2**60]),)),
+    "a tensor of nothing": header(tensors=(tensor([0]),)),
+    "a tensor beyond the end": header(tensors=(tensor([4], start=2**62),)),
+    "dimensions": header(tensors=(text("t") + struct.pack("<I", 2**31),)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_cannot_be_believed_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(HOSTILE[name])
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"not a readable GGUF file|is empty"):
+        GgufFile(path)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("block_count", 0), ("block_count", 2**32 - 1), ("attention.head_count", 0), ("embedding_length", 0)],
+)
+def test_sizes_that_no_model_has_are_refused_at_once(
+    key: str, value: int, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    data = bytearray(path.read_bytes())
+    name = text(f"llama.{key}")
+    place = data.index(name) + len(name) + 4
+    data[place : place + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"no model has|layers and"):
+        build_config(GgufFile(path))
+
+
+def test_whatever_byte_is_altered_the_end_is_soon_and_an_error_of_ours(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    whole = write_gguf(tmp_path / "tiny.gguf").read_bytes()
+    draw = random.Random(0)  # noqa: S311 - chooses what to alter
+    header_end = whole.index(b"token_embd.weight")
+    path, folder = tmp_path / "x.gguf", tmp_path / "out"
+    folder.mkdir()
+    raised = 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 3))):
+            data[draw.randrange(header_end)] = draw.randrange(256)
+        path.write_bytes(data[: draw.choice((len(data), draw.randrange(len(data))))])
+        start = time.monotonic()
+        raised += _is_refused(path, folder)
+        assert time.monotonic() - start < 20
+    assert raised > 20
+
+
+def _is_refused(path: Path, folder: Any) -> bool:
+    try:
+        convert(path, folder, name="x", sha256="0")
+    except (InputError, ModelError):
+        return True
+    return False
