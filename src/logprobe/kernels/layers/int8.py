@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numba import njit
 
+from logprobe.kernels.layers import activations
+from logprobe.kernels.layers.activations import gated_silu
 from logprobe.kernels.threads.intrinsics import float_bits, maximum
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
@@ -20,7 +22,7 @@ from logprobe.kernels.threads.parallel import (
     next_item,
     parallel_for,
 )
-from logprobe.kernels.threads.vectors import F32, I32, LOWEST, ONE, exponential
+from logprobe.kernels.threads.vectors import F32, I32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,31 +107,23 @@ def round_row(x: Any, factors: Any, out: Any) -> Any:
     return largest / LIMIT
 
 
-@njit(error_model="numpy")  # a check for a divisor of zero would keep the loop from its vectors
-def gated(g: Any, u: Any) -> Any:
-    """silu(g) · u (Shazeer 2020)."""
-    d = -abs(g)
-    e = exponential(LOWEST if d < LOWEST else d)  # noqa: FURB136 (this way round, NaN stays NaN)
-    return g * ((ONE if g >= 0 else e) / (ONE + e)) * u
-
-
 @njit
 def _scale(x: Any, row_scale: Any, column_scales: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = F32(x[i]) * (row_scale * column_scales[i])
 
 
-@njit
+@njit(error_model="numpy")  # a check for a divisor of zero would keep the loop from its vectors
 def _scale_and_gate(x: Any, y: Any, row_scale: Any, x_scales: Any, y_scales: Any, out: Any) -> None:
     for i in range(out.size):
         g = F32(x[i]) * (row_scale * x_scales[i])
-        out[i] = gated(g, F32(y[i]) * (row_scale * y_scales[i]))
+        out[i] = gated_silu(g, F32(y[i]) * (row_scale * y_scales[i]))
 
 
-@njit
+@njit(error_model="numpy")
 def _gate(x: Any, y: Any, out: Any) -> None:
     for i in range(out.size):
-        out[i] = gated(x[i], y[i])
+        out[i] = gated_silu(x[i], y[i])
 
 
 @njit
@@ -150,7 +144,7 @@ def _convert_row(task: Any, row: Any) -> None:
         _scale_and_gate(gates, others, scales[row], columns[:half], columns[half:], out)
 
 
-@compiled_worker()
+@compiled_worker(activations)
 def worker(task: Any) -> None:
     """Blocks of BLOCK_ROWS rows, by the pass that is asked for."""
     item = next_item(task)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.layers import int8
-from logprobe.kernels.layers.int8 import gated, round_row
+from logprobe.kernels.layers import activations, int8
+from logprobe.kernels.layers.activations import gated_silu
+from logprobe.kernels.layers.int8 import round_row
 from logprobe.kernels.threads.intrinsics import FLOAT, LANES, LINE, dot_blocks_int8, prefetch_line
 from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, int8_at, next_item
 from logprobe.kernels.threads.vectors import F32, I32
@@ -86,7 +87,7 @@ def _fill(task: Any, x: Any, scale: Any, row: Any, column: Any) -> None:
     place = FLOAT * (task[OUT_WIDTH] * row + column)
     value = _output(task, x, scale, column)
     if task[IS_GATED] != 0:
-        value = gated(value, _output(task, x, scale, task[OUT_WIDTH] + column))
+        value = gated_silu(value, _output(task, x, scale, task[OUT_WIDTH] + column))
     if task[RESIDUAL] != 0:
         value += float32_at(task[RESIDUAL] + place, 1)[0]
     float32_at(task[OUT] + place, 1)[0] = value
@@ -98,7 +99,7 @@ def _fetch(weight: Any, width: Any) -> None:
         prefetch_line(weight + AHEAD + place)
 
 
-@compiled_worker(int8)
+@compiled_worker(int8, activations)
 def worker(task: Any) -> None:
     """Round the rows, every thread for itself, then blocks of BLOCK outputs."""
     num_rows, width = task[NUM_ROWS], task[WIDTH]

@@ -1,0 +1,201 @@
+"""Weights as panels: brought into a form, and read back row by row (the plain twin of what kernels widen).
+
+`widen` states the layouts. Before it: weights as numpy arrays. After it: `panels`, embeddings, tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.kernels.layers.widen import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    NIBBLES,
+    NIBBLES_WIDE,
+    OCTETS,
+    OCTETS_WIDE,
+    PANEL,
+    Form,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+INPUTS_STEP = 32  # what the number of inputs must be a multiple of
+LINE = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PanelWeights:
+    """One linear layer's weights: panels of outputs, the last one filled up with zeros."""
+
+    form: Form
+    num_outputs: int
+    num_inputs: int
+    data: torch.Tensor  # uint8, the panels one after another
+    bias: torch.Tensor | None = None  # (outputs,) float32
+
+    def rows(self, outputs: NDArray[np.integer]) -> NDArray[np.float32]:
+        """The weights of some outputs, (len(outputs), inputs)."""
+        data = self.data.numpy().reshape(-1, self.form.panel_bytes(self.num_inputs))
+        rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
+        return rows
+
+    def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
+        """One layer with the outputs of several, where forms and widths let it."""
+        parts = [self, *others]
+        are_whole = all(part.num_outputs % PANEL == 0 for part in parts[:-1])
+        if not are_whole or len({(part.form.name, part.num_inputs) for part in parts}) > 1:
+            return None
+        bias = None
+        if any(part.bias is not None for part in parts):
+            bias = torch.cat([_bias_of(part) for part in parts])
+        num_outputs = sum(part.num_outputs for part in parts)
+        data = torch.cat([part.data for part in parts])
+        return PanelWeights(self.form, num_outputs, self.num_inputs, data, bias)
+
+
+def _bias_of(part: PanelWeights) -> torch.Tensor:
+    return torch.zeros(part.num_outputs) if part.bias is None else part.bias
+
+
+def can_be_panels(num_inputs: int) -> bool:
+    """Whether a layer of that many inputs has whole blocks in every form."""
+    return num_inputs % INPUTS_STEP == 0
+
+
+def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
+    """Panels of (outputs, inputs) float32, in the smallest form of float that holds every one exactly."""
+    wide = weight.detach().float().contiguous()
+    form, values = _narrowest(wide)
+    num_outputs, num_inputs = weight.shape
+    values = _filled_up(values).reshape(-1, PANEL, num_inputs)
+    if form is BFLOAT16:  # (panels, pairs, PANEL, 2)
+        values = values.reshape(len(values), PANEL, num_inputs // 2, 2).transpose(0, 2, 1, 3)
+    else:
+        values = values.transpose(0, 2, 1)
+    return PanelWeights(form, num_outputs, num_inputs, as_bytes(values), bias)
+
+
+def _narrowest(weight: torch.Tensor) -> tuple[Form, Array]:
+    brain, half = weight.bfloat16(), weight.half()
+    if torch.equal(brain.float(), weight):
+        return BFLOAT16, brain.view(torch.int16).numpy().view(np.uint16)
+    if torch.equal(half.float(), weight):
+        return FLOAT16, half.numpy()
+    return FLOAT32, weight.numpy()
+
+
+def pack_nibbles(values: Array, scales: Array, summands: Array) -> PanelWeights:
+    """Panels of scale · value + summand.
+
+    Args:
+        values: (outputs, blocks, 32), each in [0, 16).
+        scales: (outputs, blocks) float16 or float32.
+        summands: (outputs, blocks), of the same type.
+    """
+    num_outputs, num_blocks = scales.shape
+    form = NIBBLES if scales.dtype == np.float16 else NIBBLES_WIDE
+    parts = _filled_up(np.stack([scales, summands], axis=2))
+    header = parts.reshape(-1, PANEL, num_blocks, 2).transpose(0, 2, 3, 1)
+    pairs = _filled_up(values.astype(np.uint8)).reshape(-1, PANEL, num_blocks, 4, 4, 2)
+    groups = (pairs[..., 0] | pairs[..., 1] << 4).transpose(0, 2, 3, 1, 4)  # (panels, blocks, 4, PANEL, 4)
+    data = _blocks(header, groups)
+    return PanelWeights(form, num_outputs, 32 * num_blocks, data)
+
+
+def pack_octets(values: Array, scales: Array) -> PanelWeights:
+    """Panels of scale · value.
+
+    Args:
+        values: (outputs, blocks, 32) int8 with scales of float16, or (outputs, blocks, 16) with float32.
+        scales: (outputs, blocks).
+    """
+    num_outputs, num_blocks, size = values.shape
+    form = OCTETS if scales.dtype == np.float16 else OCTETS_WIDE
+    header = _filled_up(scales).reshape(-1, PANEL, num_blocks).transpose(0, 2, 1)
+    groups = _filled_up(values).reshape(-1, PANEL, num_blocks, size).transpose(0, 2, 3, 1)
+    return PanelWeights(form, num_outputs, size * num_blocks, _blocks(header, groups))
+
+
+def as_bytes(values: Array) -> torch.Tensor:
+    """An array's bytes, in its order, on a line of the cache."""
+    size = values.nbytes
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    memory[start : start + size].view(values.dtype).reshape(values.shape)[...] = values
+    return torch.from_numpy(memory[start : start + size])
+
+
+def _filled_up(rows: Array) -> Array:
+    """Rows of zeros up to a whole number of panels."""
+    missing = -len(rows) % PANEL
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
+
+
+def _blocks(header: Array, groups: Array) -> torch.Tensor:
+    """Headers and groups of (panels, blocks, ...), side by side."""
+    parts = [
+        np.ascontiguousarray(part).view(np.uint8).reshape(*part.shape[:2], -1) for part in (header, groups)
+    ]
+    return as_bytes(np.concatenate(parts, axis=2))
+
+
+def _float32_rows(data: Array, panels: Array, lanes: Array) -> Array:
+    return data.view(np.float32).reshape(len(data), -1, PANEL)[panels, :, lanes]
+
+
+def _float16_rows(data: Array, panels: Array, lanes: Array) -> Array:
+    return data.view(np.float16).reshape(len(data), -1, PANEL)[panels, :, lanes].astype(np.float32)
+
+
+def _bfloat16_rows(data: Array, panels: Array, lanes: Array) -> Array:
+    bits = data.view(np.uint16).reshape(len(data), -1, PANEL, 2)[panels, :, lanes]
+    return (bits.reshape(len(panels), -1).astype(np.uint32) << 16).view(np.float32)
+
+
+def _nibble_rows(form: Form) -> Any:
+    def read(data: Array, panels: Array, lanes: Array) -> Array:
+        blocks = data.reshape(len(data), -1, form.block_bytes)
+        header = blocks[..., : form.header].view(np.float16 if form is NIBBLES else np.float32)
+        parts = header.reshape(*blocks.shape[:2], 2, PANEL)[panels, :, :, lanes].astype(np.float32)
+        groups = (
+            blocks[..., form.header :]
+            .view(np.uint32)
+            .reshape(*blocks.shape[:2], 4, PANEL)[panels, :, :, lanes]
+        )
+        values = (groups[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15).astype(np.float32)
+        values = values.reshape(len(panels), blocks.shape[1], 32)
+        return (values * parts[..., :1] + parts[..., 1:]).reshape(len(panels), -1)
+
+    return read
+
+
+def _octet_rows(form: Form) -> Any:
+    def read(data: Array, panels: Array, lanes: Array) -> Array:
+        blocks = data.reshape(len(data), -1, form.block_bytes)
+        header = blocks[..., : form.header].view(np.float16 if form is OCTETS else np.float32)
+        scales = header[panels, :, lanes].astype(np.float32)
+        values = blocks[..., form.header :].view(np.int8).reshape(*blocks.shape[:2], form.inputs, PANEL)
+        chosen = values[panels, :, :, lanes].astype(np.float32)
+        return (chosen * scales[..., None]).reshape(len(panels), -1)
+
+    return read
+
+
+_READERS: dict[str, Any] = {
+    FLOAT32.name: _float32_rows,
+    FLOAT16.name: _float16_rows,
+    BFLOAT16.name: _bfloat16_rows,
+    NIBBLES.name: _nibble_rows(NIBBLES),
+    NIBBLES_WIDE.name: _nibble_rows(NIBBLES_WIDE),
+    OCTETS.name: _octet_rows(OCTETS),
+    OCTETS_WIDE.name: _octet_rows(OCTETS_WIDE),
+}

@@ -1,0 +1,222 @@
+"""A linear layer on weights in their published form (CPU): one read of the weights serves all rows of a step.
+
+Each output is a float32 sum over pieces of inputs in their order, however many rows there are: the
+numbers of a row depend neither on the rows beside it nor on threads. For a few rows, weights are widened
+where they are used; for more, a piece at a time into the first-level cache, for all rows to read.
+Before it: rows of activations. After it: the next stage of a series.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import njit
+
+from logprobe.kernels.layers import activations, widen
+from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
+from logprobe.kernels.layers.widen import FLOAT32, FORMS, GROUP, PANEL, Form, tile, widener
+from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from logprobe.kernels.layers.forms import PanelWeights
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses, then strides and sizes.
+(X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
+(X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, NUM_INPUTS, NUM_OUTPUTS, PANEL_BYTES) = range(9, 16)
+(NUM_PANELS, ITEM_PANELS, ACTIVATION) = range(16, 19)
+ITEMS = 32  # that a layer is shared out in
+BLOCK_ROWS = 64  # rows that stay in the second-level cache while panels go by
+PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
+PANEL_FLOATS = FLOAT * PANEL
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """What happens to the products before they are written."""
+
+    residual: Tensor | None = None  # (M, outputs) float32 to add; may be where they are written to
+    values: PanelWeights | None = None  # a second product u; the first is its gate g: activation(g) · u
+    activation: str = "none"
+
+
+PLAIN = Finish()
+
+
+def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = PLAIN) -> Stage:
+    """`x` times the weights, plus bias, into `out`, ready to run.
+
+    Args:
+        x: (M, inputs) float32, each row contiguous.
+        weights: (outputs, inputs).
+        out: (M, outputs) float32, each row contiguous; may be part of a wider array.
+        finish: gates and a sum on the way out.
+    """
+    values, residual = finish.values, finish.residual
+    num_panels = -(-weights.num_outputs // PANEL)
+    item_panels = max(1, num_panels // ITEMS)
+    context = [
+        x.data_ptr(), weights.data.data_ptr(), _address(weights.bias),
+        0 if values is None else values.data.data_ptr(), 0 if values is None else _address(values.bias),
+        _address(residual), out.data_ptr(), FLOAT * x.stride(0),
+        0 if residual is None else FLOAT * residual.stride(0), FLOAT * out.stride(0),
+        len(x), weights.num_inputs, weights.num_outputs, weights.form.panel_bytes(weights.num_inputs),
+        num_panels, item_panels, ACTIVATIONS[finish.activation],
+    ]  # fmt: skip
+    num_items = -(-num_panels // item_panels) * -(-len(x) // BLOCK_ROWS)
+    return Stage(worker_of(weights.form.name)(), context, num_items, (x, weights, out, finish))
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def worker_of(name: str) -> Any:
+    """The function that gives the compiled worker of a form; forms that no model has are never compiled."""
+    multiply = _multiplier(FORMS[name])
+
+    @compiled_worker(widen, activations, name=f"panels_{name}")
+    def multiply_panels(task: Any) -> None:
+        products = np.empty((2, BLOCK_ROWS * PANEL), np.float32)
+        piece = np.empty(PIECE * PANEL, np.float32)
+        packed, packed_from = np.empty(min(BLOCK_ROWS, task[NUM_ROWS]) * task[NUM_INPUTS], np.float32), -1
+        items, num_panels = -(-task[NUM_PANELS] // task[ITEM_PANELS]), task[NUM_PANELS]
+        item = next_item(task)
+        while item >= 0:
+            first = item // items * BLOCK_ROWS
+            num_rows = min(BLOCK_ROWS, task[NUM_ROWS] - first)
+            if packed_from != first:
+                _pack_rows(task, first, num_rows, packed)
+                packed_from = first
+            x = packed[: num_rows * task[NUM_INPUTS]]
+            start = item % items * task[ITEM_PANELS]
+            for panel in range(start, min(num_panels, start + task[ITEM_PANELS])):
+                products[:] = 0
+                place = panel * task[PANEL_BYTES]
+                multiply(task, x, task[WEIGHT] + place, products[0].ctypes.data, piece)
+                if task[VALUE_WEIGHT] != 0:
+                    multiply(task, x, task[VALUE_WEIGHT] + place, products[1].ctypes.data, piece)
+                _finish_panel(task, (first, num_rows), panel * PANEL, products)
+            item = next_item(task)
+
+    return multiply_panels
+
+
+def _multiplier(form: Form) -> Any:
+    """Compiled `multiply(task, x, panel, out, piece)`: adds the products of packed rows to out."""
+    direct, from_piece = _tiles(form), _tiles(FLOAT32)
+    widen_piece = widener(form)
+    direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
+
+    @njit
+    def multiply(task: Any, x: Any, panel: Any, out: Any, piece: Any) -> None:
+        num_inputs = task[NUM_INPUTS]
+        num_rows = x.size // num_inputs
+        is_direct = task[NUM_ROWS] <= direct_rows
+        for start in range(0, num_inputs, PIECE):
+            count = min(PIECE, num_inputs - start)
+            source = panel + start // block_inputs * block_bytes
+            if not is_direct:
+                widen_piece(source, count, piece.ctypes.data)
+            for row in range(0, num_rows, GROUP):
+                some, target = min(GROUP, num_rows - row), out + PANEL_FLOATS * row
+                rows = x.ctypes.data + FLOAT * (row * num_inputs + start * some)
+                if is_direct:
+                    direct(some, source, count, rows, target)
+                else:
+                    from_piece(some, piece.ctypes.data, count, rows, target)
+
+    return multiply
+
+
+@functools.cache
+def _tiles(form: Form) -> Any:
+    """Compiled `run(num_rows, ...)`: the tile of one to eight rows."""
+    one, two, three, four, five, six, seven, eight = (tile(form, num_rows) for num_rows in range(1, 9))
+
+    @njit
+    def few(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
+        if num_rows == 1:
+            one(panel, inputs, x, out)
+        elif num_rows == 2:
+            two(panel, inputs, x, out)
+        elif num_rows == 3:
+            three(panel, inputs, x, out)
+        else:
+            four(panel, inputs, x, out)
+
+    if form.direct_rows <= 4:  # the others would never be called
+        return few
+
+    @njit
+    def run(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
+        if num_rows <= 4:
+            few(num_rows, panel, inputs, x, out)
+        elif num_rows == 5:
+            five(panel, inputs, x, out)
+        elif num_rows == 6:
+            six(panel, inputs, x, out)
+        elif num_rows == 7:
+            seven(panel, inputs, x, out)
+        else:
+            eight(panel, inputs, x, out)
+
+    return run
+
+
+@njit
+def _pack_rows(task: Any, first: Any, num_rows: Any, packed: Any) -> None:
+    """Rows by tiles of GROUP (the last one smaller), each (inputs, rows of the tile)."""
+    num_inputs = task[NUM_INPUTS]
+    for row in range(0, num_rows, GROUP):
+        some = min(GROUP, num_rows - row)
+        target = packed[row * num_inputs : (row + some) * num_inputs]
+        for place in range(some):
+            x = float32_at(task[X] + task[X_STRIDE] * (first + row + place), num_inputs)
+            for number in range(num_inputs):
+                target[number * some + place] = x[number]
+
+
+@njit
+def _add(x: Any, summands: Any) -> None:
+    for i in range(x.size):
+        x[i] += summands[i]
+
+
+@njit(error_model="numpy")  # a check for a divisor of zero would keep the loops from their vectors
+def _gate(gates: Any, values: Any, activation: Any) -> None:
+    if activation == 1:
+        for i in range(gates.size):
+            gates[i] = gated_silu(gates[i], values[i])
+    elif activation == 2:
+        for i in range(gates.size):
+            gates[i] = gated_gelu_tanh(gates[i], values[i])
+    else:
+        for i in range(gates.size):
+            gates[i] = gated_gelu(gates[i], values[i])
+
+
+@njit
+def _finish_panel(task: Any, rows: Any, first: Any, products: Any) -> None:
+    """Bias, gate and residual of outputs from `first` on, and where they belong."""
+    count = min(PANEL, task[NUM_OUTPUTS] - first)
+    for place in range(rows[1]):
+        row = rows[0] + place
+        x = products[0, PANEL * place : PANEL * place + count]
+        if task[BIAS] != 0:
+            _add(x, float32_at(task[BIAS] + FLOAT * first, count))
+        if task[VALUE_WEIGHT] != 0:
+            values = products[1, PANEL * place : PANEL * place + count]
+            if task[VALUE_BIAS] != 0:
+                _add(values, float32_at(task[VALUE_BIAS] + FLOAT * first, count))
+            _gate(x, values, task[ACTIVATION])
+        if task[RESIDUAL] != 0:
+            _add(x, float32_at(task[RESIDUAL] + task[RESIDUAL_STRIDE] * row + FLOAT * first, count))
+        float32_at(task[OUT] + task[OUT_STRIDE] * row + FLOAT * first, count)[:] = x

@@ -1,0 +1,221 @@
+"""Panels of weights as they were published, widened to float32 in registers: LLVM's text of a loop over one.
+
+A panel holds PANEL outputs, inputs outermost, so that the weights of one input stand side by side in vectors.
+Its inputs come in blocks (a block of GGUF has its own scale) of groups of GROUP inputs:
+
+============  =====  ==================================  ============================================
+form          block  a block's header                    a group
+============  =====  ==================================  ============================================
+float32           8                                      8 x 48 float32
+bfloat16          8                                      4 x 48 lanes of two: inputs k and k + 1
+float16           8                                      8 x 48 float16
+nibbles          32  48 scales, 48 summands, float16     48 lanes of eight times 4 bits, lowest first
+nibbles_wide     32  the same, float32                   the same
+octets           32  48 scales, float16                  8 x 48 int8
+octets_wide      16  48 scales, float32                  8 x 48 int8
+============  =====  ==================================  ============================================
+
+Widening is exact but for `scale · value + summand`, which is rounded once, as a float32 load rounds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PANEL = 48
+GROUP = 8
+LANES = 16
+VECTORS = PANEL // LANES
+INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
+FLOATS, HALVES, INTS, SHORTS, BYTES = (
+    ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.HalfType(), INT32, INT16, INT8)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a panel's weights are kept."""
+
+    name: str
+    inputs: int  # of a block
+    header: int  # bytes of a block's scales and summands
+    group: int  # bytes of a group
+    direct_rows: int  # up to so many rows, weights are widened where they are used; measured
+    values: Callable[[Any, Any, list[Any]], Iterator[list[Any]]]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of one panel."""
+        return self.header + self.inputs // GROUP * self.group
+
+    def panel_bytes(self, num_inputs: int) -> int:
+        """Bytes of a panel."""
+        return num_inputs // self.inputs * self.block_bytes
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    place = builder.inttoptr(builder.add(address, INT64(offset)), kind.as_pointer())
+    return builder.load(place, align=1)
+
+
+def _every(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _in_every_lane(builder: Any, value: Any) -> Any:
+    nothing = ir.Constant(FLOATS, ir.Undefined)
+    first = builder.insert_element(nothing, value, INT32(0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(INTS, [0] * LANES))
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    name = f"llvm.fma.v{LANES}f32"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+    return builder.call(function, [a, b, c])
+
+
+def _halves(builder: Any, address: Any, offset: int) -> Any:
+    return builder.fpext(_load(builder, address, offset, HALVES), FLOATS)
+
+
+def _float32_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+    for place in range(GROUP):
+        yield [_load(builder, address, 64 * (VECTORS * place + j), FLOATS) for j in range(VECTORS)]
+
+
+def _bfloat16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+    for pair in range(GROUP // 2):
+        both = [_load(builder, address, 64 * (VECTORS * pair + j), INTS) for j in range(VECTORS)]
+        yield [builder.bitcast(builder.shl(bits, _every(INTS, 16)), FLOATS) for bits in both]
+        yield [builder.bitcast(builder.and_(bits, _every(INTS, 0xFFFF0000)), FLOATS) for bits in both]
+
+
+def _float16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+    for place in range(GROUP):
+        yield [_halves(builder, address, 32 * (VECTORS * place + j)) for j in range(VECTORS)]
+
+
+def _nibble_values(builder: Any, address: Any, header: list[Any]) -> Iterator[list[Any]]:
+    """Four bits under an exponent that gives their place its value: 2**e + value, and 2**e less."""
+    bits = [_load(builder, address, 64 * j, INTS) for j in range(VECTORS)]
+    upper = [builder.lshr(vector, _every(INTS, 20)) for vector in bits]
+    scales, summands = header[:VECTORS], header[VECTORS:]
+    for number in range(GROUP):
+        place, sources = (4 * number, bits) if number < 5 else (4 * (number - 5), upper)
+        exponent = 23 - place
+        values = []
+        for source in sources:
+            nibble = builder.and_(source, _every(INTS, 15 << place))
+            shifted = builder.bitcast(builder.or_(nibble, _every(INTS, (exponent + 127) << 23)), FLOATS)
+            values.append(builder.fsub(shifted, _every(FLOATS, float(2**exponent))))
+        yield [_multiply_add(builder, *parts) for parts in zip(values, scales, summands, strict=True)]
+
+
+def _octet_values(builder: Any, address: Any, header: list[Any]) -> Iterator[list[Any]]:
+    for place in range(GROUP):
+        vectors = [_load(builder, address, LANES * (VECTORS * place + j), BYTES) for j in range(VECTORS)]
+        floats = [builder.sitofp(builder.sext(vector, INTS), FLOATS) for vector in vectors]
+        yield [builder.fmul(value, scale) for value, scale in zip(floats, header, strict=True)]
+
+
+FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, 1 << 30, _float32_values)
+BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, 16, _bfloat16_values)
+FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, 16, _float16_values)
+NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, 4, _nibble_values)
+NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, 4, _nibble_values)
+OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, 4, _octet_values)
+OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, 4, _octet_values)
+FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
+
+
+def _header(builder: Any, form: Form, address: Any) -> list[Any]:
+    """A block's scales, and then its summands, as vectors of float32."""
+    if form in (NIBBLES_WIDE, OCTETS_WIDE):
+        return [_load(builder, address, offset, FLOATS) for offset in range(0, form.header, 4 * LANES)]
+    return [_halves(builder, address, offset) for offset in range(0, form.header, 2 * LANES)]
+
+
+def _each_input(
+    builder: Any, form: Form, panel: Any, num_inputs: Any, use: Callable[[list[Any], Any], None]
+) -> None:
+    """Let `use` see the vectors of every input of a panel, with the input's number."""
+    num_blocks = builder.sdiv(num_inputs, INT64(form.inputs))
+    with cgutils.for_range(builder, num_blocks) as blocks:
+        address = builder.add(panel, builder.mul(blocks.index, INT64(form.block_bytes)))
+        header = _header(builder, form, address)
+        first = builder.mul(blocks.index, INT64(form.inputs))
+        with cgutils.for_range(builder, INT64(form.inputs // GROUP)) as groups:
+            offset = builder.add(builder.mul(groups.index, INT64(form.group)), INT64(form.header))
+            start = builder.add(first, builder.mul(groups.index, INT64(GROUP)))
+            values = form.values(builder, builder.add(address, offset), header)
+            for number, vectors in enumerate(values):
+                use(vectors, builder.add(start, INT64(number)))
+
+
+def tile(form: Form, num_rows: int) -> Any:
+    """Compiled `tile(panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) the products of x.
+
+    x is (num_inputs, num_rows): an input's rows side by side. Each sum goes from the first input to the last,
+    one rounding each, however many rows there are.
+    """
+
+    @intrinsic
+    def multiply(_typing: Any, _panel: Any, _inputs: Any, _x: Any, _out: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            panel, num_inputs, x, out = arguments
+            places = [
+                builder.inttoptr(builder.add(out, INT64(64 * place)), FLOATS.as_pointer())
+                for place in range(num_rows * VECTORS)
+            ]
+            zero = ir.Constant(FLOATS, None)
+            sums: list[Any] = [cgutils.alloca_once_value(builder, zero) for _ in places]  # type: ignore[no-untyped-call]
+
+            def use(vectors: list[Any], number: Any) -> None:
+                start = builder.add(x, builder.mul(number, INT64(FLOAT * num_rows)))
+                for row in range(num_rows):
+                    value = _in_every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType()))
+                    for vector, total in zip(vectors, sums[VECTORS * row :], strict=False):
+                        builder.store(_multiply_add(builder, value, vector, builder.load(total)), total)
+
+            _each_input(builder, form, panel, num_inputs, use)
+            for place, total in zip(places, sums, strict=True):
+                whole = builder.fadd(builder.load(place, align=4), builder.load(total))
+                builder.store(whole, place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return multiply
+
+
+def widener(form: Form) -> Any:
+    """Compiled `widen(panel, num_inputs, out)`: the weights as (num_inputs, PANEL) float32."""
+
+    @intrinsic
+    def widen(_typing: Any, _panel: Any, _inputs: Any, _out: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            panel, num_inputs, out = arguments
+
+            def use(vectors: list[Any], number: Any) -> None:
+                start = builder.add(out, builder.mul(number, INT64(FLOAT * PANEL)))
+                for j, vector in enumerate(vectors):
+                    place = builder.inttoptr(builder.add(start, INT64(64 * j)), FLOATS.as_pointer())
+                    builder.store(vector, place, align=4)
+
+            _each_input(builder, form, panel, num_inputs, use)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), generate
+
+    return widen

@@ -1,0 +1,40 @@
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from logprobe.kernels.layers.gguf_blocks import panels_of_blocks
+
+HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
+
+
+def random_blocks(type_name: str, num_rows: int, num_inputs: int) -> np.ndarray:
+    """Any bits are a block, as long as its float16 fields are finite numbers."""
+    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (num_rows, num_inputs // inputs, size), dtype=np.uint8)
+    for place in HALVES[type_name]:
+        fields = rng.normal(0, 0.02, blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = fields[..., None].view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+@pytest.mark.parametrize("type_name", sorted(HALVES))
+@pytest.mark.parametrize("num_rows", [1, 48, 100])
+def test_panels_hold_the_numbers_of_the_formats_own_dequantisation(type_name: str, num_rows: int) -> None:
+    raw = random_blocks(type_name, num_rows, 512)
+    panels = panels_of_blocks(raw, type_name)
+    assert panels is not None
+    want = dequantize(raw, GGMLQuantizationType[type_name]).astype(np.float32)
+    assert np.array_equal(panels.rows(np.arange(num_rows)), want)
+    assert (panels.num_outputs, panels.num_inputs) == want.shape
+
+
+def test_a_type_without_a_form_is_refused() -> None:
+    assert panels_of_blocks(np.zeros((4, 24), np.uint8), "Q5_1") is None
+
+
+def test_scales_that_leave_half_precision_are_refused() -> None:
+    raw = random_blocks("Q4_0", 2, 64)
+    raw.reshape(2, 2, 18)[0, 0, :2] = np.array([60000], np.float16).view(np.uint8)
+    assert panels_of_blocks(raw, "Q4_0") is None

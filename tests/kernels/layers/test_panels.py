@@ -1,0 +1,154 @@
+"""Panel products against float64 on the weights that the plain reader gives."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from logprobe.kernels.layers.forms import PanelWeights, pack_floats, pack_nibbles, pack_octets
+from logprobe.kernels.layers.panels import ACTIVATIONS, Finish, panel_stage
+from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
+
+TOLERANCE = 2e-6  # of the largest output
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130)
+OUTPUTS, INPUTS = 100, 224  # a panel that is not full, a piece that is not whole
+
+
+def floats(form: str) -> torch.Tensor:
+    weight = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(1))
+    return {"float32": weight, "bfloat16": weight.bfloat16().float(), "float16": weight.half().float()}[form]
+
+
+def weights(form: str) -> PanelWeights:
+    rng = np.random.default_rng(2)
+    if form in {"float32", "bfloat16", "float16"}:
+        return pack_floats(floats(form))
+    wide = np.float32 if form.endswith("wide") else np.float16
+    block = FORMS[form].inputs
+    shape = (OUTPUTS, INPUTS // block)
+    scales = rng.random(shape).astype(wide)
+    if form.startswith("nibbles"):
+        return pack_nibbles(rng.integers(0, 16, (*shape, block)), scales, (-8 * scales).astype(wide))
+    return pack_octets(rng.integers(-128, 128, (*shape, block)).astype(np.int8), scales)
+
+
+def activations(num_rows: int, seed: int = 3) -> torch.Tensor:
+    return torch.randn(num_rows, INPUTS, generator=torch.Generator().manual_seed(seed))
+
+
+def widened(panels: PanelWeights) -> torch.Tensor:
+    return torch.from_numpy(panels.rows(np.arange(panels.num_outputs)))
+
+
+def product(x: torch.Tensor, panels: PanelWeights, **finish: Any) -> torch.Tensor:
+    out = torch.full((len(x), panels.num_outputs), torch.nan)
+    panel_stage(x, panels, out, Finish(**finish)).run()
+    return out
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_products_are_those_of_float64_and_bits_do_not_depend_on_the_other_rows(form: str) -> None:
+    panels = weights(form)
+    assert panels.form is FORMS[form]
+    x = activations(max(ROWS))
+    want = x.double() @ widened(panels).double().T
+    alone = product(x[:1], panels)
+    for num_rows in ROWS:
+        got = product(x[:num_rows], panels)
+        assert_close(got, want[:num_rows])
+        assert torch.equal(got[:1], alone)
+        assert torch.equal(product(x[num_rows - 1 : num_rows], panels), got[-1:])
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
+def test_floats_are_kept_in_the_smallest_form_that_holds_them_exactly(form: str) -> None:
+    panels = weights(form)
+    assert panels.form is {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}[form]
+    assert torch.equal(widened(panels), floats(form))
+
+
+def test_zeros_of_either_sign_and_subnormals_keep_their_bits() -> None:
+    weight = torch.tensor([0.0, -0.0, 2.0**-133, -(2.0**-126), 1.0, -3.0, 2.0**100, 0.5]).repeat(3, 4)
+    panels = pack_floats(weight)
+    assert panels.form is BFLOAT16
+    assert torch.equal(widened(panels).view(torch.int32), weight.view(torch.int32))
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS.keys() - {"none"}))
+def test_a_gate_meets_its_values_on_the_way_out(activation: str) -> None:
+    gates, values = weights("bfloat16"), weights("bfloat16")
+    x = activations(9) / 4
+    functions = {
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+    }
+    want = functions[activation](x.double() @ widened(gates).double().T)
+    want = want * (x.double() @ widened(values).double().T)
+    assert_close(product(x, gates, values=values, activation=activation), want)
+
+
+def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:
+    bias = torch.linspace(-1, 1, OUTPUTS)
+    panels = pack_floats(floats("float16"), bias)
+    wide = activations(5).repeat(1, 2)
+    x = wide[:, INPUTS:]
+    out = torch.zeros(5, OUTPUTS + 20)
+    residual = torch.randn(5, OUTPUTS, generator=torch.Generator().manual_seed(4))
+    want = x.double() @ floats("float16").double().T + bias + residual
+    panel_stage(x, panels, out[:, 7 : 7 + OUTPUTS], Finish(residual=residual)).run()
+    assert_close(out[:, 7 : 7 + OUTPUTS], want)
+    assert (out[:, :7] == 0).all()
+    assert (out[:, 7 + OUTPUTS :] == 0).all()
+    panel_stage(x, panels, residual, Finish(residual=residual)).run()  # in place
+    assert torch.equal(residual, out[:, 7 : 7 + OUTPUTS])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_bits_do_not_depend_on_threads(num_threads: int) -> None:
+    panels, x = weights("nibbles"), activations(70)
+    out = torch.empty(70, OUTPUTS)
+    panel_stage(x, panels, out).run(num_threads=num_threads)
+    assert torch.equal(out, product(x, panels))
+
+
+def test_layers_of_one_form_join_to_one() -> None:
+    first = pack_floats(floats("bfloat16")[:48])
+    second = pack_floats(floats("bfloat16")[48:], torch.ones(OUTPUTS - 48))
+    joined = first.joined([second])
+    assert joined is not None
+    assert torch.equal(widened(joined), floats("bfloat16"))
+    assert joined.bias is not None
+    assert joined.bias.tolist() == [0.0] * 48 + [1.0] * (OUTPUTS - 48)
+    assert second.joined([first]) is None  # its last panel is not full
+    assert first.joined([pack_floats(floats("float16"))]) is None
+
+
+def test_narrower_vectors_give_the_same_bits() -> None:
+    """As compiled for a processor without 512-bit registers."""
+    code = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_panels
+x = test_panels.activations(9)
+product = test_panels.product(x, test_panels.weights("nibbles"))
+print(product.view(torch.int32).sum(dtype=torch.int64).item())
+"""
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            env=os.environ | narrow, capture_output=True, text=True, check=True,
+        ).stdout
+        for narrow in ({}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"})
+    ]  # fmt: skip
+    assert answers[0] == answers[1]
