@@ -81,6 +81,16 @@ def test_no_exception_is_swallowed() -> None:
     assert swallowed == []
 
 
+def test_the_client_alone_makes_requests() -> None:
+    makers = {
+        name(path)
+        for path in SOURCES
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Request"
+    }
+    assert makers == {"src/logprobe/engine/client.py"}
+
+
 @pytest.mark.parametrize(
     ("body", "expected"), [("pass", True), ("...", True), ("'why not'", True), ("raise", False)]
 )

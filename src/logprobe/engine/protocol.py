@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from logprobe.engine.forward.lora import Loras
     from logprobe.engine.request import RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.processors.stages import ProcessorCounter
@@ -134,6 +133,29 @@ class StepBatch:
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
 
+class LoraStore(Protocol):
+    """The LoRA weights of one model, known by name; all but `drop` may be called on any thread."""
+
+    @property
+    def hidden(self) -> frozenset[str]:
+        """Those that are refused to new requests and not dropped yet."""
+
+    def check(self, name: str | None) -> None:
+        """Raise `ParameterError` where a request names weights that are not there."""
+
+    def paths(self) -> dict[str, str]:
+        """Name → path of all that requests may use."""
+
+    def add(self, name: str, path: str) -> None:
+        """Load weights and make them known."""
+
+    def hide(self, name: str) -> None:
+        """Refuse them to new requests; `drop` follows once none runs."""
+
+    def drop(self, name: str) -> None:
+        """Let hidden weights go."""
+
+
 class ForwardBackend(Protocol):
     """Runs packed tokens through a model and keeps keys, values and hidden rows by slot."""
 
@@ -141,7 +163,10 @@ class ForwardBackend(Protocol):
     context_len: int
     num_slots: int
     dtype: torch.dtype  # that the logits are computed in
-    loras: Loras
+
+    @property
+    def loras(self) -> LoraStore:
+        """The LoRA weights that requests may name."""
 
     def run(self, batch: StepBatch) -> None:
         """Compute a step's tokens; all keys of a layer are stored before any is read."""

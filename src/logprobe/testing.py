@@ -1,0 +1,164 @@
+"""Fakes for the tests of programs on this library: an honest engine without a model.
+
+`fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) over `FakeForward`, a
+forward pass whose distributions are numbers drawn anew for each prefix. So a test can say what every
+log-probability must be (`FakeForward.logits_after`), and a cache, batch or chunk that goes wrong shows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.config import EngineConfig
+from logprobe.engine.backends.start import LoadedModel
+from logprobe.engine.backends.thread import ThreadEngine
+from logprobe.engine.engine import Engine
+from logprobe.engine.fold import Describer
+from logprobe.engine.protocol import Capabilities
+from logprobe.errors import require
+from logprobe.models import Vocabulary
+from logprobe.records import LogprobsInfo
+from logprobe.text.edge import TextEdge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.protocol import StepBatch
+    from logprobe.records.values import IntArray
+
+__all__ = ["FakeForward", "fake_model"]
+
+NUM_STATES = 1 << 20  # that a prefix can be in; a float32 holds each exactly
+BOS, EOS = "<|bos|>", "<|eos|>"
+
+
+class FakeForward:
+    """Implements `ForwardBackend`: logits that depend on every token of the prefix, and on nothing else.
+
+    What it keeps by slot is the token alone, so a wrong slot gives another prefix and other numbers.
+
+    Args:
+        vocab_size: width of the logits.
+        num_slots: tokens that it can keep.
+        context_len: longest sequence, tokens.
+        seed: another seed is another model.
+    """
+
+    def __init__(
+        self, vocab_size: int = 258, num_slots: int = 4096, context_len: int = 512, seed: int = 0
+    ) -> None:
+        self.vocab_size, self.num_slots, self.context_len = vocab_size, num_slots, context_len
+        self.dtype = torch.float32
+        self.loras = _NoLoras()
+        self._seed = seed
+        self._token_ids: IntArray = np.zeros(num_slots, np.int32)
+        self._states = torch.zeros((num_slots, 1))
+
+    def run(self, batch: StepBatch) -> None:
+        """Keep the tokens of a step, and the state of the prefix that ends with each."""
+        self._token_ids[batch.slots] = batch.token_ids
+        for index, context in enumerate(batch.context_slots):
+            span = batch.span(index)
+            prefix = self._token_ids[context].tolist()
+            num_known = len(prefix) - (span.stop - span.start)
+            for place, slot in enumerate(batch.slots[span].tolist(), start=num_known + 1):
+                self._states[slot] = self._state_of(prefix[:place])
+
+    def hidden_rows(self, slots: IntArray) -> torch.Tensor:
+        """The states of the prefixes that end in these slots, (len(slots), 1) float32."""
+        return self._states[torch.from_numpy(slots.astype(np.int64))]
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, 1) → (rows, vocabulary) float32 logits."""
+        rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))
+
+    def logits_after(self, token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """What the model says after a prefix, (vocabulary,) float32."""
+        return self._logits_of(self._state_of(token_ids))
+
+    def _state_of(self, token_ids: Sequence[int]) -> int:
+        state = 1 + self._seed
+        for token_id in token_ids:
+            state = (state * 48271 + token_id + 1) % (2**31 - 1)
+        return state % NUM_STATES
+
+    def _logits_of(self, state: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.random.default_rng([self._seed, state]).normal(0, 3, self.vocab_size).astype(np.float32)
+
+
+class _NoLoras:
+    """A model without LoRA weights."""
+
+    hidden: frozenset[str] = frozenset()
+
+    def check(self, name: str | None) -> None:
+        require(name is None, "lora", f"no adapter {name!r} is loaded; a fake model has none")
+
+    def paths(self) -> dict[str, str]:
+        return {}
+
+    def add(self, name: str, path: str) -> None:
+        require(False, "name", f"{name!r} from {path}: a fake model takes no LoRA weights")
+
+    def hide(self, name: str) -> None:
+        self.check(name)
+
+    def drop(self, name: str) -> None:
+        self.check(name)
+
+
+def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedModel:
+    """A running engine over a fake forward pass, with a tokenizer of single bytes, as front doors take it.
+
+    `settings` are those of `EngineConfig`. Ids [0, 256) are bytes, 256 is BOS and 257 EOS; no BOS is put
+    before a text. Close its `engine` at the end.
+
+    Raises:
+        ParameterError: a setting that cannot be used, or a vocabulary too small for the tokenizer.
+    """
+    forward = forward or FakeForward()
+    tokenizer = _byte_tokenizer()
+    require(forward.vocab_size >= len(tokenizer), "vocab_size", f"must be {len(tokenizer)} or more")
+    text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), frozenset(tokenizer.all_special_ids))
+    config = EngineConfig(model="fake", **settings)
+    engine = Engine(config, forward, text, frozenset([tokenizer.eos_token_id]))
+    capabilities = Capabilities(
+        engine="fake",
+        model="fake",
+        device="cpu",
+        dtype="float32",
+        weights="plain",
+        vocab_size=forward.vocab_size,
+        max_model_len=engine.max_len,
+        num_slots=forward.num_slots,
+        max_batch_tokens=config.max_batch_tokens,
+        max_batch_rows=config.max_batch_rows,
+        prompt_logprobs_with_prefix_cache=True,
+        stages=("raw_logprobs", "processed_logprobs"),
+    )
+    source = LogprobsInfo(engine="fake", model="fake", logits_dtype="float32")
+    describer = Describer(source, forward.vocab_size, text.vocabulary)
+    backend = ThreadEngine(engine, capabilities, describer)
+    return LoadedModel(backend, text, None, engine.processing.pipeline)
+
+
+def _byte_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from logprobe.models.tokenizer import ExactTokenizer
+
+    # The byte-level alphabet in the order of the bytes that its characters stand for.
+    order = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = {byte: chr(byte) for byte in order}
+    others = (byte for byte in range(256) if byte not in characters)
+    characters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    ids = {characters[byte]: byte for byte in range(256)} | {BOS: 256, EOS: 257}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    make: Any = ExactTokenizer  # transformers' own has no types
+    return make(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False)
