@@ -29,8 +29,8 @@ def test_without_logprobs_only_the_text_is_printed(cli: Callable[..., Any], mode
 def test_each_generated_token_has_its_row(cli: Callable[..., Any], model: str) -> None:
     arguments = ("generate", "the cat", "--max-tokens", "5", "--seed", "1", "--logprobs", "2")
     found = json.loads(cli(*arguments, "--json", "--model", model).out)
-    assert [row["id"] for row in found["tokens"]] == found["token_ids"]
-    assert all(len(row["top"]) == 2 and row["entropy"] > 0 for row in found["tokens"])
+    assert [row["token_id"] for row in found["tokens"]] == found["token_ids"]
+    assert all(len(row["top_logprobs"]) == 2 and row["entropy"] > 0 for row in found["tokens"])
     table = cli(*arguments, "--model", model).out.rsplit("\n\n", 1)[1].splitlines()
     assert table[0].split()[:5] == ["#", "token", "logprob", "rank", "entropy"]
     assert len(table) == 1 + len(found["token_ids"])
@@ -113,8 +113,8 @@ def test_the_capital_of_france_has_the_known_logprobs(cli: Callable[..., Any]) -
     found = json.loads(cli("generate", "The capital of France is", *arguments).out)
     (row,) = found["tokens"]
     known = {" Paris": -0.2581, " the": -2.7407, " London": -4.3844}
-    assert found["text"] == row["text"] == " Paris"
+    assert found["text"] == row["token"] == " Paris"
     assert row["logprob"] == pytest.approx(known[" Paris"], abs=5e-4)
     assert row["rank"] == 1
-    best = {one["text"]: one["logprob"] for one in row["top"][:3]}
+    best = {one["token"]: one["logprob"] for one in row["top_logprobs"][:3]}
     assert best == pytest.approx(known, abs=5e-4)

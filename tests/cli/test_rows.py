@@ -4,9 +4,10 @@ import math
 
 import pytest
 
-from logprobe.cli.tables import FLOOR, token_rows, totals, visible
+from logprobe.cli.tables import token_rows, totals, visible
 from logprobe.models import Vocabulary
 from logprobe.records import FlatLogprobs, Logprob
+from logprobe.records.forms.json import IMPOSSIBLE
 
 VOCABULARY = Vocabulary([b" a", "é".encode(), b"\xf0\x9f", None])
 
@@ -40,8 +41,8 @@ def test_different_bytes_never_look_the_same() -> None:
 
 def test_rows_keep_bytes_and_unknown_ids_apart() -> None:
     flat = FlatLogprobs([None, {2: Logprob(-1.0, 1)}, {3: Logprob(-2.0, 2)}], table=VOCABULARY)
-    rows = token_rows([0, 2, 3], flat, VOCABULARY, with_top=False)
-    assert [row["text"] for row in rows] == [" a", "\\xf0\\x9f", "<3>"]
+    rows = token_rows([0, 2, 3], flat, VOCABULARY)
+    assert [row["token"] for row in rows] == [" a", "\\xf0\\x9f", "<3>"]
     assert [row["bytes"] for row in rows] == [[32, 97], [0xF0, 0x9F], []]
     assert [row["logprob"] for row in rows] == [None, -1.0, -2.0]
 
@@ -50,11 +51,13 @@ def test_a_chosen_token_outside_the_best_is_not_among_the_alternatives() -> None
     position = {2: Logprob(-9.0, 4), 0: Logprob(-1.0, 1), 1: Logprob(-2.0, 2)}
     (row,) = token_rows([2], FlatLogprobs([position]), VOCABULARY)
     assert (row["logprob"], row["rank"]) == (-9.0, 4)
-    assert [(one["id"], one["rank"]) for one in row["top"]] == [(0, 1), (1, 2)]
+    assert [(one["token_id"], one["rank"]) for one in row["top_logprobs"]] == [(0, 1), (1, 2)]
 
 
 def test_minus_infinity_becomes_the_floor_that_info_names() -> None:
     flat = FlatLogprobs([{0: Logprob(-math.inf, 3)}])
-    (row,) = token_rows([0], flat, VOCABULARY, with_top=False)
-    assert row["logprob"] == FLOOR
-    assert totals([row], 2, 2)["perplexity"] is None
+    (row,) = token_rows([0], flat, VOCABULARY)
+    assert row["logprob"] == IMPOSSIBLE
+    sums = totals([row, *token_rows([1], FlatLogprobs([{1: Logprob(-1.0, 1)}]), VOCABULARY)], 2, 2)
+    assert (sums["sum_logprob"], sums["mean_logprob"]) == (IMPOSSIBLE, IMPOSSIBLE)
+    assert (sums["perplexity"], sums["bits_per_byte"]) == (None, None)

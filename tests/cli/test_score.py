@@ -34,24 +34,31 @@ def test_json_holds_the_models_own_numbers_for_every_token(cli: Callable[..., An
     found = json.loads(done.out)
     ids, expected = slow_logprobs(model, TEXT)
     assert done.code == 0
-    assert [row["id"] for row in found["tokens"]] == ids
+    assert [row["token_id"] for row in found["tokens"]] == ids
     for position, row in enumerate(found["tokens"][1:]):
         whole = expected[position]
-        chosen = whole[row["id"]]
+        chosen = whole[row["token_id"]]
         best = whole.topk(3)
         assert row["logprob"] == pytest.approx(float(chosen), abs=1e-4)
         assert row["rank"] == 1 + int((whole > chosen + 1e-5).sum())
         assert row["entropy"] == pytest.approx(float(-(whole.exp() * whole).sum()), abs=1e-4)
-        assert [one["id"] for one in row["top"]] == best.indices.tolist()
-        assert [one["logprob"] for one in row["top"]] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert [one["rank"] for one in row["top"]] == [1, 2, 3]
+        assert [one["token_id"] for one in row["top_logprobs"]] == best.indices.tolist()
+        assert [one["logprob"] for one in row["top_logprobs"]] == pytest.approx(
+            best.values.tolist(), abs=1e-4
+        )
+        assert [one["rank"] for one in row["top_logprobs"]] == [1, 2, 3]
 
 
 def test_a_tokenizers_bos_lets_every_token_of_the_text_be_scored(cli: Callable[..., Any], model: str) -> None:
     found = json.loads(cli("score", "--text", TEXT, "--json", "--model", model).out)
     first, *rows = found["tokens"]
     assert found["first_token"] == "<|bos|>, put first by the tokenizer"  # noqa: S105 - no password
-    assert (first["logprob"], first["rank"], first["entropy"], first["top"]) == (None, None, None, [])
+    assert (first["logprob"], first["rank"], first["entropy"], first["top_logprobs"]) == (
+        None,
+        None,
+        None,
+        [],
+    )
     assert all(row["logprob"] < 0 for row in rows)
     assert bytes(byte for row in rows for byte in row["bytes"]) == TEXT.encode()
     assert found["totals"]["num_scored_bytes"] == found["totals"]["num_bytes"] == len(TEXT.encode())
@@ -119,7 +126,9 @@ def test_windows_line_ends_are_scored_as_they_stand(cli: Callable[..., Any], mod
 def test_the_whole_vocabulary_sums_to_one(cli: Callable[..., Any], model: str) -> None:
     found = json.loads(cli("score", "--text", "the cat", "--top", "-1", "--json", "--model", model).out)
     for row in found["tokens"][1:]:
-        assert math.fsum(math.exp(one["logprob"]) for one in row["top"]) == pytest.approx(1, abs=1e-5)
+        assert math.fsum(math.exp(one["logprob"]) for one in row["top_logprobs"]) == pytest.approx(
+            1, abs=1e-5
+        )
 
 
 def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder: Path) -> None:

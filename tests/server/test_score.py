@@ -8,7 +8,10 @@ import httpx
 import numpy as np
 import pytest
 
-from logprobe import SamplingParams
+from logprobe import FlatLogprobs, Logprob, SamplingParams, Score
+from logprobe.models import Vocabulary
+from logprobe.records.forms.json import finite_fields
+from logprobe.server.routes.score import fields_of
 
 CONTEXT, ANSWERS = "the cat and", [" the dog", " of", "s in the"]
 
@@ -24,6 +27,19 @@ def test_continuations_score_as_offline(server: Any) -> None:
         assert found["num_bytes"] == len(answer.encode())
         assert found["logprob_per_byte"] == pytest.approx(found["logprob"] / found["num_bytes"])
         assert found["logprob_per_token"] == pytest.approx(np.mean(found["token_logprobs"]))
+
+
+def test_an_impossible_token_is_minus_infinity_but_in_json() -> None:
+    record = FlatLogprobs([None, {5: Logprob(-0.5, 1)}, {6: Logprob(-np.inf, 9)}])
+    score = Score.of([5, 6], record, b"ab", unconditional_logprob=-2.0)
+    assert (score.logprob, score.token_logprobs) == (-np.inf, [-0.5, -np.inf])
+    fields = fields_of(score, Vocabulary([b"x"] * 7))
+    told = finite_fields(fields)
+    for name in ("logprob", "logprob_per_token", "logprob_per_byte", "logprob_per_char", "pmi"):
+        assert fields[name] == -np.inf
+        assert told[name] == -9999.0
+    assert told["token_logprobs"] == [-0.5, -9999.0]
+    assert told["ranks"] == [1, 9]
 
 
 def test_answers_to_a_conversation_follow_its_template(server: Any) -> None:

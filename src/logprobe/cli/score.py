@@ -52,7 +52,7 @@ def score_text(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any]:
     has_bos = _starts_with_added_token(llm, text, output.prompt_token_ids)
     num_unscored = 0 if has_bos else len(rows[0]["bytes"])
     return {
-        "first_token": f"{rows[0]['text']}, put first by the tokenizer" if has_bos else "not scored",
+        "first_token": f"{rows[0]['token']}, put first by the tokenizer" if has_bos else "not scored",
         "tokens": rows,
         "totals": totals(rows, num_bytes, num_bytes - num_unscored),
         "info": info_dict(llm, output.info),

@@ -11,23 +11,21 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from rich.cells import cell_len
 
 from logprobe import __version__
+from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from logprobe.llm import LLM
-    from logprobe.models import Vocabulary
-    from logprobe.records import FlatLogprobs, LogprobsInfo
-
-FLOOR = -9999.0  # stands for -inf, which JSON cannot write
+    from logprobe.records import FlatLogprobs, LogprobsInfo, TokenTable
 
 
 class Alternative(TypedDict):
     """A candidate for one position."""
 
-    text: str
+    token_id: int
+    token: str
     bytes: list[int]
-    id: int
     logprob: float  # nats
     rank: int | None  # 1 + number of strictly more likely tokens, or the place in the list
 
@@ -35,13 +33,13 @@ class Alternative(TypedDict):
 class TokenRow(TypedDict):
     """One token; its numbers are None where nothing predicts it."""
 
-    text: str
+    token_id: int
+    token: str
     bytes: list[int]
-    id: int
     logprob: float | None  # nats
     rank: int | None
+    top_logprobs: list[Alternative]
     entropy: float | None  # nats, of the whole distribution at this position
-    top: list[Alternative]
 
 
 class Totals(TypedDict):
@@ -57,38 +55,35 @@ class Totals(TypedDict):
     bits_per_byte: float | None
 
 
-def token_rows(
-    token_ids: Sequence[int], logprobs: FlatLogprobs, vocabulary: Vocabulary, *, with_top: bool = True
-) -> list[TokenRow]:
+def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTable) -> list[TokenRow]:
     """One row a token; `logprobs` has one position each, None where nothing predicts it."""
-    rows = [_token_row(token_id, vocabulary) for token_id in token_ids]
-    entropy = logprobs.entropy
-    for position, row in enumerate(rows):
-        chosen = logprobs.chosen(position)
-        if chosen is not None:
-            row["logprob"], row["rank"] = _finite(chosen[1].logprob), chosen[1].rank
-            row["entropy"] = None if entropy is None else float(entropy[position])
-    if with_top:
-        _add_top(rows, logprobs, vocabulary)
+    entropy = [None] * len(token_ids) if logprobs.entropy is None else finite(logprobs.entropy)
+    unknown: dict[str, Any] = {"logprob": None, "rank": None, "top_logprobs": []}
+    rows: list[Any] = [
+        (row or token_item(token_id, table) | unknown) | {"entropy": nats}
+        for token_id, row, nats in zip(token_ids, position_rows(logprobs, table), entropy, strict=True)
+    ]
     return rows
 
 
 def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
-    """Sums over the rows that have a logprob."""
+    """Sums over the rows that have a logprob; a text with an impossible token is impossible."""
     scored = [row["logprob"] for row in rows if row["logprob"] is not None]
-    total = math.fsum(scored)
+    total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
     mean = total / len(scored) if scored else None
-    return Totals(
+    bits = -total / math.log(2) / num_scored_bytes if num_scored_bytes else math.inf
+    sums = Totals(
         num_tokens=len(rows),
         num_scored=len(scored),
         num_bytes=num_bytes,
         num_scored_bytes=num_scored_bytes,
-        sum_logprob=total,
-        mean_logprob=mean,
+        sum_logprob=IMPOSSIBLE if total == -math.inf else total,
+        mean_logprob=finite_value(mean),
         # Past 700 nats a token no float holds it.
         perplexity=None if mean is None or mean < -700 else math.exp(-mean),
-        bits_per_byte=-total / math.log(2) / num_scored_bytes if num_scored_bytes else None,
+        bits_per_byte=None if math.isinf(bits) else bits,
     )
+    return sums
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
@@ -96,7 +91,7 @@ def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
     able = llm.engine.capabilities()
     about = {"engine": able.engine, "model": able.model}
     if info is not None:
-        about = info.to_dict() | {"floor": FLOOR}
+        about = info.to_dict() | {"floor": IMPOSSIBLE}
     return about | {"device": able.device, "version": __version__}
 
 
@@ -116,39 +111,6 @@ def _visible_character(character: str) -> str:
         return character
     # A byte is written \x80, so a character must not be.
     return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]
-
-
-def _token_row(token_id: int, vocabulary: Vocabulary) -> TokenRow:
-    return TokenRow(
-        text=vocabulary.token_text(token_id),
-        bytes=list(vocabulary.token_bytes(token_id)),
-        id=token_id,
-        logprob=None,
-        rank=None,
-        entropy=None,
-        top=[],
-    )
-
-
-def _add_top(rows: Sequence[TokenRow], logprobs: FlatLogprobs, vocabulary: Vocabulary) -> None:
-    entries = logprobs.top_entries()
-    offsets, ranks = entries.offsets.tolist(), entries.rank_list()
-    ids, values = entries.token_ids.tolist(), entries.logprobs.tolist()
-    for row, start, end in zip(rows, offsets, offsets[1:], strict=False):
-        row["top"] = [
-            Alternative(
-                text=vocabulary.token_text(ids[entry]),
-                bytes=list(vocabulary.token_bytes(ids[entry])),
-                id=ids[entry],
-                logprob=_finite(values[entry]),
-                rank=ranks[entry],
-            )
-            for entry in range(start, end)
-        ]
-
-
-def _finite(logprob: float) -> float:
-    return FLOOR if logprob == -math.inf else logprob
 
 
 MISSING = "-"
@@ -194,7 +156,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]
 
 
 def _cells(position: int, row: TokenRow) -> list[str]:
-    alternatives = "  ".join(f"{visible(one['bytes'])} {one['logprob']:.4f}" for one in row["top"])
+    alternatives = "  ".join(f"{visible(one['bytes'])} {one['logprob']:.4f}" for one in row["top_logprobs"])
     numbers = [_number(row["logprob"]), _number(row["rank"]), _number(row["entropy"])]
     return [str(position), visible(row["bytes"]), *numbers, alternatives]
 

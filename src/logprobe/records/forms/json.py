@@ -1,13 +1,15 @@
-"""Chat `content` entries as JSON bytes, straight from a record's arrays.
+"""Rows of log-probabilities as JSON, straight from a record's arrays: chat entries, legacy maps, rows by id.
 
-Before it: `FlatLogprobs`. After it: a chat reply or one chunk of a stream.
+JSON has neither infinity nor NaN: -inf is written as -9999 and NaN as null, here and nowhere else.
+Before it: `FlatLogprobs`. After it: replies, chunks of a stream, `--json`.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -15,6 +17,10 @@ import numpy as np
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy.typing as npt
+
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import Entries
@@ -45,6 +51,15 @@ class ChatEncoder:
             ParameterError: a position without a chosen token, or a negative num_top.
         """
         return b"[" + self.entries(record, 0, len(record), num_top) + b"]"
+
+    def rows(self, record: FlatLogprobs, rows: Sequence[int], num_top: int | None = None) -> msgspec.Raw:
+        """A JSON array of the positions named, in order.
+
+        Raises:
+            ParameterError: a position without a chosen token, or a negative num_top.
+        """
+        parts = [self.entries(record, start, stop, num_top) for start, stop in _runs(rows)]
+        return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
     def entries(self, record: FlatLogprobs, start: int, stop: int, num_top: int | None = None) -> bytes:
         """The entries of positions [start, stop) as `content` writes them, without the brackets.
@@ -118,3 +133,106 @@ class _Parts(dict[int, bytes]):
             part = b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
         self[token_id] = part
         return part
+
+
+# -- plain values --------------------------------------------------------------------------------------------
+
+
+def finite(values: npt.ArrayLike) -> list[float | None]:
+    """Values that JSON has: -inf becomes IMPOSSIBLE, NaN and a masked hole become None."""
+    listed = np.ma.asarray(values).tolist()
+    return [finite_value(value) for value in listed]
+
+
+def finite_value(value: float | None) -> float | None:
+    """`finite` of one value; None stays None."""
+    if value is None or value != value:  # noqa: PLR0124 - NaN
+        return None
+    return IMPOSSIBLE if value == -inf else value
+
+
+def finite_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields with finite floats, alone or in lists."""
+    return {name: _finite_field(value) for name, value in fields.items()}
+
+
+def _finite_field(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_field(item) for item in value]
+    return finite_value(value) if isinstance(value, float) else value
+
+
+def token_item(token_id: int, table: TokenTable) -> dict[str, Any]:
+    """A token's identity: id, text, exact bytes."""
+    return {
+        "token_id": token_id,
+        "token": table.token_text(token_id),
+        "bytes": list(table.token_bytes(token_id)),
+    }
+
+
+def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, Any]] | None]:
+    """Every entry of every position with id, logprob and rank, the chosen token first; None for None."""
+    entries = record.entries()
+    rows = _items(entries, table)
+    if entries.is_none is None:
+        return [*rows]
+    return [None if is_none else row for is_none, row in zip(entries.is_none.tolist(), rows, strict=True)]
+
+
+def position_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, Any] | None]:
+    """One object a position: the chosen token's numbers and the k best; None where nothing predicts it."""
+    store = record.rows.store
+    chosen = _items(store.chosen_entries(0, len(record)), table)
+    best = _items(store.top_entries(0, len(record)), table)
+    return [{**own[0], "top_logprobs": top} if own else None for own, top in zip(chosen, best, strict=True)]
+
+
+def legacy_rows(record: FlatLogprobs, table: TokenTable) -> dict[str, list[Any]]:
+    """`token_logprobs` and `top_logprobs` of all positions; None where nothing predicts the token.
+
+    A map holds the k best and the chosen token; of two tokens with one text the later is `token_id:N`.
+    """
+    token_logprobs: list[float | None] = []
+    maps: list[dict[str, float | None] | None] = []
+    for row in position_rows(record, table):
+        if row is None:
+            token_logprobs.append(None)
+            maps.append(None)
+            continue
+        best = row["top_logprobs"]
+        is_among = any(entry["token_id"] == row["token_id"] for entry in best)
+        token_logprobs.append(row["logprob"])
+        maps.append(_text_map(best if is_among else [*best, row]))
+    return {"token_logprobs": token_logprobs, "top_logprobs": maps}
+
+
+def _items(entries: Entries, table: TokenTable) -> list[list[dict[str, Any]]]:
+    columns = (entries.token_ids.tolist(), finite(entries.logprobs), entries.rank_list())
+    items = [
+        token_item(token_id, table) | {"logprob": logprob, "rank": rank}
+        for token_id, logprob, rank in zip(*columns, strict=True)
+    ]
+    return [items[start:stop] for start, stop in pairwise(entries.offsets.tolist())]
+
+
+def _text_map(row: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    numbers: dict[str, float | None] = {}
+    for entry in row:
+        key: str = entry["token"]
+        while key in numbers:
+            # A token may itself be written `token_id:5`; the next form is free then.
+            key = f"token_id:{entry['token_id']}" if not key.startswith("token_id:") else f"{key}'"
+        numbers[key] = entry["logprob"]
+    return numbers
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Consecutive numbers as half-open ranges."""
+    if not rows:
+        return []
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return [(rows[0], rows[-1] + 1)]
+    breaks = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
+    edges = [0, *breaks, len(rows)]
+    return [(rows[start], rows[stop - 1] + 1) for start, stop in pairwise(edges)]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.records.forms.json import IMPOSSIBLE
-from logprobe.server.rows_json import content, finite, legacy, prompt_rows, token_rows
+from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
 
 if TYPE_CHECKING:
     from logprobe.engine.request import CompletionPiece, RequestOutput
@@ -45,10 +44,10 @@ def chat_logprobs(service: Service, generation: Generation, piece: CompletionPie
     if record is None:
         return None
     rows, top = piece.text_tokens, num_top(generation)
-    found: dict[str, Any] = {"content": content(service.encoder, record, rows, top), "refusal": None}
+    found: dict[str, Any] = {"content": service.encoder.rows(record, rows, top), "refusal": None}
     other = piece.completion.processed_logprobs
     if other is not None:
-        found["processed_content"] = content(service.encoder, other, rows, top)
+        found["processed_content"] = service.encoder.rows(other, rows, top)
     return found | _beside(record, rows, service)
 
 
@@ -60,11 +59,11 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
     vocabulary = service.text.vocabulary
     ids = piece.completion.token_ids[piece.start : piece.stop]
     found: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-    found |= legacy(record[piece.start : piece.stop], vocabulary)
+    found |= legacy_rows(record[piece.start : piece.stop], vocabulary)
     found["text_offset"] = piece.offsets
     other = piece.completion.processed_logprobs
     if other is not None:
-        found["processed"] = legacy(other[piece.start : piece.stop], vocabulary)
+        found["processed"] = legacy_rows(other[piece.start : piece.stop], vocabulary)
     return found | _beside(record, range(piece.start, piece.stop), service)
 
 
@@ -85,7 +84,7 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
         found["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         record = output.prompt_logprobs
-        found["prompt_logprobs"] = prompt_rows(record, service.text.vocabulary)
+        found["prompt_logprobs"] = position_rows(record, service.text.vocabulary)
         beside = _beside(record, range(len(record)), service)
         found |= {f"prompt_{name}": values for name, values in beside.items()}
     return found
@@ -112,7 +111,7 @@ def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]
         found["entropy"] = finite(record.entropy[list(rows)])
     if record.given is not None:
         vocabulary = service.text.vocabulary
-        found["given"] = [token_rows(record.given[row : row + 1], vocabulary)[0] for row in rows]
+        found["given"] = [entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows]
     return found
 
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-Logprob = Annotated[float, Meta(ge=-9999.0, le=1e-4)]  # nats; -9999.0 is impossible
+from logprobe.records.forms.json import IMPOSSIBLE
+
+Logprob = Annotated[float, Meta(ge=IMPOSSIBLE, le=1e-4)]  # nats
 Bytes: TypeAlias = list[Annotated[int, Meta(ge=0, le=255)]]
 Ids: TypeAlias = list[int]
 FinishReason: TypeAlias = Literal["stop", "length"]

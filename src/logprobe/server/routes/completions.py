@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from logprobe.records.forms.json import legacy_rows
 from logprobe.server.http.decode import read
 from logprobe.server.http.sse import DONE
 from logprobe.server.openai.bodies import CompletionBody
@@ -22,7 +23,6 @@ from logprobe.server.openai.replies import (
 )
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
-from logprobe.server.rows_json import legacy
 from logprobe.text.pieces import TextWalk
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class CompletionShape:
         vocabulary = self._service.text.vocabulary
         ids = self._prompts[number].token_ids.tolist()
         rows: dict[str, list[Any]] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-        rows |= legacy(record, vocabulary) | {"text_offset": offsets}
+        rows |= legacy_rows(record, vocabulary) | {"text_offset": offsets}
         return Echo("".join(texts), rows)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.replies import JSON_TYPE, num_top
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
-from logprobe.server.rows_json import content
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -153,7 +152,7 @@ class ResponseShape:
         record = piece.completion.logprobs
         if record is None:
             return msgspec.Raw(b"[]")
-        return content(encoder, record, piece.text_tokens, num_top(self._generation))
+        return encoder.rows(record, piece.text_tokens, num_top(self._generation))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._num_events

@@ -11,7 +11,9 @@ import numpy as np
 from starlette.responses import Response
 
 from logprobe.engine.client import Split
+from logprobe.records.forms.json import finite_fields
 from logprobe.sampling import SamplingParams
+from logprobe.scoring import Score
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
@@ -19,12 +21,12 @@ from logprobe.server.limits import Cost
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids
 from logprobe.server.openai.replies import JSON_TYPE, encode
-from logprobe.server.rows_json import finite
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
+    from logprobe.records.values import TokenTable
     from logprobe.server.service import Service
     from logprobe.text.edge import TextEdge
 
@@ -42,12 +44,9 @@ async def score(request: HttpRequest, service: Service) -> Response:
         outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     finally:
         ticket.release()
-    found = [_scored(output, pair, service) for output, pair in zip(outputs, pairs, strict=False)]
-    for one, output in zip(found, outputs[len(pairs) :], strict=False):
-        assert output.prompt_logprobs is not None
-        record = output.prompt_logprobs[-one["num_tokens"] :]
-        one["unconditional_logprob"] = _sum(record.chosen_entries().logprobs)
-        one["pmi"] = one["logprob"] - one["unconditional_logprob"]
+    bare: list[RequestOutput | None] = [*outputs[len(pairs) :]] or [None] * len(pairs)
+    scores = [_scored(*asked, service) for asked in zip(outputs, pairs, bare, strict=False)]
+    found = [fields_of(score, service.text.vocabulary) for score in scores]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     reply = {
         "id": base,
@@ -77,7 +76,7 @@ def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Res
     found = reply["data"]
     if ARROW_TYPE in request.headers.get("accept", ""):
         return Response(_as_arrow(found), media_type=ARROW_TYPE)
-    numbered = [{"index": index, **one} for index, one in enumerate(found)]
+    numbered = [{"index": index, **finite_fields(fields)} for index, fields in enumerate(found)]
     return Response(encode(service, reply | {"data": numbered}), media_type=JSON_TYPE)
 
 
@@ -105,31 +104,35 @@ def _answer(laid_out: str, continuation: str | list[int], text: TextEdge) -> Spl
     return Split(whole, min(len(before), len(whole) - 1))
 
 
-def _scored(output: RequestOutput, pair: Split, service: Service) -> dict[str, Any]:
-    record = output.prompt_logprobs
-    assert record is not None
+def _scored(output: RequestOutput, pair: Split, alone: RequestOutput | None, service: Service) -> Score:
+    assert output.prompt_logprobs is not None
     ids = pair.token_ids[pair.start :].tolist()
-    chosen = record[-len(ids) :].chosen_entries()
+    unconditional = None
+    if alone is not None:
+        assert alone.prompt_logprobs is not None
+        unconditional = Score.of(ids, alone.prompt_logprobs, b"").logprob
     data = service.text.vocabulary.bytes_of(ids)
-    total, num_chars = _sum(chosen.logprobs), max(len(data.decode("utf-8", "replace")), 1)
-    return {
-        "logprob": total,
-        "logprob_per_token": total / len(ids),
-        "logprob_per_byte": total / max(len(data), 1),
-        "logprob_per_char": total / num_chars,
-        "is_greedy": bool((chosen.ranks == 1).all()),
-        "num_tokens": len(ids),
-        "num_bytes": len(data),
-        "token_ids": ids,
-        "tokens": [service.text.vocabulary.token_text(token_id) for token_id in ids],
-        "token_logprobs": finite(chosen.logprobs),
-        "ranks": chosen.rank_list(),
+    return Score.of(ids, output.prompt_logprobs, data, unconditional_logprob=unconditional)
+
+
+def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
+    """What a reply says of a continuation; -inf where a token is impossible, which JSON writes as -9999."""
+    fields: dict[str, Any] = {
+        "logprob": score.logprob,
+        "logprob_per_token": score.logprob_per_token,
+        "logprob_per_byte": score.logprob_per_byte,
+        "logprob_per_char": score.logprob_per_char,
+        "is_greedy": score.is_greedy,
+        "num_tokens": score.num_tokens,
+        "num_bytes": score.num_bytes,
+        "token_ids": score.token_ids,
+        "tokens": [table.token_text(token_id) for token_id in score.token_ids],
+        "token_logprobs": score.token_logprobs,
+        "ranks": score.ranks,
     }
-
-
-def _sum(logprobs: Any) -> float:
-    """Their sum; an impossible token counts -9999."""
-    return float(np.sum(np.maximum(logprobs.astype(np.float64), -9999.0)))
+    if score.unconditional_logprob is not None:
+        fields |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
+    return fields
 
 
 def _as_arrow(found: list[dict[str, Any]]) -> bytes:
