@@ -7,10 +7,11 @@ holds rows and asks, and the engine.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Self
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, UnknownParameterError, require
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import RowCache
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.llm import LLM
 
 ENGINES = ("native",)
 
@@ -26,34 +28,50 @@ class AsyncLM(NextTokenLM):
     """A model of this process asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Args:
-        loaded: the engine, with its text edge.
+        model: a name, as `EngineConfig.model`; or an open `LLM`, whose engine it then shares, and whose
+            processors, LoRA weights and known prefixes too.
         cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
         batch_size: asks that start a step at once where the engine is idle.
         timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
-        owns_engine: whether `cleanup` closes the engine too.
+        owns_engine: whether `cleanup` closes the engine too; by default where it was started here.
+        settings: of a model by name, the other fields of `EngineConfig`.
 
     Raises:
+        ModelError: the model cannot be had or used.
         ParameterError: a setting that cannot be used.
     """
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        model: str | Path | LoadedModel | LLM = "smollm2",
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         batch_size: int = 64,
         timeout: float = 0.001,
-        owns_engine: bool = False,
+        owns_engine: bool | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            loaded, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, owns_engine=owns_engine
-        )
-        self._loaded = loaded
+        RowCache(cache_bytes)  # refused before the model is loaded
+        is_name = isinstance(model, str | os.PathLike)
+        self._loaded = _loaded(model, settings)
+        owns = is_name if owns_engine is None else owns_engine
+        try:
+            super().__init__(
+                self._loaded,
+                cache_bytes=cache_bytes,
+                batch_size=batch_size,
+                timeout=timeout,
+                owns_engine=owns,
+            )
+        except ParameterError:
+            if owns:
+                self._loaded.engine.close()
+            raise
 
     @classmethod
     def from_name(
         cls,
-        model: str = "smollm2",
+        model: str | Path = "smollm2",
         *,
         engine: str = "native",
         cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -67,18 +85,9 @@ class AsyncLM(NextTokenLM):
             ModelError: the model cannot be had or used.
             ParameterError: a setting that cannot be used.
         """
-        from logprobe.engine.backends.start import start_native_engine
-
         require(engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}, got {engine!r}")
-        RowCache(cache_bytes)  # refused before the model is loaded
-        loaded = start_native_engine(EngineConfig(model=model, **settings))
-        try:
-            return cls(
-                loaded, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, owns_engine=True
-            )
-        except ParameterError:
-            loaded.engine.close()
-            raise
+        require(isinstance(model, str | os.PathLike), "model", f"must be a name or a path, got {model!r:.60}")
+        return cls(model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, **settings)
 
     def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
         """Load a LoRA adapter from a local folder; `set_lora` or `lora=` then use it.
@@ -105,3 +114,17 @@ class AsyncLM(NextTokenLM):
     def underlying_model(self) -> Any:
         """The transformers module; None where the model lives in another process."""
         return self._loaded.model
+
+
+def _loaded(model: str | Path | LoadedModel | LLM, settings: dict[str, Any]) -> LoadedModel:
+    """An engine of its own for a name; what is open stays as it is."""
+    if isinstance(model, str | os.PathLike):
+        from logprobe.engine.backends.start import start_native_engine
+
+        return start_native_engine(EngineConfig(model=os.fspath(model), **settings))
+    loaded: Any = getattr(model, "loaded", model)
+    is_open = hasattr(loaded, "engine") and hasattr(loaded, "text")
+    require(is_open, "model", f"must be a name, a path or an open LLM, got {model!r:.60}")
+    for name in settings:
+        raise UnknownParameterError(name, ("batch_size", "cache_bytes", "timeout"), of="AsyncLM of an LLM")
+    return loaded  # type: ignore[no-any-return]

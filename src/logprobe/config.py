@@ -6,6 +6,7 @@ Every part of the engine reads `EngineConfig`; nothing changes it after it was m
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -68,6 +69,8 @@ class EngineConfig:
         is_list = isinstance(self.logits_processors, tuple | list)
         require(is_list, "logits_processors", f"must be a list, got {self.logits_processors!r}")
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
@@ -82,7 +85,7 @@ class EngineConfig:
             require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
-        require(is_name, "model", f"must be a name or a path as text, got {self.model!r}")
+        require(is_name, "model", f"must be a name or a path, got {self.model!r:.60}")
 
 
 def _is_int(value: object) -> bool:

@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from logprobe.config import EngineConfig
+from logprobe.errors import require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.progress import byte_bar
 from logprobe.scoring.windows import perplexity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
+
+    from transformers import PreTrainedModel
 
     from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.request import RequestOutput
     from logprobe.scoring.score import Score
     from logprobe.scoring.windows import Perplexity
+    from logprobe.text.chat import Conversations
     from logprobe.transport.messages import Request
+
+AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
 @contextmanager
@@ -90,21 +96,38 @@ def _num_done(output: RequestOutput) -> int:
     return 0 if output.prompt_logprobs is None else len(output.prompt_logprobs)
 
 
+def _one_of(params: AskedParams, sampling_params: AskedParams) -> AskedParams:
+    is_one = params is None or sampling_params is None
+    require(is_one, "sampling_params", "is another name for params; give one of the two")
+    return sampling_params if params is None else params
+
+
 class LLM:
     """A model that generates and scores; see `EngineConfig` for the settings it takes as keywords.
+
+    Args:
+        model: what `EngineConfig.model` may be, or a causal language model that transformers has loaded,
+            which is copied in the `dtype` asked for and stays as it is.
+        tokenizer: the fast tokenizer of a loaded model; a model by name brings its own.
+        settings: the other fields of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be had or used.
         UnknownParameterError: a setting of that name does not exist.
     """
 
-    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path | PreTrainedModel = "smollm2", *, tokenizer: Any = None, **settings: Any
+    ) -> None:
         from logprobe.engine.backends.bridge import LoopThread
         from logprobe.engine.backends.start import start_native_engine
         from logprobe.engine.client import Client
+        from logprobe.models.given import as_name
 
-        self.config = EngineConfig(model=model, **settings)
-        loaded = start_native_engine(self.config)
+        with as_name(model, tokenizer) as name:
+            self.config = EngineConfig(model=name, **settings)
+            loaded = start_native_engine(self.config)
+        self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text
         self.processors = loaded.processors  # the instances by name, and what each has cost
@@ -114,8 +137,9 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: AskedParams = None,
         *,
+        sampling_params: AskedParams = None,
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -124,6 +148,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids.
             params: one for all, or one a prompt; the default is `SamplingParams()`.
+            sampling_params: vLLM's name for `params`.
             progress: show a progress bar on stderr.
             on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure
                 as its output's `.error`.
@@ -133,25 +158,54 @@ class LLM:
             BatchError: some requests failed; holds all outputs.
         """
         watch = partial(progress_bar, shown=progress)
-        return self._bridge.run(self.client.generate(prompts, params, watch=watch, on_error=on_error))
+        asked = _one_of(params, sampling_params)
+        return self._bridge.run(self.client.generate(prompts, asked, watch=watch, on_error=on_error))
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversations,
+        params: AskedParams = None,
         *,
+        sampling_params: AskedParams = None,
         progress: bool = False,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """Generate the next message of a conversation, laid out by the model's own chat template.
+        """Generate the next message of each conversation, laid out by the model's own chat template.
 
         Each output's `prompt` is the text that the template made.
 
+        Args:
+            messages: one conversation (a list of messages with role and content), many, or what one user
+                says: a text, or a list of content parts.
+            params: one for all, or one a conversation; the default is `SamplingParams()`.
+            sampling_params: vLLM's name for `params`.
+            progress: show a progress bar on stderr.
+            on_error: as in `generate`.
+
         Raises:
             ParameterError: what `text.chat.lay_out` refuses, or as `generate` does.
-            BatchError: the request failed.
+            BatchError: some requests failed; holds all outputs.
         """
-        watch = partial(progress_bar, shown=progress)
-        return self._bridge.run(self.client.chat(messages, params, watch=watch))
+        watch, asked = partial(progress_bar, shown=progress), _one_of(params, sampling_params)
+        return self._bridge.run(self.client.chat(messages, asked, watch=watch, on_error=on_error))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
+        """Generate from one prompt and give its one output each time it has grown.
+
+        The text holds whole characters alone, and nothing that may still become a stop string. Leaving the
+        loop early gives the request up.
+
+        Raises:
+            ParameterError: a prompt or parameter that can never be served.
+            EngineError: how the request failed.
+        """
+        return self._bridge.iterate(self.client.stream(prompt, params))
+
+    def stream_async(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """`stream` for callers in an event loop: `async for output in llm.stream_async(prompt)`."""
+        return self.client.stream(prompt, params)
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter from a local folder; `SamplingParams(lora=name)` then runs on it.

@@ -30,7 +30,7 @@ def test_chat_lays_content_parts_out_as_their_text(tiny_llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("messages", "named"),
     [
-        ("the cat", "messages"),
+        (b"the cat", "messages"),
         (["the cat"], r"messages\[0\]"),
         ([{"content": "the cat"}], r"messages\[0\]\.role"),
         ([{"role": "user"}], r"messages\[0\]\.content"),

@@ -38,6 +38,8 @@ def generate_one_and_many(llm: LLM) -> list[str]:
     outputs += llm.generate(["one", "two"], [params, params], progress=True, on_error="return")
     outputs += llm.generate([1, 2, 3])
     outputs += llm.chat([{"role": "user", "content": "hello"}], params)
+    outputs += llm.chat("hello", sampling_params=params)
+    outputs += list(llm.stream("a text", params))
     return [completion.text for output in outputs for completion in output.outputs]
 
 
@@ -61,7 +63,8 @@ async def ask_rows(near: AsyncLM, url: str) -> float:
         for lm in (near, far):
             rows = await lm.batch_next_token_logprobs([[1, 2], [1, 3]], lora="legal")
             known = await lm.extend(await lm.start([1, 2]), 3)
-            assert_type(await lm.sample([1, 2], 8, [0], seed=1), list[int])
+            drawn: list[int] = await lm.sample([1, 2], 8, [0], seed=1, top_p=0.9, logprobs=3)
+            assert drawn
         return float(rows[0, 5] + known.logprobs[5])
 
 

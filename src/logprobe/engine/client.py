@@ -19,8 +19,9 @@ from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score
-from logprobe.text.chat import lay_out
+from logprobe.text.chat import as_conversations, lay_out
 from logprobe.text.edge import as_token_ids
+from logprobe.text.pieces import Cutter
 from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from logprobe.engine.protocol import EngineBackend, RowEngine
-    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.text.chat import Conversations
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
 
@@ -113,15 +115,17 @@ class Client:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Conversations,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         watch: Watch | None = None,
+        on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """The next message of a conversation; see `LLM.chat`."""
-        prompt = lay_out(messages, self.text)
-        outputs = await self.generate(self._laid_out_ids(prompt).tolist(), params, watch=watch)
-        for output in outputs:
+        """The next message of each conversation; see `LLM.chat`."""
+        prompts = [lay_out(conversation, self.text) for conversation in as_conversations(messages)]
+        ids = [self._laid_out_ids(prompt).tolist() for prompt in prompts]
+        outputs = await self.generate(ids, params, watch=watch, on_error=on_error)
+        for prompt, output in zip(prompts, outputs, strict=True):
             output.prompt = prompt
         return outputs
 
@@ -150,6 +154,30 @@ class Client:
             LogprobeError: what `text.chat.lay_out` and the engine refuse, or how the request failed.
         """
         ids = self._laid_out_ids(lay_out(messages, self.text))
+        async with aclosing(self._grow(ids, params)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """The one output of a prompt, each time it has grown; see `LLM.stream`."""
+        prompts, [asked] = _as_prompts(prompt), _as_params(params, 1)
+        require(len(prompts) == 1, "prompt", f"must be one text or one list of ids, got {prompt!r:.60}")
+        require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
+        [one] = prompts
+        cutters: list[Cutter[CompletionOutput]] = [
+            Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
+        ]
+        async with aclosing(self._grow(self._as_ids(one), asked)) as outputs:
+            async for output in outputs:
+                output.prompt = one if isinstance(one, str) else None
+                for completion in output.outputs:
+                    piece = cutters[completion.index].take(completion)
+                    completion.text += "" if piece is None else piece.text
+                yield output
+
+    async def _grow(self, ids: IntArray, params: SamplingParams) -> AsyncGenerator[RequestOutput]:
         admitted = self.requests.admit(ids, params)
         self.engine.submit([admitted])
         async with aclosing(self.engine.stream(admitted.request.request_id)) as outputs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
 
@@ -48,6 +48,23 @@ class CompletionOutput:
     error: LogprobeError | None = None
 
 
+class Completions(list[CompletionOutput]):
+    """The completions of one prompt; what is read of its only completion is read of the list, too.
+
+    `output.outputs.text` is `output.outputs[0].text`; where there are several, or none, that is an
+    `AttributeError`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CompletionOutput.__dataclass_fields__:
+            raise AttributeError(f"completions have no attribute {name!r}")
+        if len(self) != 1:
+            raise AttributeError(
+                f"there are {len(self)} completions; take one by its index: outputs[0].{name}"
+            )
+        return getattr(self[0], name)
+
+
 CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
 """What is new of a completion that grows, with its text."""
 
@@ -60,7 +77,7 @@ class RequestOutput:
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: FlatLogprobs | None = None
-    outputs: list[CompletionOutput] = field(default_factory=list)
+    outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
 
     @classmethod
@@ -69,7 +86,7 @@ class RequestOutput:
         return cls(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
-            outputs=[CompletionOutput(index=index) for index in range(request.params.num_samples)],
+            outputs=Completions(CompletionOutput(index=i) for i in range(request.params.num_samples)),
         )
 
     @property
@@ -89,7 +106,7 @@ def keep_best(output: RequestOutput, params: SamplingParams) -> None:
         best = sorted(output.outputs, key=_mean_raw_logprob, reverse=True)[: params.n]
         for index, completion in enumerate(best):
             completion.index = index
-        output.outputs = best
+        output.outputs = Completions(best)
 
 
 def _mean_raw_logprob(completion: CompletionOutput) -> float:

@@ -100,9 +100,10 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         lora_name: str | None = None,
     ) -> list[list[int]]:
         """Draw from each prompt at once; with a seed, samples of equal prompts still differ."""
-        return await self.lm.batch_sample(
+        samples = await self.lm.batch_sample(
             prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, lora=lora_name
         )
+        return [*samples]
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
         """Load an adapter from a local folder."""

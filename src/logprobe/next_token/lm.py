@@ -26,7 +26,7 @@ from logprobe.next_token.rows import (
     Token,
     TopTokens,
     nth_seed,
-    sampled_ids,
+    sampled,
     top_tokens,
 )
 from logprobe.sampling import SamplingParams
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from logprobe.engine.protocol import RowEngine, RowModel, Words
-    from logprobe.next_token.rows import Row
+    from logprobe.next_token.rows import Row, SampledIds
     from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -195,7 +195,7 @@ class NextTokenLM:
         [row] = await self._rows([ids], known.lora)
         return KnownPrefix(ids, known.lora, row)
 
-    async def sample(
+    async def sample(  # noqa: PLR0913 - one argument a field of the draw
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
@@ -203,12 +203,16 @@ class NextTokenLM:
         temperature: float = 1.0,
         seed: int | None = None,
         *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        logprobs: int | None = None,
         lora: str | None = None,
-    ) -> list[int]:
+    ) -> SampledIds:
         """Draw up to `max_tokens` tokens, ending before the first of `eos_token_ids` or with the context.
 
         No other token ends it: with no `eos_token_ids` not even the model's own end of text. A temperature of
-        0 takes the likeliest token; the same seed gives the same tokens whatever runs beside.
+        0 takes the likeliest token; the same seed gives the same tokens whatever runs beside. With `logprobs`
+        the list's own `logprobs` records each token with so many alternatives, of the model's distribution.
 
         Raises:
             ParameterError: a value that cannot be served.
@@ -219,15 +223,18 @@ class NextTokenLM:
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
+            top_p=top_p,
+            top_k=top_k,
+            logprobs=logprobs,
             stop_token_ids=tuple(eos_token_ids),
             ignore_eos=True,
             lora=self._chosen_lora(lora),
         )
         admitted = self._requests.admit(self._as_prompt(prompt_token_ids), params)
         self._engine.submit([admitted])
-        return sampled_ids(await self._engine.result(admitted.request.request_id))
+        return sampled(await self._engine.result(admitted.request.request_id))
 
-    async def batch_sample(
+    async def batch_sample(  # noqa: PLR0913 - one argument a field of the draw
         self,
         prompt_token_ids_list: Sequence[TokenIds],
         max_tokens: int,
@@ -235,8 +242,11 @@ class NextTokenLM:
         temperature: float = 1.0,
         seed: int | None = None,
         *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        logprobs: int | None = None,
         lora: str | None = None,
-    ) -> list[list[int]]:
+    ) -> list[SampledIds]:
         """`sample` from each prompt at once; with a seed, samples of equal prompts still differ."""
         stops = tuple(eos_token_ids)
         seen: Counter[bytes] = Counter()
@@ -245,7 +255,19 @@ class NextTokenLM:
             key = as_token_ids(prompt).tobytes()
             own_seed = None if seed is None else nth_seed(seed, seen[key])
             seen[key] += 1
-            samples.append(self.sample(prompt, max_tokens, stops, temperature, own_seed, lora=lora))
+            samples.append(
+                self.sample(
+                    prompt,
+                    max_tokens,
+                    stops,
+                    temperature,
+                    own_seed,
+                    top_p=top_p,
+                    top_k=top_k,
+                    logprobs=logprobs,
+                    lora=lora,
+                )
+            )
         return await asyncio.gather(*samples)
 
     def set_lora(self, path: str | Path | None = None, name: str = "lora_1") -> None:

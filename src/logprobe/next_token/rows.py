@@ -16,6 +16,7 @@ from logprobe.records.values import top_indices
 
 if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
+    from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Request
 
@@ -106,7 +107,14 @@ def nth_seed(seed: int, repeat: int) -> int:
     return int(words[0]) << 64 | int(words[1])
 
 
-def sampled_ids(output: RequestOutput) -> list[int]:
+@final
+class SampledIds(list[int]):
+    """The ids that were drawn, with their record where it was asked for."""
+
+    logprobs: FlatLogprobs | None = None  # a position a token; the chosen one and its alternatives
+
+
+def sampled(output: RequestOutput) -> SampledIds:
     """The ids that were drawn, without the stop id that ended them.
 
     Raises:
@@ -117,8 +125,12 @@ def sampled_ids(output: RequestOutput) -> list[int]:
     completion = output.outputs[0]
     if completion.finish_reason == "abort":
         raise RequestAbortedError("the engine gave the sample up")
-    is_stopped = completion.finish_reason == "stop"
-    return completion.token_ids[:-1] if is_stopped else completion.token_ids
+    sample = SampledIds(completion.token_ids)
+    if completion.finish_reason == "stop":
+        del sample[-1]
+    if completion.logprobs is not None:
+        sample.logprobs = completion.logprobs[: len(sample)]
+    return sample
 
 
 @final

@@ -6,13 +6,44 @@ Before it: messages as OpenAI's clients write them. After it: a prompt like any 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from logprobe.errors import ParameterError, require
 
 if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.text.edge import TextEdge
+
+Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
+Conversations: TypeAlias = "str | Conversation | Sequence[Conversation]"
+"""A text or the content parts of one user's message, one conversation, or many."""
+
+
+def as_conversations(messages: Conversations) -> list[Conversation]:
+    """Each conversation as its messages.
+
+    Raises:
+        ParameterError: nothing of the kind, or a conversation without a message.
+    """
+    if isinstance(messages, str):
+        return [[{"role": "user", "content": messages}]]
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
+    known = "must be a list of messages, a list of such lists, or a text"
+    require(is_list, "messages", f"{known}, got {messages!r:.60}")
+    are_lists = [isinstance(item, list | tuple) for item in messages]
+    require(all(are_lists) or not any(are_lists), "messages", "holds messages beside lists of messages")
+    if not messages:
+        return []
+    many: list[Any] = list(messages) if are_lists[0] else [messages]
+    for place, conversation in enumerate(many):
+        require(conversation, f"messages[{place}]", "is empty; give at least one message")
+    if not are_lists[0] and all(isinstance(item, Mapping) and _is_part(item) for item in messages):
+        return [[{"role": "user", "content": list(messages)}]]
+    return cast("list[Conversation]", many)
+
+
+def _is_part(item: Mapping[str, Any]) -> bool:
+    return "type" in item and "role" not in item
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]], text: TextEdge) -> IntArray:

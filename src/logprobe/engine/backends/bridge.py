@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from logprobe.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 
 T = TypeVar("T")
 
@@ -40,6 +41,15 @@ class LoopThread:
         finally:
             future.cancel()
 
+    def iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
+        """Give each item when it is asked for; leaving early closes `items`. Errors as `run`."""
+        try:
+            while batch := self.run(_next_of(items)):
+                yield batch[0]
+        finally:
+            with suppress(EngineClosedError):  # and with the bridge the generator has ended
+                self.run(items.aclose())
+
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Call `callback(*args)` on the loop's thread, soon.
 
@@ -61,6 +71,12 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _next_of(items: AsyncGenerator[T]) -> tuple[T] | None:
+    async for item in items:
+        return (item,)
+    return None
 
 
 async def _others_end() -> None:

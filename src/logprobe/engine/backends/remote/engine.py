@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias, final
 
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
-from logprobe.engine.request import CompletionOutput, RequestOutput, check_request
-from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, check_request
+from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.transport.messages import Admitted
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class HttpEngine:
         Raises:
             ParameterError: it can never be served.
         """
-        capabilities = self.capabilities()
+        capabilities, asked = self.capabilities(), request.params.logprobs
+        elsewhere = "does not come with a remote sample; POST /v1/completions gives it"
+        require(asked is None, "logprobs", elsewhere)
         check_request(request, max_len=capabilities.max_model_len, vocab_size=capabilities.vocab_size)
         return Admitted(request, {})
 
@@ -238,4 +240,4 @@ def _settle(outcome: Outcome | None, end: CompletionOutput | Exception) -> None:
     if isinstance(end, Exception):
         outcome.set_exception(end)
     else:
-        outcome.set_result(RequestOutput(request_id="", outputs=[end]))
+        outcome.set_result(RequestOutput(request_id="", outputs=Completions([end])))

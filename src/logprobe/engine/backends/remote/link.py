@@ -310,6 +310,8 @@ async def ask_sample(link: Link, request: Request, vocab_size: int) -> Completio
         "prompt": request.prompt_token_ids.tolist(),
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
         "seed": params.seed,
         "stop_token_ids": list(params.stop_token_ids or ()),
         "ignore_eos": params.ignore_eos,

@@ -1,0 +1,183 @@
+"""Offline calls as people write them who come from other libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe import LLM, AsyncLM, EngineConfig, SamplingParams
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from logprobe import RequestOutput
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
+
+
+def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
+    [named] = tiny_llm.generate("the cat", sampling_params=GREEDY)
+    [placed] = tiny_llm.generate("the cat", GREEDY)
+    assert named.outputs[0].token_ids == placed.outputs[0].token_ids
+    with pytest.raises(ParameterError, match="give one of the two"):
+        tiny_llm.generate("the cat", GREEDY, sampling_params=GREEDY)
+
+
+def test_the_only_completion_is_read_through_the_list(tiny_llm: LLM) -> None:
+    [one] = tiny_llm.generate("the cat", GREEDY)
+    assert one.outputs.text == one.outputs[0].text
+    assert one.outputs.token_ids is one.outputs[0].token_ids
+    assert one.outputs.logprobs is one.outputs[0].logprobs
+    [two] = tiny_llm.generate("the cat", SamplingParams(n=2, max_tokens=1))
+    with pytest.raises(AttributeError, match=r"2 completions.*outputs\[0\]\.text"):
+        _ = two.outputs.text
+    with pytest.raises(AttributeError, match="no attribute 'texts'"):
+        _ = one.outputs.texts
+
+
+def test_chat_takes_a_text_content_parts_and_many_conversations(tiny_llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=2, temperature=0)
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    whole = [{"role": "user", "content": "the cat"}]
+    for messages in ("the cat", parts, whole, [whole], (tuple(whole),)):
+        [output] = tiny_llm.chat(messages, sampling_params=asked)
+        assert output.prompt == "user: the cat\nassistant:"
+    outputs = tiny_llm.chat([whole, [{"role": "user", "content": "a dog"}]], [asked, GREEDY])
+    assert [output.prompt for output in outputs] == ["user: the cat\nassistant:", "user: a dog\nassistant:"]
+    assert [len(output.outputs.token_ids) for output in outputs][1] == 6
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        5,
+        b"the cat",
+        {"role": "user", "content": "the cat"},
+        ["the cat"],
+        [None],
+        [[]],
+        [[{"role": "user", "content": "a"}], {"role": "user", "content": "a"}],
+        [{"role": "user", "content": {"type": "text", "text": "a"}}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        [{"type": "image_url", "image_url": {}}],
+        [{"role": 5, "content": "a"}],
+    ],
+)
+def test_a_conversation_of_a_wrong_shape_is_one_parameter_error(tiny_llm: LLM, messages: Any) -> None:
+    with pytest.raises(ParameterError, match="messages"):
+        tiny_llm.chat(messages)
+
+
+def test_a_model_may_be_a_path(tiny_model_folder: Path) -> None:
+    settings: dict[str, Any] = {"model": tiny_model_folder}
+    assert EngineConfig(**settings).model == str(tiny_model_folder)
+    with LLM(Path(tiny_model_folder), kv_bytes=1 << 20) as llm:
+        assert llm.config.model == str(tiny_model_folder)
+
+
+def test_a_loaded_model_with_its_tokenizer_is_a_model(tiny_model_folder: Path, tiny_llm: LLM) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
+        [mine], [want] = llm.generate("the cat", GREEDY), tiny_llm.generate("the cat", GREEDY)
+    assert mine.outputs.token_ids == want.outputs.token_ids
+    assert mine.outputs.cumulative_logprob == pytest.approx(want.outputs.cumulative_logprob, abs=1e-4)
+    assert model.config._attn_implementation != "logprobe", "the caller's own model was changed"
+
+
+def test_a_loaded_model_needs_a_fast_tokenizer_and_a_name_brings_its_own(tiny_model_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    with pytest.raises(ParameterError, match="fast"):
+        LLM(model)
+    with pytest.raises(ParameterError, match="brings its own"):
+        LLM(str(tiny_model_folder), tokenizer=object())
+    with pytest.raises(ParameterError, match="a loaded model"):
+        LLM(5)  # type: ignore[arg-type]
+
+
+# -- streams -----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_grows_to_what_generate_gives(tiny_llm: LLM) -> None:
+    [want] = tiny_llm.generate("the cat", GREEDY)
+    texts, counts, output = [], [], None
+    for output in tiny_llm.stream("the cat", GREEDY):
+        texts.append(output.outputs.text)
+        counts.append(len(output.outputs.token_ids))
+    assert output is not None
+    assert output.prompt == "the cat"
+    assert output.outputs.token_ids == want.outputs.token_ids
+    assert output.outputs.text == want.outputs.text
+    assert counts == sorted(counts)
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+
+
+def test_a_stream_in_an_event_loop_gives_the_same(tiny_llm: LLM) -> None:
+    async def last() -> RequestOutput:
+        async for output in tiny_llm.stream_async([5, 6, 7], GREEDY):
+            latest = output
+        return latest
+
+    [want] = tiny_llm.generate([5, 6, 7], GREEDY)
+    assert asyncio.run(last()).outputs.token_ids == want.outputs.token_ids
+
+
+def test_leaving_a_stream_gives_its_request_up(tiny_llm: LLM) -> None:
+    stream = tiny_llm.stream("the cat", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    stream.close()
+    tiny_llm.generate("a", SamplingParams(max_tokens=1))  # a step later
+    assert not tiny_llm.engine.is_busy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params"),
+    [(["a", "b"], None), ("a", SamplingParams(n=1, best_of=3)), (["a"] * 2, GREEDY), (5, GREEDY)],
+)
+def test_what_cannot_be_streamed_is_refused(tiny_llm: LLM, prompt: Any, params: Any) -> None:
+    with pytest.raises(ParameterError):
+        next(tiny_llm.stream(prompt, params))
+
+
+# -- AsyncLM -----------------------------------------------------------------------------------------------
+
+
+def test_an_async_lm_is_made_of_a_name_or_of_an_open_llm(tiny_model_folder: Path, tiny_llm: LLM) -> None:
+    with (
+        AsyncLM(tiny_model_folder, kv_bytes=1 << 20) as named,
+        AsyncLM(tiny_llm, batch_size=2) as shared,
+    ):
+        rows = [lm.next_token_logprobs_sync([5, 6, 7]) for lm in (named, shared)]
+    np.testing.assert_allclose(*rows, atol=1e-4)
+    assert tiny_llm.generate("a", SamplingParams(max_tokens=1)), "the LLM stays open"
+    with pytest.raises(ParameterError, match="kv_bytes"):
+        AsyncLM(tiny_llm, kv_bytes=1 << 20)
+    with pytest.raises(ParameterError, match="an open LLM"):
+        AsyncLM(5)  # type: ignore[arg-type]
+
+
+def test_a_sample_takes_the_truncations_and_gives_its_numbers_when_asked(tiny_llm: LLM) -> None:
+    with AsyncLM(tiny_llm) as lm:
+        only = asyncio.run(lm.sample([5, 6, 7], 4, [], temperature=2.0, top_k=1, logprobs=3))
+        greedy = asyncio.run(lm.sample([5, 6, 7], 4, [], temperature=0))
+        narrow = asyncio.run(lm.sample([5, 6, 7], 4, [], temperature=2.0, top_p=1e-6))
+        stopped = asyncio.run(lm.sample([5, 6, 7], 4, [greedy[2]], temperature=0, logprobs=0))
+        many = asyncio.run(lm.batch_sample([[5, 6, 7]] * 2, 4, [], 2.0, top_k=1, logprobs=0))
+    assert only == greedy == narrow
+    assert greedy.logprobs is None
+    assert only.logprobs is not None
+    assert stopped.logprobs is not None
+    assert [next(iter(row)) for row in only.logprobs] == only
+    first = greedy.index(greedy[2])
+    assert stopped == greedy[:first]
+    assert len(stopped.logprobs) == first
+    assert all(sample == only and sample.logprobs is not None for sample in many)
