@@ -179,9 +179,13 @@ def test_batch_size_starts_an_idle_engine_at_once_and_timeout_a_smaller_batch(
     with new_lm(batch_size=4, timeout=0.5) as lm:
         lm.next_token_logprobs_sync([5])
 
+        async def ask(first: int, count: int) -> None:
+            prefixes = [random_ids(first + i, 4) for i in range(count)]
+            await asyncio.gather(*map(lm.next_token_logprobs, prefixes))
+
         def seconds(first: int, count: int) -> float:
             start = time.perf_counter()
-            lm.batch_next_token_logprobs_sync([random_ids(first + i, 4) for i in range(count)])
+            asyncio.run(ask(first, count))
             return time.perf_counter() - start
 
         assert seconds(100, 4) < 0.45

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from logprobe.errors import EngineClosedError, RequestAbortedError
@@ -116,3 +118,41 @@ def test_asks_of_the_turn_in_which_it_is_cleaned_up_end_in_an_error(new_lm: Call
             await asyncio.wait_for(ask, 10)
 
     asyncio.run(main())
+
+
+def test_sync_asks_and_batches_start_at_once_whatever_the_timeout(new_lm: Callable[..., AsyncLM]) -> None:
+    with new_lm(timeout=60.0, batch_size=1000) as lm:
+        asked: list[Callable[[], Any]] = [
+            lambda: lm.next_token_logprobs_sync([5, 6]),
+            lambda: lm.next_token_logprobs_uncached([5, 6]),
+            lambda: lm.batch_next_token_logprobs_sync([[5, 7], [5, 8]]),
+            lambda: asyncio.run(lm.batch_next_token_logprobs([[5, 9], [5, 10]])),
+            lambda: asyncio.run(lm.trie_logprobs([[6, 9], [6, 10]])),
+        ]
+        start = time.monotonic()
+        for ask in asked:
+            ask()
+        assert time.monotonic() - start < 20
+
+
+def test_batch_size_counts_waiting_asks_though_equal_ones_share_a_row(
+    new_lm: Callable[..., AsyncLM],
+) -> None:
+    async def main(lm: AsyncLM) -> None:
+        await asyncio.wait_for(asyncio.gather(*(lm.next_token_logprobs([5, 6]) for _ in range(20))), 20)
+
+    with new_lm(timeout=60.0, batch_size=20) as lm:
+        asyncio.run(main(lm))
+
+
+def test_an_ask_without_the_cache_takes_no_kept_row_and_keeps_none(lm: AsyncLM) -> None:
+    fresh = lm.next_token_logprobs_sync([5, 6], use_cache=False)
+    kept = lm.next_token_logprobs_sync([5, 6])
+    assert kept is not fresh
+    assert lm.next_token_logprobs_sync([5, 6]) is kept
+    again = lm.next_token_logprobs_sync([5, 6], use_cache=False)
+    assert again is not kept
+    np.testing.assert_allclose(again, kept, atol=5e-5)
+    both = lm.batch_next_token_logprobs_sync([[5, 6], [7, 8]], use_cache=False)
+    np.testing.assert_allclose(both[0], kept, atol=5e-5)
+    assert len(lm._cache) == 1

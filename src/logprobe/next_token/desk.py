@@ -67,7 +67,16 @@ class Turns(Generic[T]):
 
 
 Waiter: TypeAlias = "Future[Row]"
-Ask: TypeAlias = "tuple[Admitted, Waiter]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """One caller's wish for one row."""
+
+    admitted: Admitted
+    waiter: Waiter
+    is_urgent: bool  # whoever asks asks nothing more until it is there: a wait would gather nothing
+    uses_cache: bool  # the rows that are kept
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +85,7 @@ class Computation:
 
     admitted: Admitted
     waiters: list[Waiter] = field(default_factory=list)
+    is_kept: bool = False  # in the cache, once it is there
     task: asyncio.Task[None] | None = None  # None while it is held
 
     @property
@@ -103,11 +113,13 @@ class Desk:
         self._timer: asyncio.TimerHandle | None = None
         self._closed: LogprobeError | None = None
 
-    def ask(self, admitted: Sequence[Admitted]) -> list[Waiter]:
+    def ask(
+        self, admitted: Sequence[Admitted], *, is_urgent: bool = False, uses_cache: bool = True
+    ) -> list[Waiter]:
         """Ask for the rows of admitted requests, in any event loop; each waiter ends in a row or an error."""
-        waiters: list[Waiter] = [Future() for _ in admitted]
-        self._turns.add(zip(admitted, waiters, strict=True))
-        return waiters
+        asks = [Ask(one, Future(), is_urgent, uses_cache) for one in admitted]
+        self._turns.add(asks)
+        return [ask.waiter for ask in asks]
 
     def reset(self) -> None:
         """End every ask in flight with `RequestAbortedError`."""
@@ -126,32 +138,38 @@ class Desk:
         try:
             self._bridge.post(self._arrive, asks)
         except EngineClosedError as error:
-            for _, waiter in asks:
-                _give(waiter, error)
+            for ask in asks:
+                _give(ask.waiter, error)
 
     def _arrive(self, asks: Sequence[Ask]) -> None:
-        for admitted, waiter in asks:
-            self._accept(admitted, waiter)
+        for ask in asks:
+            self._accept(ask)
         if self._closed is not None:
             self._end_all(self._closed)
-        elif self._engine.is_busy or len(self._held) >= self._batch_size:
+        elif self._engine.is_busy or any(ask.is_urgent for ask in asks) or self._is_full():
             self._start()
         elif self._held and self._timer is None:
             # Armed by the first ask and never again until it fires: later asks cannot push it back.
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._start)
 
-    def _accept(self, admitted: Admitted, waiter: Waiter) -> None:
-        key = key_of(admitted.request)
-        row = self._cache.get(key)  # it may have come since the caller looked
+    def _is_full(self) -> bool:
+        """Whether `batch_size` asks wait; equal ones share a row, and count each."""
+        waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
+        return sum(waiting) >= self._batch_size
+
+    def _accept(self, ask: Ask) -> None:
+        key = key_of(ask.admitted.request)
+        row = self._cache.get(key) if ask.uses_cache else None  # it may have come since the caller looked
         if row is not None:
-            _give(waiter, row)
+            _give(ask.waiter, row)
             return
         computation = self._in_flight.get(key)
         if computation is None:
-            computation = self._in_flight[key] = Computation(admitted)
+            computation = self._in_flight[key] = Computation(ask.admitted)
             self._held.append(computation)
-        computation.waiters.append(waiter)
-        waiter.add_done_callback(partial(self._on_done, computation))
+        computation.is_kept |= ask.uses_cache
+        computation.waiters.append(ask.waiter)
+        ask.waiter.add_done_callback(partial(self._on_done, computation))
 
     def _start(self) -> None:
         held = self._take_held()
@@ -189,7 +207,8 @@ class Desk:
             self._end(computation, output.error or RequestAbortedError("the engine gave the ask up"))
             return
         row = row.view()  # a view of a read-only array cannot be made writable again
-        self._cache.put(computation.key, row)
+        if computation.is_kept:
+            self._cache.put(computation.key, row)
         self._end(computation, row)
 
     def _end(self, computation: Computation, outcome: Row | Exception) -> None:
@@ -237,3 +256,16 @@ def _give(waiter: Waiter, outcome: Row | Exception) -> None:
         waiter.set_exception(outcome)
     else:
         waiter.set_result(outcome)
+
+
+def shut_down(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
+    """End every ask, the engine if it is ours, and the bridge."""
+    desk.close()
+    if engine is not None:
+        engine.close()
+    bridge.close()
+
+
+def shut_down_elsewhere(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
+    """`shut_down` on a thread of its own, since the object may be dropped on any."""
+    threading.Thread(target=shut_down, args=(desk, bridge, engine), name="logprobe-cleanup").start()

@@ -19,7 +19,7 @@ import numpy as np
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.client import Requests
 from logprobe.errors import EngineClosedError, require
-from logprobe.next_token.desk import Desk
+from logprobe.next_token.desk import Desk, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import (
     KnownPrefix,
     RowCache,
@@ -44,19 +44,6 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-
-
-def shut_down(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
-    """End every ask, the engine if it is ours, and the bridge."""
-    desk.close()
-    if engine is not None:
-        engine.close()
-    bridge.close()
-
-
-def shut_down_elsewhere(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
-    """`shut_down` on a thread of its own, since the object may be dropped on any."""
-    threading.Thread(target=shut_down, args=(desk, bridge, engine), name="logprobe-cleanup").start()
 
 
 DEFAULT_CACHE_BYTES = 1 << 28
@@ -111,40 +98,55 @@ class NextTokenLM:
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *parts)
         self._finalizer.atexit = False
 
-    async def next_token_logprobs(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
+    ) -> Row:
         """The distribution of the token after `token_ids`: (V,) float32, nats, read-only.
+
+        With `use_cache=False` no kept row answers and this one is not kept; known prefixes serve still.
 
         Raises:
             ParameterError: ids outside the vocabulary, more than the context holds, none without a BOS, or an
                 unknown adapter.
             EngineError: the engine failed, was closed, or gave the ask up.
         """
-        [row] = await self._rows([token_ids], self._chosen_lora(lora))
+        [row] = await self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache)
         return row
 
     async def batch_next_token_logprobs(
-        self, prefixes: Sequence[TokenIds], *, lora: str | None = None
+        self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> npt.NDArray[np.float32]:
         """The distributions after each prefix: (len(prefixes), V) float32, nats; what they share is run once.
+
+        It starts at once, without waiting for more asks.
 
         Raises:
             ParameterError: a prefix that cannot be served; none was asked then.
             EngineError: the engine failed, was closed, or gave an ask up.
         """
-        rows = await self._rows(prefixes, self._chosen_lora(lora))
+        chosen = self._chosen_lora(lora)
+        rows = await self._rows(prefixes, chosen, use_cache=use_cache, is_urgent=True)
         if not rows:
             return np.empty((0, self.vocab_size), dtype=np.float32)
         return await asyncio.to_thread(np.stack, rows)
 
-    def next_token_logprobs_sync(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
-        """`next_token_logprobs` for callers without an event loop."""
-        return self._bridge.run(self.next_token_logprobs(token_ids, lora=lora))
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
+    ) -> Row:
+        """`next_token_logprobs` for callers without an event loop; it starts at once."""
+        asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
+        return self._bridge.run(asked)[0]
+
+    def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
+        """`next_token_logprobs_sync` with `use_cache=False`, by genlm-backend's name."""
+        return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
 
     def batch_next_token_logprobs_sync(
-        self, prefixes: Sequence[TokenIds], *, lora: str | None = None
+        self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> npt.NDArray[np.float32]:
         """`batch_next_token_logprobs` for callers without an event loop."""
-        return self._bridge.run(self.batch_next_token_logprobs(prefixes, lora=lora))
+        asked = self.batch_next_token_logprobs(prefixes, lora=lora, use_cache=use_cache)
+        return self._bridge.run(asked)
 
     async def next_token_topk(self, token_ids: TokenIds, k: int, *, lora: str | None = None) -> TopTokens:
         """The `k` likeliest next tokens, descending, ties by ascending id.
@@ -181,7 +183,8 @@ class NextTokenLM:
         whole = [tuple(as_token_ids(ids, "sequences").tolist()) for ids in sequences]
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
         ordered = sorted(nodes)
-        return dict(zip(ordered, await self._rows(ordered, self._chosen_lora(lora)), strict=True))
+        rows = await self._rows(ordered, self._chosen_lora(lora), is_urgent=True)
+        return dict(zip(ordered, rows, strict=True))
 
     async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix:
         """A prefix with its row, for `extend`."""
@@ -341,14 +344,22 @@ class NextTokenLM:
         r"""Every id as text: bytes that are no whole UTF-8 show as `\xNN`, others as `<id>`."""
         return [self._text.vocabulary.token_text(i) for i in range(self.vocab_size)]
 
-    async def _rows(self, prefixes: Iterable[TokenIds], lora: str | None) -> list[Row]:
+    async def _rows(
+        self,
+        prefixes: Iterable[TokenIds],
+        lora: str | None,
+        *,
+        use_cache: bool = True,
+        is_urgent: bool = False,
+    ) -> list[Row]:
         self._check_open()
         prompts = [self._as_prompt(ids) for ids in prefixes]
-        rows = [self._cache.get((lora, ids.tobytes())) for ids in prompts]
+        rows = [self._cache.get((lora, ids.tobytes())) if use_cache else None for ids in prompts]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
         params = row_params(lora)
-        waiters = self._desk.ask([self._requests.admit(prompts[i], params, wants_row=True) for i in missing])
+        admitted = [self._requests.admit(prompts[i], params, wants_row=True) for i in missing]
+        waiters = self._desk.ask(admitted, is_urgent=is_urgent, uses_cache=use_cache)
         found = await asyncio.gather(*map(asyncio.wrap_future, waiters))
         for place, row in zip(missing, found, strict=True):
             rows[place] = row
