@@ -8,7 +8,7 @@ holds rows and asks, and the engine.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError, UnknownParameterError, require
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.llm import LLM
 
 ENGINES = ("native",)
+
+
+class Opened(Protocol):
+    """A front door that holds a model open, such as `LLM`."""
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The engine, with its text edge."""
 
 
 class AsyncLM(NextTokenLM):
@@ -43,7 +50,7 @@ class AsyncLM(NextTokenLM):
 
     def __init__(
         self,
-        model: str | Path | LoadedModel | LLM = "smollm2",
+        model: str | Path | LoadedModel | Opened = "smollm2",
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         batch_size: int = 64,
@@ -116,7 +123,7 @@ class AsyncLM(NextTokenLM):
         return self._loaded.model
 
 
-def _loaded(model: str | Path | LoadedModel | LLM, settings: dict[str, Any]) -> LoadedModel:
+def _loaded(model: str | Path | LoadedModel | Opened, settings: dict[str, Any]) -> LoadedModel:
     """An engine of its own for a name; what is open stays as it is."""
     if isinstance(model, str | os.PathLike):
         from logprobe.engine.backends.start import start_native_engine
