@@ -104,7 +104,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         """
         row = None if logprobs_one_position is None else row_from_position(logprobs_one_position)
         entries = None if row is None else row_entries(row)
-        if self._side:
+        if not self._side.is_empty:
             self._side.append(len(self), 1, None, None)
         if row is None or entries is None:
             self.rows.append_none()
@@ -129,7 +129,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         values = logprobs if type(logprobs) is list and len(logprobs) == n else list(islice(logprobs, n))
         of_rank = ranks if type(ranks) is list and len(ranks) == n else list(islice(ranks, n))
         texts = list(islice(decoded_tokens, n))
-        if len(values) == len(of_rank) == len(texts) == n and not self._side:
+        if len(values) == len(of_rank) == len(texts) == n and self._side.is_empty:
             has_texts = n > 0 and (texts[0] is not None or texts.count(None) < n)
             if self.rows.add_soon(ids, values, of_rank, texts if has_texts else None):
                 return
@@ -153,7 +153,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: shapes that do not agree, negative ids or ranks, +inf. Nothing is added then.
         """
-        has_side = entropy is not None or given is not None or self._side
+        has_side = entropy is not None or given is not None or not self._side.is_empty
         if not has_side and self.rows.append_one(token_ids, logprobs, ranks):
             return
         rows = checked(step_rows(token_ids, logprobs, ranks))
@@ -164,7 +164,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def append_entries(self, entries: Entries) -> None:
         """Add a run of positions exactly as given."""
-        if self._side:
+        if not self._side.is_empty:
             self._side.append(len(self), len(entries.offsets) - 1, None, None)
         self.rows.append_entries(entries)
 
@@ -175,7 +175,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 self.append(position)
             return
         added = values[:]
-        if self._side or added.entropy is not None or added.given is not None:
+        if not self._side.is_empty or added.entropy is not None or added.given is not None:
             named = None if added.given is None else added.given.entries()
             self._side.append(len(self), len(added), added.entropy, named)
         self.rows.extend(added.rows)

@@ -185,7 +185,8 @@ def narrowed(values: Array) -> Array:
     wide = values.astype(np.float64)
     with np.errstate(over="ignore"):  # what overflows is not equal, so it stays wide
         narrow = wide.astype(np.float32)
-    return narrow if np.array_equal(narrow, wide, equal_nan=True) else wide
+    is_same = narrow == wide
+    return narrow if is_same.all() or (is_same | np.isnan(wide)).all() else wide
 
 
 def narrowest_id_dtype(largest: int) -> np.dtype[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from logprobe.records.store.entries import Entries, RowLists
 
-MAX_ENTRIES = 4096
+MAX_ENTRIES = 8192
 ANY_WIDTH = 0
 
 
@@ -46,8 +46,8 @@ class Pending:
         offsets[1:] = self.ends
         return Entries(
             offsets=offsets,
-            token_ids=np.array(self.ids, np.int64),
+            token_ids=np.array(self.ids),
             logprobs=np.array(self.logprobs),
-            ranks=np.array(self.ranks, np.int64),
+            ranks=np.array(self.ranks),
             texts=self.texts,
         )

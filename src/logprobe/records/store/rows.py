@@ -73,16 +73,13 @@ class Rows:
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
         """`append_step` of one narrow row in a few microseconds; False where that should look."""
-        if not (isinstance(token_ids, np.ndarray) and isinstance(logprobs, np.ndarray)):
+        if not type(token_ids) is type(logprobs) is type(ranks) is np.ndarray:
             return False
         shape = token_ids.shape
-        if len(shape) != 2 or shape[0] != 1 or not 0 < shape[1] <= MAX_LIST_WIDTH or logprobs.shape != shape:
+        is_one = len(shape) == 2 and shape[0] == 1 and logprobs.shape == shape and ranks.shape == (1,)
+        if not is_one or not 0 < shape[1] <= MAX_LIST_WIDTH:
             return False
-        rank = ranks.tolist() if isinstance(ranks, np.ndarray) else ranks
-        if token_ids.dtype.kind not in "iu" or not isinstance(rank, list) or len(rank) != 1:
-            return False
-        [ids], [values] = token_ids.tolist(), logprobs.tolist()
-        return self.add_soon(ids, values, rank, None, shape[1])
+        return self.add_soon(token_ids.tolist()[0], logprobs.tolist()[0], ranks.tolist(), None, shape[1])
 
     def append_position(self, row: RowLists, entries: Entries) -> None:
         """Add one row of different tokens, whose `row_entries` these are."""

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 class Side:
     """The columns beside the rows of one record, as many positions as these."""
 
-    __slots__ = ("_entropy", "given")
+    __slots__ = ("_entropy", "given", "is_empty")
 
     def __init__(self, entropy: Array | None = None, given: Rows | None = None) -> None:
         self._entropy = None if entropy is None else Column.of(entropy)  # (T,) float32, nats; NaN: not given
         self.given = given  # the named ids, position by position; None: none so far
-
-    def __bool__(self) -> bool:
-        return self._entropy is not None or self.given is not None
+        self.is_empty = entropy is None and given is None
 
     def entropy(self, length: int) -> Array | None:
         """Entropy of the first `length` positions; None where none was given."""
@@ -47,6 +45,7 @@ class Side:
             raise ParameterError("entropy", f"{values.shape} values for {num_new} positions")
         if given is not None and len(given.offsets) != num_new + 1:
             raise ParameterError("given", f"{len(given.offsets)} offsets for {num_new} positions; give n + 1")
+        self.is_empty = self.is_empty and values is None and given is None
         if values is not None or self._entropy is not None:
             column = self._entropy or Column.of(np.full(at, np.nan, np.float32))
             column.write(at, np.full(num_new, np.nan, np.float32) if values is None else values)

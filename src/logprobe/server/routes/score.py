@@ -13,7 +13,6 @@ from starlette.responses import Response
 from logprobe.engine.client import Split
 from logprobe.records.forms.json import finite_fields
 from logprobe.sampling import SamplingParams
-from logprobe.scoring import Score
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import TokenTable
+    from logprobe.scoring import Score
     from logprobe.server.service import Service
     from logprobe.text.edge import TextEdge
 
@@ -45,8 +45,8 @@ async def score(request: HttpRequest, service: Service) -> Response:
     finally:
         ticket.release()
     bare: list[RequestOutput | None] = [*outputs[len(pairs) :]] or [None] * len(pairs)
-    scores = [_scored(*asked, service) for asked in zip(outputs, pairs, bare, strict=False)]
-    found = [fields_of(score, service.text.vocabulary) for score in scores]
+    asked = zip(pairs, outputs, bare, strict=False)
+    found = [fields_of(service.client.as_score(*one), service.text.vocabulary) for one in asked]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     reply = {
         "id": base,
@@ -102,17 +102,6 @@ def _answer(laid_out: str, continuation: str | list[int], text: TextEdge) -> Spl
         return Split(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
     whole = text.encode(laid_out + continuation, add_special_tokens=False)
     return Split(whole, min(len(before), len(whole) - 1))
-
-
-def _scored(output: RequestOutput, pair: Split, alone: RequestOutput | None, service: Service) -> Score:
-    assert output.prompt_logprobs is not None
-    ids = pair.token_ids[pair.start :].tolist()
-    unconditional = None
-    if alone is not None:
-        assert alone.prompt_logprobs is not None
-        unconditional = Score.of(ids, alone.prompt_logprobs, b"").logprob
-    data = service.text.vocabulary.bytes_of(ids)
-    return Score.of(ids, output.prompt_logprobs, data, unconditional_logprob=unconditional)
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
