@@ -7,6 +7,7 @@
     │   ├── UnknownParameterError (TypeError)  a name that does not exist; says the nearest one
     │   └── PromptTooLongError                 more tokens than the model or the cache can ever hold
     ├── InputError (ValueError)            a file or text that cannot be read as asked
+    ├── OutputError (OSError)              a file that cannot be written
     ├── ModelError                         a model that cannot be had or used
     │   ├── ModelNotFoundError (LookupError)   no such name, folder or file
     │   ├── DownloadError (OSError)            the weights could not be fetched or stored
@@ -72,6 +73,10 @@ class PromptTooLongError(ParameterError):
 
 class InputError(LogprobeError, ValueError):
     """A file or a text cannot be read as asked."""
+
+
+class OutputError(LogprobeError, OSError):
+    """A file cannot be written; what is there already is kept."""
 
 
 class ModelError(LogprobeError):

@@ -23,10 +23,11 @@ def test_each_unreadable_file_is_named_with_a_remedy(cli: Callable[..., Any], tm
     latin.write_bytes(b"caf\xe9")
     empty = tmp_path / "empty.txt"
     empty.touch()
+    (tmp_path / "folder").mkdir()
     wrong = {
         str(latin): "is not UTF-8 text (byte 0xe9 at byte 3); convert it first",
         str(empty): "is empty; give at least one character",
-        str(tmp_path): "is a folder; name a text file in it",
+        str(tmp_path / "folder"): "the folder holds no file of .txt",
         str(tmp_path / "none.txt"): "no such file; name a text file, or - for standard input",
         str(latin / "below"): "cannot be read (Not a directory); name another file",
     }

@@ -61,3 +61,12 @@ def test_an_impossible_token_is_minus_infinity() -> None:
     assert score.logprob == -math.inf
     assert score.token_logprobs == [-1.0, -math.inf]
     assert (score.is_greedy, score.perplexity) == (False, math.inf)
+
+
+def test_the_record_holds_the_alternatives_of_the_continuation_alone(tiny_llm: LLM) -> None:
+    for pair in (PAIR, ("", "the cat"), ([5], [6])):
+        (score,) = tiny_llm.score([pair], logprobs=3)  # type: ignore[list-item]
+        assert score.record is not None
+        assert len(score.record) == score.num_tokens
+        assert [len(position or ()) >= 3 for position in score.record] == [True] * score.num_tokens
+        assert score.record.chosen_entries().token_ids.tolist() == score.token_ids

@@ -70,7 +70,8 @@ def command() -> NoReturn:
     except SystemExit as ended:
         code = int(ended.code or 0)
     atexit._run_exitfuncs()  # noqa: SLF001 - the interpreter's own list
-    with contextlib.suppress(BrokenPipeError):  # whoever read has gone
+    # Whoever read has gone, or the disk is full: what was written has been answered for already.
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -96,6 +97,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         _say_wrong_use(error)
         return error.exit_code
+    except OSError as error:
+        reason = error.strerror or error
+        _say_error(
+            f"{error.filename or 'standard output'}: cannot be used ({reason}); make room, or name another"
+        )
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return code or 0

@@ -5,12 +5,19 @@ Bytes are read and decoded as they are: no newline is changed, no mark at the st
 
 from __future__ import annotations
 
+import codecs
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from logprobe.errors import InputError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 STDIN = "-"
+PART_BYTES = 1 << 18
 
 
 def read_text(name: str) -> str:
@@ -32,11 +39,16 @@ def decoded(title: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        byte = data[error.start]
-        raise InputError(
-            f"{title}: is not UTF-8 text (byte 0x{byte:02x} at byte {error.start}); convert it first, "
-            "for instance with iconv -t UTF-8"
-        ) from error
+        raise _not_utf8(title, error, 0) from error
+
+
+def _not_utf8(title: str, error: UnicodeDecodeError, num_before: int) -> InputError:
+    byte = error.object[error.start]
+    place = num_before + error.start
+    return InputError(
+        f"{title}: is not UTF-8 text (byte 0x{byte:02x} at byte {place}); convert it first, "
+        "for instance with iconv -t UTF-8"
+    )
 
 
 def checked_text(title: str, text: str) -> str:
@@ -50,15 +62,44 @@ def checked_text(title: str, text: str) -> str:
     return text
 
 
-def _read_bytes(name: str) -> bytes:
-    if name == STDIN:
-        return sys.stdin.buffer.read()
+def text_parts(name: str) -> Iterator[str]:
+    """The text of a file, or of standard input where `name` is `-`, part by part: it is never held whole.
+
+    Raises:
+        InputError: it cannot be read, is not UTF-8, or is empty.
+    """
+    title = "standard input" if name == STDIN else name
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_before = 0
+    with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
+        while data := file.read(PART_BYTES):
+            try:
+                yield decoder.decode(data)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(title, error, num_before) from error
+            num_before += len(data)
+    checked_text(title, "x" * min(num_before, 1))
     try:
-        return Path(name).read_bytes()
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(title, error, num_before - len(error.object)) from error
+
+
+def _read_bytes(name: str) -> bytes:
+    with _reading(name):
+        return sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise InputError(f"{name}: no such file; name a text file, or - for standard input") from error
     except IsADirectoryError as error:
         raise InputError(f"{name}: is a folder; name a text file in it") from error
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{name}: cannot be read ({reason}); name another file") from error

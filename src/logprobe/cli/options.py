@@ -9,7 +9,7 @@ import inspect
 import re
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -17,16 +17,26 @@ from logprobe.errors import ParameterError
 from logprobe.models import DEFAULT_MODEL, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from logprobe.llm import LLM
+
+S = TypeVar("S")
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="A known name, a local folder, a .gguf file, or a Hugging Face id.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
-__all__ = ["DEFAULT_MODEL", "JsonOption", "ModelOption", "flags_for", "open_llm"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "JsonOption",
+    "ModelOption",
+    "flags_for",
+    "open_llm",
+    "settings_from",
+    "takes_settings",
+]
 
 
 @contextmanager
@@ -98,6 +108,11 @@ def takes_settings(
         return command
 
     return decorate
+
+
+def settings_from(cls: type[S], given: Mapping[str, Any]) -> S:
+    """Settings made of the flags that `takes_settings` gave a command."""
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def _own_parameters(command: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Any]]:

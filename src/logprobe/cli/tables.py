@@ -6,18 +6,22 @@ Before it: `FlatLogprobs`. After it: `tables`, or `json.dumps`.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from rich.cells import cell_len
 
 from logprobe import __version__
 from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
+from logprobe.scoring import measures
+from logprobe.scoring.data.summary import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from logprobe.llm import LLM
     from logprobe.records import FlatLogprobs, LogprobsInfo, TokenTable
+    from logprobe.scoring.data.summary import Summary
 
 
 class Alternative(TypedDict):
@@ -70,20 +74,25 @@ def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> T
     """Sums over the rows that have a logprob; a text with an impossible token is impossible."""
     scored = [row["logprob"] for row in rows if row["logprob"] is not None]
     total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
-    mean = total / len(scored) if scored else None
-    bits = -total / math.log(2) / num_scored_bytes if num_scored_bytes else math.inf
-    sums = Totals(
-        num_tokens=len(rows),
-        num_scored=len(scored),
+    return totals_of(total, len(rows), len(scored), num_bytes, num_scored_bytes)
+
+
+def totals_of(
+    logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
+) -> Totals:
+    """What follows from a sum; what JSON cannot write is None, and -9999 stands for -inf."""
+    perplexity = measures.perplexity(logprob, num_scored)
+    bits = measures.bits_per_byte(logprob, num_scored_bytes)
+    return Totals(
+        num_tokens=num_tokens,
+        num_scored=num_scored,
         num_bytes=num_bytes,
         num_scored_bytes=num_scored_bytes,
-        sum_logprob=IMPOSSIBLE if total == -math.inf else total,
-        mean_logprob=finite_value(mean),
-        # Past 700 nats a token no float holds it.
-        perplexity=None if mean is None or mean < -700 else math.exp(-mean),
-        bits_per_byte=None if math.isinf(bits) else bits,
+        sum_logprob=IMPOSSIBLE if logprob == -math.inf else logprob,
+        mean_logprob=finite_value(measures.per_unit(logprob, num_scored)),
+        perplexity=None if perplexity == math.inf else perplexity,
+        bits_per_byte=None if bits == math.inf else bits,
     )
-    return sums
 
 
 def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
@@ -116,11 +125,15 @@ def _visible_character(character: str) -> str:
 MISSING = "-"
 
 
-def token_table(rows: Sequence[TokenRow], num_top: int) -> str:
-    """One line a token: position, token, logprob and entropy in nats, rank, alternatives."""
+def token_table(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> str:
+    """One line a token: position, token, logprob and entropy in nats, rank, alternatives.
+
+    Rows that begin at another position than the `first` of all go on without a header.
+    """
     header = ["#", "token", "logprob", "rank", "entropy"]
     title = f"{num_top} most likely" if num_top >= 0 else "all, most likely first"
-    return table([header + ([title] if num_top else []), *map(_cells, range(len(rows)), rows)])
+    lines = [_cells(position, row) for position, row in enumerate(rows, first)]
+    return table(lines if first else [header + ([title] if num_top else []), *lines])
 
 
 def totals_table(totals: Totals, note: str) -> str:
@@ -136,6 +149,21 @@ def totals_table(totals: Totals, note: str) -> str:
         ],
         is_left=[True, True],
     )
+
+
+def summary_table(summary: Summary) -> str:
+    """The figures of a data set; those that it has not are left out."""
+    lines = [["rows", f"{summary.num_rows} scored, {summary.num_bad} bad"]]
+    for field in fields(summary)[2:]:
+        value = getattr(summary, field.name)
+        if value is None:
+            continue
+        if isinstance(value, Mean):
+            error = "" if value.error is None else f" ± {value.error:.4f}"
+            lines.append([field.name, f"{value.mean:.4f}{error}"])
+        else:
+            lines.append([field.name, _number(value)])
+    return table(lines, is_left=[True, True])
 
 
 def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None) -> str:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.scoring.data.run import score_dataset as score_dataset
+    from logprobe.scoring.data.settings import DataSettings as DataSettings
+    from logprobe.scoring.data.summary import Summary as Summary
     from logprobe.scoring.score import Score as Score
     from logprobe.scoring.spans import ScoredText as ScoredText
     from logprobe.scoring.spans import Unit as Unit
@@ -16,11 +19,14 @@ if TYPE_CHECKING:
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "DataSettings": ".data.settings",
     "Perplexity": ".windows",
     "Score": ".score",
     "ScoredText": ".spans",
+    "Summary": ".data.summary",
     "Unit": ".spans",
     "perplexity": ".windows",
+    "score_dataset": ".data.run",
     "surprisal": ".texts",
 }
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def byte_bar(num_bytes: int | None, *, shown: bool) -> Iterator[Advance | None]:
-    """A bar over `num_bytes` (None: not known); call what it yields with each (bytes, tokens) done.
+def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Iterator[Advance | None]:
+    """A bar over `num_bytes` (None: not known); call what it yields with the (bytes, units) just done.
 
     None is yielded where there is nobody to show it to.
     """
@@ -28,14 +28,14 @@ def byte_bar(num_bytes: int | None, *, shown: bool) -> Iterator[Advance | None]:
         yield None
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-    num_tokens = 0
+    num_units = 0
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("0 tokens", total=num_bytes)
+        task = bar.add_task(f"0 {unit}", total=num_bytes)
 
-        def advance(more_bytes: int, more_tokens: int) -> None:
-            nonlocal num_tokens
-            num_tokens += more_tokens
-            rate = num_tokens / (bar.tasks[task].elapsed or 1e-9)
-            bar.update(task, advance=more_bytes, description=f"{num_tokens:,} tokens, {rate:,.0f} a second")
+        def advance(more_bytes: int, more_units: int) -> None:
+            nonlocal num_units
+            num_units += more_units
+            rate = num_units / (bar.tasks[task].elapsed or 1e-9)
+            bar.update(task, advance=more_bytes, description=f"{num_units:,} {unit}, {rate:,.0f} a second")
 
         yield advance

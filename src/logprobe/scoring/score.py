@@ -42,7 +42,8 @@ class Score:
         unconditional_logprob: float | None = None,
     ) -> Score:
         """Read a continuation's record, which ends with one position a token; their bytes are `data`."""
-        chosen = record[len(record) - len(token_ids) :].chosen_entries()
+        record = record[len(record) - len(token_ids) :]
+        chosen = record.chosen_entries()
         ranks = chosen.ranks.tolist()
         return cls(
             logprob=measures.total(chosen.logprobs),
@@ -53,7 +54,7 @@ class Score:
             num_tokens=len(token_ids),
             num_bytes=len(data),
             num_chars=len(data.decode("utf-8", "replace")),
-            entropy=None if record.entropy is None else record.entropy[-len(ranks) :].tolist(),
+            entropy=None if record.entropy is None else record.entropy.tolist(),
             unconditional_logprob=unconditional_logprob,
             record=record,
         )
@@ -89,3 +90,19 @@ class Score:
         if self.unconditional_logprob is None:
             return None
         return measures.pmi(self.logprob, self.unconditional_logprob)
+
+
+def joined(scores: Sequence[Score], data: bytes) -> Score:
+    """The scores of the windows of a continuation whose bytes are `data`; without their records."""
+    entropies = [score.entropy for score in scores]
+    return Score(
+        logprob=measures.total([score.logprob for score in scores]),
+        token_logprobs=[value for score in scores for value in score.token_logprobs],
+        token_ids=[token_id for score in scores for token_id in score.token_ids],
+        ranks=[rank for score in scores for rank in score.ranks],
+        is_greedy=all(score.is_greedy for score in scores),
+        num_tokens=sum(score.num_tokens for score in scores),
+        num_bytes=len(data),
+        num_chars=len(data.decode("utf-8", "replace")),
+        entropy=None if None in entropies else [value for one in entropies for value in one or ()],
+    )

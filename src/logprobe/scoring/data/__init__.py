@@ -1,0 +1,1 @@
+"""Data sets: files of texts, pairs or questions to files of numbers."""

@@ -1,0 +1,217 @@
+"""Where the rows of a run go: parts that are whole or not there, and one file at the end.
+
+Each part is written beside the output under another name, made durable, and renamed: what a kill leaves is
+the parts before it. The name says which rows of the data set it answers, so that a resumed run goes on after
+the last one. Before it: `rows`. After it: one Parquet or jsonl file, and a side file of bad rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from logprobe.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from logprobe.records.info import LogprobsInfo
+    from logprobe.scoring.data.rows import BadRow
+
+FLOOR = -9999.0  # stands for -inf, which JSON cannot write
+INFO_KEY = b"logprobe.info"
+ROWS_A_GROUP = 1 << 14
+SUFFIXES = (".parquet", ".jsonl")
+
+
+class Journal:
+    """The parts of one output; `num_done` rows of the data set have been answered.
+
+    Raises:
+        InputError: the output's suffix is unknown, it exists, or the run to resume had other settings.
+        OutputError: it cannot be written.
+    """
+
+    def __init__(
+        self, path: str | Path, schema: pa.Schema, settings: dict[str, Any], *, resume: bool, force: bool
+    ) -> None:
+        self.path = Path(path)
+        self._schema = schema
+        self._parts = self.path.with_name(f"{self.path.name}.parts")
+        self._done = self.path.with_name(f"{self.path.name}.parts.done")
+        self._settings_file = self._parts / "settings.json"
+        self.errors_path = self.path.with_name(f"{self.path.name}.errors.jsonl")
+        if self.path.suffix not in SUFFIXES:
+            raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
+        with _naming(self.path):
+            self._open(settings, resume=resume, force=force)
+            self.num_done = self._scan()
+
+    def _open(self, settings: dict[str, Any], *, resume: bool, force: bool) -> None:
+        shutil.rmtree(self._done, ignore_errors=True)
+        if force:
+            shutil.rmtree(self._parts, ignore_errors=True)
+        elif self._parts.exists():
+            self._check_resumes(settings, resume=resume)
+            return
+        elif self.path.exists():
+            raise InputError(f"{self.path}: exists; give --force to write it anew, or another name")
+        self._parts.mkdir(parents=True)
+        _write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
+
+    def _check_resumes(self, settings: dict[str, Any], *, resume: bool) -> None:
+        if not resume:
+            raise InputError(f"{self.path}: an earlier run stopped half way; give --resume or --force")
+        if not self._settings_file.exists():
+            _write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
+        before = json.loads(self._settings_file.read_text())
+        now = json.loads(json.dumps(settings))
+        other = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if other:
+            raise InputError(
+                f"{self.path}: the run to resume had another {', '.join(other)}; "
+                "repeat its settings, or give --force"
+            )
+
+    def _scan(self) -> int:
+        """Rows that whole parts answer, from the first on; what else lies there is a killed run's."""
+        for unfinished in self._parts.glob("*.tmp"):
+            unfinished.unlink()
+        end = 0
+        for part in self._all_parts():
+            first, stop = map(int, part.stem.split("-"))
+            if first != end:
+                raise InputError(f"{part}: a part before it is missing; give --force to begin anew")
+            end = stop
+        return end
+
+    def _all_parts(self) -> list[Path]:
+        return sorted(self._parts.glob("*.parquet"))
+
+    def write(
+        self, end: int, rows: Sequence[dict[str, Any]], bad: Sequence[BadRow], info: LogprobsInfo | None
+    ) -> None:
+        """Answer the rows from `num_done` up to `end`, all or nothing."""
+        name = f"{self.num_done:012d}-{end:012d}"
+        metadata = {INFO_KEY: info.to_json().encode()} if info is not None else None
+        table = pa.Table.from_pylist(list(rows), self._schema.with_metadata(metadata))
+        with _naming(self.path):
+            if bad:
+                lines = "".join(json.dumps(one.to_dict()) + "\n" for one in bad)
+                _write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
+            # Last: this one says that all of it is there.
+            _write_durably(
+                self._parts / f"{name}.parquet",
+                lambda path: pq.write_table(table, path, compression="zstd"),
+            )
+        self.num_done = end
+
+    def tables(self) -> Iterator[pa.Table]:
+        """The rows of each part, in order."""
+        for part in self._all_parts():
+            yield pq.read_table(part)
+
+    def num_bad(self) -> int:
+        """Bad rows of all parts."""
+        return sum(errors.read_bytes().count(b"\n") for errors in self._error_parts())
+
+    def _error_parts(self) -> list[Path]:
+        """Side files of whole parts, in order; one without its part is a killed run's."""
+        parts = sorted(self._parts.glob("*.errors"))
+        return [errors for errors in parts if errors.with_suffix(".parquet").exists()]
+
+    def finish(self) -> None:
+        """Make one file of the parts, and one of the bad rows if there are any; then the parts go."""
+        with _naming(self.path):
+            write = self._write_parquet if self.path.suffix == ".parquet" else self._write_jsonl
+            errors = self._error_parts()
+            if errors:
+                _write_durably(self.errors_path, lambda path: _concatenate(errors, path))
+            else:
+                self.errors_path.unlink(missing_ok=True)
+            _write_durably(self.path, write)
+            self._parts.rename(self._done)  # in one go: half of the parts would look like a damaged run
+            shutil.rmtree(self._done)
+
+    def _info(self) -> bytes | None:
+        for part in self._all_parts():
+            metadata = pq.read_schema(part).metadata or {}
+            if INFO_KEY in metadata:
+                found: bytes = metadata[INFO_KEY]
+                return found
+        return None
+
+    def _write_parquet(self, path: Path) -> None:
+        info = self._info()
+        schema = self._schema.with_metadata(None if info is None else {INFO_KEY: info})
+        waiting: list[pa.Table] = []
+        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+            for table in self.tables():
+                waiting.append(table.replace_schema_metadata(schema.metadata))
+                if sum(map(len, waiting)) >= ROWS_A_GROUP:
+                    writer.write_table(pa.concat_tables(waiting))
+                    waiting = []
+            if waiting:
+                writer.write_table(pa.concat_tables(waiting))
+
+    def _write_jsonl(self, path: Path) -> None:
+        info = self._info()
+        if info is not None:
+            about = json.loads(info) | {"floor": FLOOR}
+            _write_durably(
+                self.path.with_name(f"{self.path.name}.info.json"),
+                lambda side: side.write_text(json.dumps(about) + "\n"),
+            )
+        with path.open("w", encoding="utf-8") as file:
+            for table in self.tables():
+                file.writelines(json_line(row) + "\n" for row in table.to_pylist())
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """A row as JSON; -inf and inf are written as -9999 and 9999."""
+    return json.dumps({name: _finite(value) for name, value in row.items()}, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else math.copysign(-FLOOR, value)
+    return value
+
+
+def _concatenate(parts: Sequence[Path], path: Path) -> None:
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part.read_bytes())
+
+
+def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under another name, put it on the disk, and only then give it its own."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    write(unfinished)
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{path}: cannot be written ({reason}); make room and give --resume") from error

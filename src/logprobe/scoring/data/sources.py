@@ -1,0 +1,246 @@
+"""Rows of texts from files of several kinds, one at a time: txt, jsonl, csv, Parquet, standard input.
+
+A row that cannot be used says why and the next one follows; a file that cannot be read ends the run.
+Before it: names of files, folders and patterns. After it: `rows`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from glob import glob, has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from logprobe.errors import InputError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+Format: TypeAlias = Literal["txt", "jsonl", "csv", "parquet"]
+STDIN = "-"
+SUFFIXES: dict[str, Format] = {
+    ".txt": "txt",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+ROWS_A_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a data set: its values by column, or what is wrong with it."""
+
+    index: int  # in the whole data set
+    source: str  # the file
+    line: int  # of the file, or the row of a Parquet file; from 1
+    num_bytes: float  # its share of the file, for progress
+    values: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One file of a data set."""
+
+    name: str
+    format: Format
+    by_line: bool = False  # a txt file's rows are its lines, not the whole of it
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Its size; None for standard input."""
+        return None if self.name == STDIN else Path(self.name).stat().st_size
+
+
+def find_sources(names: Sequence[str], *, kind: Format | None = None, by_line: bool = False) -> list[Source]:
+    """The files that names, folders and patterns stand for, each folder's in the order of their names.
+
+    Raises:
+        InputError: no such file, a folder or pattern that holds none, a suffix that says nothing.
+    """
+    found: list[Source] = []
+    for name in names:
+        paths = [name] if name == STDIN or Path(name).is_file() else _below(name)
+        found += [Source(name=path, format=kind or _format_of(path), by_line=by_line) for path in paths]
+    require(found, "inputs", "name at least one file")
+    for source in found:
+        _check_opens(source)
+    return found
+
+
+def _below(name: str) -> list[str]:
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(str(file) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            raise InputError(f"{name}: the folder holds no file of {', '.join(SUFFIXES)}; name a file")
+        return files
+    if has_magic(name):
+        files = sorted(file for file in glob(name, recursive=True) if Path(file).is_file())  # noqa: PTH207
+        if files:
+            return files
+        raise InputError(f"{name}: the pattern matches no file; look at its folder")
+    raise InputError(f"{name}: no such file; name a file, a folder, a pattern, or - for standard input")
+
+
+def _format_of(path: str) -> Format:
+    if path == STDIN:
+        return "txt"
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(f"{path}: its suffix names no format ({', '.join(SUFFIXES)}); say which by --format")
+    return SUFFIXES[suffix]
+
+
+def _check_opens(source: Source) -> None:
+    """Find a file that cannot be read before anything is computed."""
+    if source.name == STDIN:
+        if source.format == "parquet":
+            raise InputError("standard input: Parquet is read from its end; give the file's name")
+        return
+    with _naming(source.name), Path(source.name).open("rb"):
+        if source.format == "parquet":
+            _open_parquet(source.name).close()
+
+
+def read_rows(sources: Iterable[Source], columns: Iterable[str]) -> Iterator[Row]:
+    """The rows of all files; each holds the columns that were asked for.
+
+    Raises:
+        InputError: a file that cannot be read, or that lacks a column altogether.
+    """
+    wanted, index = list(columns), 0
+    for source in sources:
+        with _naming(source.name):
+            for line, num_bytes, values in _READERS[source.format](source, wanted):
+                problem = values if isinstance(values, str) else None
+                yield Row(
+                    index=index,
+                    source=source.name,
+                    line=line,
+                    num_bytes=num_bytes,
+                    values={} if isinstance(values, str) else values,
+                    problem=problem,
+                )
+                index += 1
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    title = "standard input" if name == STDIN else name
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"{title}: is not UTF-8 text ({error.reason}); convert it first") from error
+    except (OSError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{title}: cannot be read ({reason}); name another file") from error
+
+
+Raw: TypeAlias = "tuple[int, float, dict[str, Any] | str]"
+"""Line, bytes, and the values or what is wrong with them."""
+
+
+def _binary(source: Source) -> AbstractContextManager[Any]:
+    return nullcontext(sys.stdin.buffer) if source.name == STDIN else Path(source.name).open("rb")
+
+
+def _lines(source: Source) -> Iterator[bytes]:
+    with _binary(source) as file:
+        yield from file
+
+
+def _read_txt(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
+    name = columns[0] if columns else "text"
+    if source.by_line:
+        for number, line in enumerate(_lines(source), 1):
+            try:
+                yield number, len(line), {name: line.decode().rstrip("\r\n")}
+            except UnicodeDecodeError as error:
+                yield number, len(line), f"is not UTF-8 text (byte {error.start})"
+        return
+    data = b"".join(_lines(source))
+    yield 1, len(data), {name: data.decode()}
+
+
+def _read_jsonl(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
+    for number, line in enumerate(_lines(source), 1):
+        if line.strip():
+            yield number, len(line), _json_values(line, columns)
+
+
+def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON ({error})"
+    if isinstance(value, str) and len(columns) == 1:
+        return {columns[0]: value}
+    if not isinstance(value, dict):
+        return f"is no JSON object but {type(value).__name__}"
+    missing = [name for name in columns if name not in value]
+    if missing:
+        return f"has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, value)) or 'nothing'}"
+    return {name: value[name] for name in columns}
+
+
+def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
+    csv.field_size_limit(sys.maxsize)
+    with _binary(source) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream, strict=True)
+        _check_columns(source.name, columns, reader.fieldnames or [])
+        for values in reader:
+            num_bytes = sum(len(str(value)) + 1 for value in values.values())
+            missing = [name for name in columns if values.get(name) is None]
+            problem = f"is cut short: no {', '.join(map(repr, missing))}" if missing else None
+            yield reader.line_num, num_bytes, problem or {name: values[name] for name in columns}
+
+
+def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
+    import pyarrow as pa
+
+    with _open_parquet(source.name) as file:
+        _check_columns(source.name, columns, file.schema_arrow.names)
+        size = Path(source.name).stat().st_size / max(file.metadata.num_rows, 1)
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, size, values
+        except (pa.ArrowException, OSError) as error:
+            message = " ".join(str(error).split())
+            raise InputError(f"{source.name}: is damaged after row {number} ({message})") from error
+
+
+def _open_parquet(name: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(name)
+    except pa.ArrowException as error:
+        raise InputError(f"{name}: is no Parquet file ({' '.join(str(error).split())})") from error
+
+
+def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> None:
+    missing = [column for column in columns if column not in known]
+    if missing:
+        names = ", ".join(map(repr, known)) or "none"
+        raise InputError(f"{name}: has no column {', '.join(map(repr, missing))}; it has {names}")
+
+
+_READERS: dict[Format, Callable[[Source, Sequence[str]], Iterator[Raw]]] = {
+    "txt": _read_txt,
+    "jsonl": _read_jsonl,
+    "csv": _read_csv,
+    "parquet": _read_parquet,
+}

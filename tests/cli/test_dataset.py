@@ -1,0 +1,153 @@
+"""`logprobe score` on long texts and on data sets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from logprobe import LLM
+
+LONG = "the cat and the dog, 12 é 🌊\n" * 12
+
+
+@pytest.fixture
+def score(cli: Callable[..., Any], tiny_model_folder: Path) -> Callable[..., Any]:
+    """`logprobe score` on the tiny model."""
+
+    def run(*arguments: str, stdin: bytes = b"") -> Any:
+        return cli("score", *arguments, "--model", str(tiny_model_folder), stdin=stdin)
+
+    return run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "the cat"}\n{"text": ""}\n{"text": "a dog"}\n')
+    return path
+
+
+def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(LONG)
+    want = tiny_llm.perplexity(LONG, window=100, stride=40)
+    flags = ("--window", "100", "--stride", "40")
+    found = json.loads(score(str(tmp_path / "long.txt"), *flags, "--top", "2", "--json").out)
+    assert (found["window"], found["stride"]) == (100, 40)
+    assert found["totals"]["num_scored"] == want.num_scored
+    assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
+    assert bytes(byte for row in found["tokens"][1:] for byte in row["bytes"]) == LONG.encode()
+    assert [row["logprob"] is None for row in found["tokens"]] == [True] + [False] * want.num_scored
+    assert all(len(row["top"]) == 2 for row in found["tokens"][1:])
+    lines = score(str(tmp_path / "long.txt"), *flags).out.splitlines()
+    assert [line.split()[0] for line in lines[1 : want.num_tokens + 2]] == [
+        str(place) for place in range(want.num_tokens + 1)
+    ]
+    assert float(lines[-2].split()[-1]) == pytest.approx(want.perplexity, rel=1e-4)
+
+
+def test_a_summary_alone_is_the_totals_whatever_the_length(score: Any, tiny_llm: LLM) -> None:
+    for text in (LONG, "the cat"):
+        done = score("-", "--summary", stdin=text.encode())
+        assert len(done.out.splitlines()) == 6
+        assert float(done.out.splitlines()[-2].split()[-1]) == pytest.approx(
+            tiny_llm.perplexity(text).perplexity, rel=1e-4
+        )
+        alone = score("--text", text, "--summary", "--json")
+        assert json.loads(alone.out)["tokens"] == []
+
+
+def test_a_text_may_be_scored_with_or_without_bos(score: Any) -> None:
+    with_bos = json.loads(score("--text", "the cat", "--bos", "--json").out)
+    without = json.loads(score("--text", "the cat", "--no-bos", "--json").out)
+    assert with_bos["totals"]["num_scored"] == without["totals"]["num_scored"] + 1
+    assert without["first_token"] == "not scored"  # noqa: S105 - no password
+
+
+def test_rows_are_printed_as_json_lines_and_bad_ones_told(score: Any, data: Path) -> None:
+    done = score(str(data))
+    assert done.code == 1
+    assert [json.loads(line)["row"] for line in done.out.splitlines()] == [0, 2]
+    assert f"bad row: {data}, line 2: text: is empty" in done.err
+    assert done.err.splitlines()[-1] == "error: 1 bad rows; see standard error"
+
+
+def test_rows_go_to_a_file_and_the_summary_is_printed(score: Any, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
+    done = score(str(data), "-o", str(out), "--tokens")
+    assert done.code == 1
+    assert pq.read_table(out).column("row").to_pylist() == [0, 2]
+    assert done.out.startswith("rows           2 scored, 1 bad\n")
+    assert score(str(data), "-o", str(out)).error_line.endswith(
+        "give --force to write it anew, or another name"
+    )
+    assert json.loads(score(str(data), "-o", str(out), "--force", "--json").out)["num_rows"] == 2
+
+
+def test_questions_are_summed_up(score: Any, tmp_path: Path) -> None:
+    rows = [{"q": "the cat", "options": ["and", "x"], "gold": 0}] * 4
+    source = tmp_path / "q.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("--context-column", "q", "--choices-column", "options", "--answer-column", "gold")
+    done = score(str(source), *columns, "--summary")
+    assert done.code == 0
+    assert done.out.splitlines()[1].split()[0] == "acc"
+    assert "± 0.0000" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("x.jsonl", "--answer-column", "a"), "comes with choices_column"),
+        (("x.jsonl", "--truncation", "right"), "right"),
+        (("--lines",), "a data set is in files"),
+        (("--text", "x", "--stride", "0"), "stride"),
+        (("--text", "x", "--window", "999"), "window"),
+    ],
+)
+def test_wrong_use_is_told_with_the_flag(score: Any, arguments: tuple[str, ...], says: str) -> None:
+    done = score(*arguments)
+    assert done.code == 2
+    assert says in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("none.jsonl", None, "no such file"),
+        ("broken.parquet", b"PAR1", "no Parquet file"),
+        ("in.csv", b"body\nx\n", "has no column 'text'; it has 'body'"),
+        ("latin.txt", b"the \xe9 cat", "byte 0xe9 at byte 4"),
+        ("empty.txt", b"", "is empty"),
+        ("cut.txt", b"the \xf0\x9f", "byte 0xf0 at byte 4"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(
+    score: Any, tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    flags = ("--summary",) if name.endswith("txt") else ("--summary", "--tokens")
+    done = score(str(tmp_path / name), *flags)
+    assert done.code == 1
+    assert says in done.error_line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
+    command = Path(sys.executable).with_name("logprobe")
+    arguments = [command, "score", "--text", "the cat", "--json", "--model", str(tiny_model_folder)]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[1:] == [
+        "error: standard output: cannot be used (No space left on device); make room, or name another"
+    ]
