@@ -42,9 +42,9 @@ test-genlm: $(VENV)/.base  ## genlm-control, unchanged, on this library, in an e
 	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py
 
 .PHONY: test-lm-eval
-test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP; the harness in an environment of its own
+test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP and in process; the harness in an environment of its own
 	$(BIN)/python benchmarks/rivals/install.py lm_eval
-	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py
+	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py tests/integrations/test_lm_eval.py
 
 bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then docs/performance.md; OPTIONS="--rounds 3" for fewer
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \

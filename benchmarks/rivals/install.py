@@ -50,7 +50,8 @@ RECIPES = {
         modules=("genlm.backend", "genlm.control", "logprobe"),
     ),
     "lm_eval": Recipe(
-        steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13")), modules=("lm_eval.models.huggingface",)
+        steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13", "-e", str(ROOT.parent))),
+        modules=("lm_eval.models.huggingface", "logprobe"),
     ),
     "llama_cpp": Recipe(steps=(("xllamacpp", "numpy"),), modules=("xllamacpp",)),
 }

@@ -16,6 +16,7 @@ import typer
 
 from logprobe import __version__
 from logprobe.cli.chat import chat
+from logprobe.cli.compare import compare
 from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(score)
 app.command()(generate)
+app.command()(compare)
 app.command()(info)
 app.command()(chat)
 app.command()(serve)

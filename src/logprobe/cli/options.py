@@ -40,18 +40,19 @@ __all__ = [
 
 
 @contextmanager
-def open_llm(model: str) -> Iterator[LLM]:
-    """Load a model, and let it go afterwards.
+def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
+    """Load a model, and let it go afterwards; `settings` are those of `EngineConfig`.
 
     Raises:
         ModelError: the model cannot be had or used.
+        ParameterError: a setting that cannot be used.
     """
     resolve(model)  # a name that does not exist is told before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.llm import LLM
 
     with quiet_transformers():
-        llm = LLM(model)
+        llm = LLM(model, **settings)
     with llm:
         yield llm
 

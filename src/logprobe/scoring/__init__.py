@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.scoring.comparison import Comparison as Comparison
+    from logprobe.scoring.comparison import compare as compare
+    from logprobe.scoring.comparison import compare_stored as compare_stored
     from logprobe.scoring.data.run import score_dataset as score_dataset
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
@@ -19,12 +22,15 @@ if TYPE_CHECKING:
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "Comparison": ".comparison",
     "DataSettings": ".data.settings",
     "Perplexity": ".windows",
     "Score": ".score",
     "ScoredText": ".spans",
     "Summary": ".data.summary",
     "Unit": ".spans",
+    "compare": ".comparison",
+    "compare_stored": ".comparison",
     "perplexity": ".windows",
     "score_dataset": ".data.run",
     "surprisal": ".texts",

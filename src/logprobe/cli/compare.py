@@ -1,0 +1,125 @@
+"""`logprobe compare`: the same texts through two models, and how far apart their numbers are."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from logprobe.cli.options import JsonOption, flags_for, open_llm
+from logprobe.cli.tables import table
+from logprobe.errors import InputError, OutputError
+from logprobe.scoring.data.sources import Format, find_sources, read_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from logprobe.llm import LLM
+    from logprobe.scoring.comparison import Comparison
+
+_Model = Annotated[
+    str,
+    typer.Argument(help="A model, with settings after a comma (smollm2,weights=int8), or a scored .parquet."),
+]
+_Data = Annotated[
+    list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, patterns.")
+]
+_Column = Annotated[str, typer.Option("--text-column", help="The column of the texts.")]
+_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a text.")]
+_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+_Limit = Annotated[int | None, typer.Option("--limit", help="Take so many texts.")]
+_Output = Annotated[str | None, typer.Option("--output", "-o", help="Write one row a position to Parquet.")]
+_Plot = Annotated[str | None, typer.Option("--plot", help="Draw the logprobs to a PNG (extra plot).")]
+_Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Put BOS before each text, or do not.")]
+LORA = "lora"
+
+
+def compare(  # noqa: PLR0913 - one argument a flag
+    a: _Model,
+    b: _Model,
+    *,
+    data: _Data = None,
+    text_column: _Column = "text",
+    lines: _Lines = False,
+    format: _Format = None,  # noqa: A002 - the flag's name
+    limit: _Limit = None,
+    bos: _Bos = None,
+    output: _Output = None,
+    plot: _Plot = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare what two models give the same tokens: KL, agreement, logprobs, importance ratios.
+
+    A is the reference (a trainer), B what is used in its place (int8, a sampler). Models of one tokenizer
+    are compared token by token, others word by word. Settings: those of `logprobe serve`, and lora=FOLDER.
+    """
+    if a.endswith(".parquet") and b.endswith(".parquet"):
+        from logprobe.scoring.comparison import compare_stored
+
+        found = compare_stored(a, b)
+    else:
+        if not data:
+            raise typer.BadParameter("name the texts to compare on", param_hint="--data")
+        rows = read_rows(find_sources(data, kind=format, by_line=lines), [text_column])
+        texts = [_text(row.values.get(text_column), row) for row in islice(rows, limit)]
+        found = _compare_models(a, b, texts, bos)
+    _write(found, output, plot)
+    typer.echo(json.dumps(found.to_dict()) if as_json else comparison_table(found))
+
+
+def _compare_models(a: str, b: str, texts: list[str], bos: bool | None) -> Comparison:
+    from logprobe.scoring.comparison import compare as compare_models
+
+    with ExitStack() as stack, flags_for():
+        mine, lora_a = _open(a, stack)
+        theirs, lora_b = _open(b, stack)
+        return compare_models(mine, theirs, texts, bos=bos, lora_a=lora_a, lora_b=lora_b)
+
+
+def _open(named: str, stack: ExitStack) -> tuple[LLM, str | None]:
+    model, *given = named.split(",")
+    settings: dict[str, Any] = {}
+    for pair in given:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{pair!r} is no NAME=VALUE", param_hint=named)
+        settings[name] = int(value) if value.isdecimal() else value
+    lora = settings.pop(LORA, None)
+    llm = stack.enter_context(open_llm(model, **settings))
+    if lora is not None:
+        llm.add_lora(LORA, lora)
+    return llm, None if lora is None else LORA
+
+
+def _text(value: Any, row: Any) -> str:
+    if row.problem is not None or not isinstance(value, str):
+        raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
+    return value
+
+
+def _write(found: Comparison, output: str | None, plot: str | None) -> None:
+    writers = {output: found.to_parquet, plot: found.plot}
+    for path, write in writers.items():
+        if path is None:
+            continue
+        try:
+            write(Path(path))
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def comparison_table(found: Comparison) -> str:
+    """The figures in the order in which they are read; those that have no meaning are left out."""
+    return table([list(line) for line in _lines_of(found.to_dict())], is_left=[True, True])
+
+
+def _lines_of(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield name, "  ".join(f"{part} {number:.6g}" for part, number in value.items())
+        elif value is not None:
+            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)

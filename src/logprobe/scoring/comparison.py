@@ -1,0 +1,373 @@
+"""The same tokens through two models: how far apart their distributions and their logprobs are.
+
+A is what should be (the reference, a trainer, a model before a change), B what is used in its place (int8,
+a sampler, a model after it). With the same vocabulary every position is compared; models of different
+tokenizers are compared by what they give whole words and bytes. Before it: two scorers, or a stored run.
+After it: the command, files and plots.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.errors import InputError, ParameterError, require
+from logprobe.scoring import measures
+from logprobe.scoring.scorer import prefix_of
+from logprobe.scoring.texts import surprisal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+    from logprobe.scoring.scorer import Scorer
+    from logprobe.scoring.spans import ScoredText
+
+POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocabulary of 49,152
+CLIP = 0.2  # PPO's usual band
+QUANTILES = (0.5, 0.9, 0.99, 0.999)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How some numbers lie."""
+
+    mean: float
+    max: float
+    quantiles: dict[float, float]
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64]) -> Spread:
+        """The spread of at least one number."""
+        found = np.quantile(values, QUANTILES)
+        return cls(
+            mean=float(values.mean()),
+            max=float(values.max()),
+            quantiles=dict(zip(QUANTILES, found.tolist(), strict=True)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What two models gave the same tokens; nats.
+
+    Where their vocabularies differ, positions are words, and `kl`, `agreement` and the ratios are None.
+    """
+
+    unit: str  # what a position is: "token" or "word"
+    num_positions: int
+    num_bytes: int
+    logprobs_a: NDArray[np.float64] = field(repr=False)  # (num_positions,)
+    logprobs_b: NDArray[np.float64] = field(repr=False)
+    kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
+    is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
+
+    @property
+    def delta(self) -> Spread:
+        """|logprob A - logprob B| over positions."""
+        return Spread.of(np.abs(self.logprobs_a - self.logprobs_b))
+
+    @property
+    def bias(self) -> float:
+        """Mean of logprob B - logprob A: below zero where B finds the texts less likely."""
+        return float(np.mean(self.logprobs_b - self.logprobs_a))
+
+    @property
+    def kl(self) -> Spread | None:
+        """KL divergence from B to A over positions, whole distributions."""
+        return None if self.kl_by_position is None else Spread.of(self.kl_by_position)
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of positions where both find the same token most likely."""
+        return None if self.is_same_best is None else float(np.mean(self.is_same_best))
+
+    @property
+    def ratios(self) -> NDArray[np.float64] | None:
+        """Importance ratios p_A / p_B of each token: trainer A, sampler B."""
+        if self.unit != "token":
+            return None
+        return measures.importance_ratios(self.logprobs_a, self.logprobs_b)
+
+    @property
+    def effective_sample_share(self) -> float | None:
+        """Kish's effective sample size of the token ratios, as a share of the positions."""
+        ratios = self.ratios
+        return None if ratios is None else measures.effective_sample_size(ratios) / len(ratios)
+
+    @property
+    def clipped_share(self) -> float | None:
+        """Share of ratios outside [0.8, 1.2], the usual clip band of PPO."""
+        ratios = self.ratios
+        return None if ratios is None else float(np.mean(np.abs(ratios - 1) > CLIP))
+
+    def bits_per_byte(self) -> tuple[float | None, float | None]:
+        """Of A and of B over the scored bytes."""
+        sums = (float(self.logprobs_a.sum()), float(self.logprobs_b.sum()))
+        a, b = (measures.bits_per_byte(one, self.num_bytes) for one in sums)
+        return a, b
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure by name, nested as JSON is; None where it has no meaning."""
+        ratios = self.ratios
+        bits_a, bits_b = self.bits_per_byte()
+        return {
+            "unit": self.unit,
+            "num_positions": self.num_positions,
+            "num_bytes": self.num_bytes,
+            "kl": _spread(self.kl),
+            "agreement": self.agreement,
+            "delta": _spread(self.delta),
+            "bias": self.bias,
+            "ratio": None if ratios is None else _spread(Spread.of(ratios)),
+            "clipped_share": self.clipped_share,
+            "effective_sample_share": self.effective_sample_share,
+            "bits_per_byte_a": bits_a,
+            "bits_per_byte_b": bits_b,
+        }
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write one row a position: both logprobs, and for tokens the KL and whether the best is the same."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns: dict[str, Any] = {"logprob_a": self.logprobs_a, "logprob_b": self.logprobs_b}
+        if self.kl_by_position is not None:
+            columns |= {"kl": self.kl_by_position, "is_same_best": self.is_same_best}
+        pq.write_table(pa.table(columns), path, compression="zstd")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw both models' logprobs against each other, and how their differences lie (extra `plot`).
+
+        Raises:
+            ParameterError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
+
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        left.plot(self.logprobs_a, self.logprobs_b, ".", markersize=2)
+        low = float(min(self.logprobs_a.min(), self.logprobs_b.min()))
+        left.plot([low, 0], [low, 0], linewidth=0.8)
+        left.set(
+            xlabel="logprob A (nats)", ylabel="logprob B (nats)", title=f"{self.num_positions} {self.unit}s"
+        )
+        right.hist(self.logprobs_b - self.logprobs_a, bins=80, log=True)
+        right.set(xlabel="logprob B - logprob A (nats)", ylabel=f"{self.unit}s")
+        figure.savefig(path)
+
+
+def _spread(spread: Spread | None) -> dict[str, float] | None:
+    if spread is None:
+        return None
+    quantiles = {f"p{100 * share:g}": value for share, value in spread.quantiles.items()}
+    return {"mean": spread.mean, "max": spread.max, **quantiles}
+
+
+def compare(
+    a: Scorer,
+    b: Scorer,
+    texts: Iterable[str],
+    *,
+    bos: bool | None = None,
+    lora_a: str | None = None,
+    lora_b: str | None = None,
+) -> Comparison:
+    """Score the same texts with two models, or one model on two adapters, and compare what they give.
+
+    Args:
+        a: the reference.
+        b: what is used in its place; may be `a` itself.
+        texts: each no longer than both contexts.
+        bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
+        lora_a: the adapter that `a` runs on.
+        lora_b: the adapter that `b` runs on.
+
+    Raises:
+        ParameterError: no text that has a token to score, or one that is longer than a context.
+        BatchError: a request failed.
+    """
+    if _same_vocabulary(a, b):
+        rows = [part for ids in _sequences(a, texts, bos) for part in _token_parts(a, b, ids, lora_a, lora_b)]
+        return _of_tokens(a, rows)
+    pairs = [
+        (surprisal(a, text, bos=bos, lora=lora_a), surprisal(b, text, bos=bos, lora=lora_b)) for text in texts
+    ]
+    return _of_words(pairs)
+
+
+def _same_vocabulary(a: Scorer, b: Scorer) -> bool:
+    if a.text is b.text:
+        return True
+    mine, theirs = a.text, b.text
+    same_pieces = len(mine.vocabulary) == len(theirs.vocabulary) and all(
+        mine.vocabulary.token_bytes(i) == theirs.vocabulary.token_bytes(i)
+        for i in range(len(mine.vocabulary))
+    )
+    probe = "The 12 cats\n\tdidn't é 🌊 你好"
+    return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()
+
+
+def _sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[IntArray]:
+    prefix = prefix_of(a.text, bos)
+    for text in texts:
+        ids = np.concatenate([prefix, a.text.encode(text, add_special_tokens=False)])
+        if len(ids) > 1:
+            yield ids
+
+
+TokenPart = tuple[
+    "IntArray", "NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.bool_]"
+]
+
+
+def _token_parts(
+    a: Scorer, b: Scorer, ids: IntArray, lora_a: str | None, lora_b: str | None
+) -> Iterator[TokenPart]:
+    """Positions by the hundreds: both models' whole rows of that many are held, never those of a text."""
+    for start in range(1, len(ids), POSITIONS_A_CALL):
+        end = min(start + POSITIONS_A_CALL, len(ids))
+        pair = (ids[:start], ids[start:end])
+        (mine,) = a.score([pair], lora=lora_a, logprobs=-1)
+        (theirs,) = b.score([pair], lora=lora_b, logprobs=-1)
+        assert mine.record is not None
+        assert theirs.record is not None
+        rows, others = whole_rows(mine.record), whole_rows(theirs.record)
+        width = min(rows.shape[1], others.shape[1])  # a head may be padded
+        rows, others = rows[:, :width], others[:, :width]
+        yield (
+            ids[start:end],
+            np.array(mine.token_logprobs),
+            np.array(theirs.token_logprobs),
+            measures.kl_divergence(rows, others),
+            rows.argmax(axis=1) == others.argmax(axis=1),
+        )
+
+
+def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
+    """The log-probabilities of the whole vocabulary by id, (T, V) nats, of a record that holds all of them.
+
+    Raises:
+        ParameterError: it holds less (score with `logprobs=-1`).
+    """
+    entries = record.top_entries()
+    widths = np.diff(entries.offsets)
+    is_whole = len(widths) > 0 and bool((widths == widths[0]).all())
+    size = int(widths[0]) if is_whole else 0
+    is_whole = is_whole and size > 0 and int(entries.token_ids.max()) == size - 1
+    require(is_whole, "record", "does not hold the whole vocabulary; score with logprobs=-1")
+    rows = np.empty((len(widths), size), np.float32)
+    places = np.repeat(np.arange(len(widths)), size)
+    rows[places, entries.token_ids] = entries.logprobs
+    return rows
+
+
+def _of_tokens(a: Scorer, parts: Sequence[TokenPart]) -> Comparison:
+    require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
+    ids, logprobs_a, logprobs_b, kl, same = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Comparison(
+        unit="token",
+        num_positions=len(ids),
+        num_bytes=len(a.text.vocabulary.bytes_of(ids.tolist())),
+        logprobs_a=logprobs_a,
+        logprobs_b=logprobs_b,
+        kl_by_position=np.maximum(kl, 0.0),
+        is_same_best=same,
+    )
+
+
+def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
+    mine, theirs, num_bytes = [], [], 0
+    for a, b in pairs:
+        if a.text != b.text:
+            raise ParameterError(
+                "texts", "one is spelled in two ways by the two tokenizers; normalise it (NFC)"
+            )
+        for text, logprob_a, logprob_b in common_units(a, b):
+            mine.append(logprob_a)
+            theirs.append(logprob_b)
+            num_bytes += len(text.encode())
+    require(mine, "texts", "hold no word that both models score; give longer ones, or bos=True")
+    return Comparison(
+        unit="word",
+        num_positions=len(mine),
+        num_bytes=num_bytes,
+        logprobs_a=np.array(mine),
+        logprobs_b=np.array(theirs),
+    )
+
+
+def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, float]]:
+    """The smallest runs of words that are whole in both texts' tokens, where both score all of them."""
+    ends_b = {unit.end for unit in b.words}
+    bounds = [0] + [unit.end for unit in a.words if unit.end in ends_b]
+    sums_a, sums_b = _sums(a, bounds), _sums(b, bounds)
+    for (start, end), one, other in zip(pairwise(bounds), sums_a, sums_b, strict=True):
+        if not (math.isnan(one) or math.isnan(other)):
+            yield a.text[start:end], one, other
+
+
+def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
+    """The logprob between neighbouring bounds, NaN where a token is not scored."""
+    words = text.words
+    places = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
+    sums, first = [], 0
+    for place in places:
+        token_range = slice(words[first].first_token, words[place].end_token)
+        sums.append(float(text.logprobs[token_range].sum()))
+        first = place + 1
+    return sums
+
+
+def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
+    """Compare two runs of `score_dataset` that kept their tokens: logprobs alone, row by row.
+
+    Raises:
+        InputError: a file that holds no tokens, or rows or tokens that differ.
+    """
+    parts, num_bytes = [], 0
+    for mine, theirs in zip_longest(_stored(path_a), _stored(path_b)):
+        same = mine is not None and theirs is not None
+        if not (same and all(mine[name] == theirs[name] for name in ("row", "token_ids"))):
+            raise InputError(
+                f"{path_a}, {path_b}: their rows or tokens differ; score the same data with one model"
+            )
+        parts.append((mine["token_logprobs"], theirs["token_logprobs"]))
+        num_bytes += mine["num_bytes"]
+    require(parts, "files", "hold no row")
+    logprobs_a, logprobs_b = (
+        np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True)
+    )
+    return Comparison(
+        unit="token",
+        num_positions=len(logprobs_a),
+        num_bytes=num_bytes,
+        logprobs_a=logprobs_a,
+        logprobs_b=logprobs_b,
+    )
+
+
+def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = ["row", "token_ids", "token_logprobs", "num_bytes"]
+    try:
+        with pq.ParquetFile(path) as file:
+            if missing := [name for name in columns if name not in file.schema_arrow.names]:
+                raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
+            for batch in file.iter_batches(columns=columns):
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error

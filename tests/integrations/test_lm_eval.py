@@ -1,0 +1,153 @@
+"""The harness's model `logprobe`, in process, finds the scores of the harness's own model `hf`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.models import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PYTHON = Path(__file__).parents[2] / ".rivals/lm_eval/bin/python"
+METRIC_TOLERANCE, SCORE_TOLERANCE = 1e-3, 2e-4
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="lm-eval has an environment of its own: `make test-lm-eval` builds it"
+)
+
+QUESTIONS = [
+    {"question": "Which animal barks?", "choices": ["the cat", "the dog", "the fish"], "answer": 1},
+    {"question": "How many legs does a cat have?", "choices": ["two", "three", "four"], "answer": 2},
+    {"question": "What is frozen water called?", "choices": ["ice", "fire", "sand é"], "answer": 0},
+    {"question": "Where do fish live?", "choices": ["in the water", "on the moon"], "answer": 0},
+]
+PROSE = " ".join(row["question"] for row in QUESTIONS)  # type: ignore[misc]
+TEXTS = [{"text": PROSE}, {"text": f"The dog and the cat. {PROSE}"}, {"text": "One é."}]
+TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "choices": (
+        QUESTIONS,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "Question: {{question}}\nAnswer:",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+    ),
+    "rolling": (
+        TEXTS,
+        {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+    ),
+    "until": (
+        QUESTIONS,
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "Question: {{question}}\nAnswer:",
+            "doc_to_target": "{{choices[answer]}}",
+            "generation_kwargs": {"until": ["\n", "the"], "max_gen_toks": 12, "do_sample": False},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of each kind on local files."""
+    made = tmp_path_factory.mktemp("tasks")
+    for name, (rows, task) in TASKS.items():
+        data = made / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        config = {"task": f"local_{name}", "test_split": "test", **source, **task}
+        (made / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    return made
+
+
+@pytest.fixture(scope="module")
+def evaluate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Run the harness's command with our model known to it: metrics, and the answer to each request."""
+
+    def run(model: str, arguments: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        out = tmp_path_factory.mktemp("out")
+        quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [PYTHON, "-m", "logprobe.integrations.lm_eval", "run", "--model", model]
+        command += ["--model_args", arguments, "--tasks", ",".join(f"local_{name}" for name in TASKS)]
+        command += ["--include_path", folder, "--output_path", out, "--log_samples", *flags]
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | quiet
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (results,) = out.rglob("results_*.json")
+        answers = {
+            path.name.split("_2")[0]: [json.loads(line)["resps"] for line in path.read_text().splitlines()]
+            for path in out.rglob("samples_*.jsonl")
+        }
+        return json.loads(results.read_text())["results"], answers
+
+    return run
+
+
+def assert_alike(mine: Any, theirs: Any) -> None:
+    """Numbers alike and all else equal, through whatever lists they are nested in."""
+    if isinstance(theirs, list):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_alike(one, other)
+        return
+    try:
+        number = float(theirs)
+    except (TypeError, ValueError):
+        assert mine == theirs
+        return
+    # A rolling request is the sum of hundreds of tokens.
+    assert float(mine) == pytest.approx(number, abs=SCORE_TOLERANCE, rel=1e-6)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for task, metrics in want[0].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert got[0][task][name] == pytest.approx(value, abs=METRIC_TOLERANCE, rel=1e-4), name
+    assert got[1].keys() == want[1].keys()
+    assert len(want[1]) == len(TASKS)
+    for task, answers in want[1].items():
+        assert_alike(got[1][task], answers)
+
+
+@pytest.mark.parametrize("flags", [(), ("--num_fewshot", "2")])
+def test_a_tiny_model_scores_and_writes_as_hf_does(
+    tiny_model_folder: Path, evaluate: Callable[..., Any], flags: tuple[str, ...]
+) -> None:
+    want = evaluate("hf", f"pretrained={tiny_model_folder},dtype=float32", "--device", "cpu", *flags)
+    got = evaluate("logprobe", f"pretrained={tiny_model_folder},dtype=float32", *flags)
+    assert_same(got, want)
+
+
+@pytest.mark.real_model
+def test_a_real_model_scores_and_writes_as_hf_does(evaluate: Callable[..., Any]) -> None:
+    model = resolve("smollm2").folder
+    want = evaluate("hf", f"pretrained={model},dtype=float32", "--device", "cpu")
+    assert_same(evaluate("logprobe", f"pretrained={model},dtype=float32"), want)
+
+
+def test_a_setting_that_does_not_exist_is_refused_by_name(tiny_model_folder: Path) -> None:
+    code = (
+        "from lm_eval.api.registry import get_model; import logprobe.integrations.lm_eval, sys;"
+        "get_model('logprobe')(sys.argv[1], max_batch_row=4)"
+    )
+    command = [PYTHON, "-c", code, str(tiny_model_folder)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith("did you mean 'max_batch_rows'?")

@@ -1,0 +1,145 @@
+"""Two models on the same texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from logprobe import LLM
+from logprobe.errors import InputError, ParameterError
+from logprobe.scoring import DataSettings, compare, compare_stored, score_dataset
+from logprobe.scoring.comparison import common_units, whole_rows
+from logprobe.scoring.texts import surprisal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEXTS = ["the cat and the dog, é 🌊", "the end of the cat and the dog", "x"]
+
+
+@pytest.fixture(scope="module")
+def int8_llm(tiny_model_folder: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, weights="int8") as llm:
+        yield llm
+
+
+def test_a_model_compared_with_itself_is_zero_everywhere(tiny_llm: LLM) -> None:
+    found = compare(tiny_llm, tiny_llm, TEXTS)
+    figures = found.to_dict()
+    assert figures["unit"] == "token"
+    assert set(figures["kl"].values()) == set(figures["delta"].values()) == {0.0}
+    assert set(figures["ratio"].values()) == {1.0}
+    assert (found.agreement, found.bias, found.clipped_share) == (1.0, 0.0, 0.0)
+    assert found.effective_sample_share == pytest.approx(1)
+    assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert figures["bits_per_byte_a"] == figures["bits_per_byte_b"]
+
+
+def test_int8_is_compared_as_a_plain_loop_over_rows_would(tiny_llm: LLM, int8_llm: LLM) -> None:
+    found = compare(tiny_llm, int8_llm, TEXTS)
+    kl, delta, same = [], [], []
+    for text in TEXTS:
+        mine, theirs = (llm.score([("", text)], logprobs=-1)[0] for llm in (tiny_llm, int8_llm))
+        for p, q in zip(mine.record or (), theirs.record or (), strict=True):
+            assert p is not None
+            assert q is not None
+            kl.append(sum(math.exp(p[i].logprob) * (p[i].logprob - q[i].logprob) for i in p))
+            same.append(max(p, key=lambda i: p[i].logprob) == max(q, key=lambda i: q[i].logprob))
+        delta += [abs(x - y) for x, y in zip(mine.token_logprobs, theirs.token_logprobs, strict=True)]
+    assert found.kl is not None
+    assert found.kl.mean == pytest.approx(np.mean(kl), abs=1e-5)
+    assert found.kl.max == pytest.approx(max(kl), abs=1e-5)
+    assert found.kl.mean > 0
+    assert found.delta.max == pytest.approx(max(delta), abs=1e-4)
+    assert found.agreement == pytest.approx(np.mean(same))
+    assert found.effective_sample_share is not None
+    assert 0 < found.effective_sample_share < 1
+
+
+def test_adapters_of_one_model_are_compared(
+    tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+        llm.add_lora("wide", adapter_folders["wide"])
+        found = compare(llm, llm, TEXTS, lora_b="wide")
+        (base,) = llm.score([("", TEXTS[0])])
+        (tuned,) = llm.score([("", TEXTS[0])], lora="wide")
+    count = base.num_tokens
+    assert found.logprobs_a[:count].tolist() == pytest.approx(base.token_logprobs, abs=1e-4)
+    assert found.logprobs_b[:count].tolist() == pytest.approx(tuned.token_logprobs, abs=1e-4)
+    assert found.kl is not None
+    assert found.kl.mean > 1e-3
+
+
+def test_models_of_different_tokenizers_are_compared_by_word(
+    tiny_llm: LLM, tiny_window_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as other:
+        monkeypatch.setattr("logprobe.scoring.comparison._same_vocabulary", lambda *_: False)
+        found = compare(tiny_llm, other, TEXTS, bos=False)
+        a, b = surprisal(tiny_llm, TEXTS[0], bos=False), surprisal(other, TEXTS[0], bos=False)
+    assert found.unit == "word"
+    assert (found.kl, found.agreement, found.ratios, found.effective_sample_share) == (None,) * 4
+    units = list(common_units(a, b))
+    assert "".join(text for text, _, _ in units) == TEXTS[0][len(a.words[0].text) :]
+    assert [one for _, one, _ in units] == [unit.logprob for unit in a.words[1:]]
+    assert found.logprobs_a[: len(units)].tolist() == [one for _, one, _ in units]
+    assert json.loads(json.dumps(found.to_dict()))["kl"] is None
+
+
+def test_positions_go_to_parquet_and_the_plot_needs_its_extra(tiny_llm: LLM, tmp_path: Path) -> None:
+    found = compare(tiny_llm, tiny_llm, TEXTS)
+    found.to_parquet(tmp_path / "c.parquet")
+    table = pq.read_table(tmp_path / "c.parquet")
+    assert table.column_names == ["logprob_a", "logprob_b", "kl", "is_same_best"]
+    assert table.num_rows == found.num_positions
+
+
+def test_a_plot_is_a_picture_or_names_what_is_missing(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compare(tiny_llm, tiny_llm, TEXTS)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ParameterError, match=r"pip install 'logprobe\[plot\]'"):
+        found.plot(tmp_path / "c.png")
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    found.plot(tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stored_runs_are_compared_token_by_token(tiny_llm: LLM, int8_llm: LLM, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    settings = DataSettings(tokens=True)
+    score_dataset(tiny_llm, str(source), tmp_path / "a.parquet", settings=settings)
+    score_dataset(int8_llm, str(source), tmp_path / "b.parquet", settings=settings)
+    found = compare_stored(tmp_path / "a.parquet", tmp_path / "b.parquet")
+    direct = compare(tiny_llm, int8_llm, TEXTS)
+    assert found.delta.mean == pytest.approx(direct.delta.mean, abs=1e-4)
+    assert found.kl is None
+    source.write_text('{"text": "another"}\n')
+    score_dataset(tiny_llm, str(source), tmp_path / "c.parquet", settings=settings)
+    with pytest.raises(InputError, match="rows or tokens differ"):
+        compare_stored(tmp_path / "a.parquet", tmp_path / "c.parquet")
+    score_dataset(tiny_llm, str(source), tmp_path / "d.parquet")
+    with pytest.raises(InputError, match="score it with tokens"):
+        compare_stored(tmp_path / "a.parquet", tmp_path / "d.parquet")
+
+
+def test_a_record_without_whole_rows_is_refused(tiny_llm: LLM) -> None:
+    (score,) = tiny_llm.score([("the", " cat")], logprobs=3)
+    assert score.record is not None
+    with pytest.raises(ParameterError, match="logprobs=-1"):
+        whole_rows(score.record)
+
+
+def test_no_text_to_compare_is_refused(tiny_llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="no token to score"):
+        compare(tiny_llm, tiny_llm, [])
