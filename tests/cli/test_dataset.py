@@ -46,7 +46,7 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
     assert bytes(byte for row in found["tokens"][1:] for byte in row["bytes"]) == LONG.encode()
     assert [row["logprob"] is None for row in found["tokens"]] == [True] + [False] * want.num_scored
-    assert all(len(row["top"]) == 2 for row in found["tokens"][1:])
+    assert all(len(row["top_logprobs"]) == 2 for row in found["tokens"][1:])
     lines = score(str(tmp_path / "long.txt"), *flags).out.splitlines()
     assert [line.split()[0] for line in lines[1 : want.num_tokens + 2]] == [
         str(place) for place in range(want.num_tokens + 1)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, OutputError
+from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from logprobe.records.info import LogprobsInfo
     from logprobe.scoring.data.rows import BadRow
 
-FLOOR = -9999.0  # stands for -inf, which JSON cannot write
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 1 << 14
 SUFFIXES = (".parquet", ".jsonl")
@@ -165,7 +165,7 @@ class Journal:
     def _write_jsonl(self, path: Path) -> None:
         info = self._info()
         if info is not None:
-            about = json.loads(info) | {"floor": FLOOR}
+            about = json.loads(info) | {"floor": IMPOSSIBLE}
             _write_durably(
                 self.path.with_name(f"{self.path.name}.info.json"),
                 lambda side: side.write_text(json.dumps(about) + "\n"),
@@ -176,16 +176,9 @@ class Journal:
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """A row as JSON; -inf and inf are written as -9999 and 9999."""
-    return json.dumps({name: _finite(value) for name, value in row.items()}, ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else math.copysign(-FLOOR, value)
-    return value
+    """A row as JSON; -inf becomes -9999, and +inf (a perplexity that follows from it) null."""
+    bounded = {name: None if value == math.inf else value for name, value in row.items()}
+    return json.dumps(finite_fields(bounded), ensure_ascii=False)
 
 
 def _concatenate(parts: Sequence[Path], path: Path) -> None:
