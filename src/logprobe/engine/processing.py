@@ -91,7 +91,7 @@ class Processing:
     ) -> ProcessorError | None:
         """Several processors may leave no token where each alone leaves some."""
         assert output.is_valid is not None
-        if output.is_valid[row] or not bool(logits[row].amax().isfinite()):
+        if output.is_valid[row] or not bool(logits[row].amax().cpu().isfinite()):
             return None
         name = sample.request.request_id
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")

@@ -38,9 +38,9 @@ class RowEffect(msgspec.Struct):
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
         """Its effect, told for these candidates."""
-        ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64, device=self.before.device)
-        before, after = self.before[ids], self.after[ids]
+        ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)
+        before, after = self.before[ids].cpu(), self.after[ids].cpu()
         is_changed = before != after
         changes = zip(ids[is_changed].tolist(), (after - before)[is_changed].tolist(), strict=True)
         moved = self.before.softmax(0, dtype=torch.float64) - self.after.softmax(0, dtype=torch.float64)
-        return ProcessorEffect(self.processor, dict(changes), float(moved.abs().sum() / 2))
+        return ProcessorEffect(self.processor, dict(changes), float(moved.abs().sum().cpu() / 2))

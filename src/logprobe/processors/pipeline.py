@@ -239,10 +239,10 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int]) -> Tensor:
         )
     if changed.dtype != before.dtype:
         raise _UnusableLogitsError(f"apply gave {changed.dtype} in place of {before.dtype}")
-    best = changed.amax(1)  # NaN where a row holds one
+    best = changed.amax(1).cpu()  # NaN where a row holds one
     if not bool(best.isfinite().all()):
         # A row that came in with the fault is not the processor's.
-        is_new = ~best.isfinite() & logits[members].amax(1).isfinite()
+        is_new = ~best.isfinite() & logits[members].amax(1).cpu().isfinite()
         if bool(is_new.any()):
             kind = float(best[is_new][0])
             fault = {torch.inf: "+inf", -torch.inf: "a row with no possible token"}.get(kind, "NaN")

@@ -1,4 +1,4 @@
-"""From a row of logits to a token: temperature, top-k, top-p, min-p and the draw (CPU and plain torch).
+"""From a row of logits to a token: temperature, top-k, top-p, min-p and the draw (CPU).
 
 A row's draw is the inverse of its cumulative distribution, in order of token ids, at one uniform number.
 So it needs nothing but the row and that number: no other row can change it. What truncation keeps is
@@ -14,7 +14,6 @@ import torch
 
 from logprobe.kernels.draw.numba import draw_rows
 from logprobe.kernels.draw.params import Drawn
-from logprobe.kernels.draw.reference import draw_reference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
 
 
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
-    """Draw one token a row from (B, V) float32 logits."""
-    if logits.device.type != "cpu":
-        return draw_reference(logits, params)
+    """Draw one token a row from (B, V) float32 logits; those of another device are copied once."""
     drawn = Drawn.empty(len(logits))
-    draw_rows(logits.numpy(), params, drawn)
+    draw_rows(logits.numpy(force=True), params, drawn)
     return drawn
 
 

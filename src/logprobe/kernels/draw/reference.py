@@ -1,6 +1,6 @@
-"""The draw in plain torch, row after row, on any device: what the kernel is compared with.
+"""The draw in plain torch, row after row: what the kernel is compared with.
 
-Before it: a chunk of logits. After it: tests, and the rows of devices that have no kernel.
+Before it: a chunk of logits. After it: nothing but tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def draw_reference(logits: Tensor, params: DrawParams) -> Drawn:
-    """The plain twin of `draw`: full sorts in float64, any device."""
+    """The plain twin of `draw`: full sorts in float64."""
     drawn = Drawn.empty(len(logits))
     for row in range(len(logits)):
         values = logits[row].double()

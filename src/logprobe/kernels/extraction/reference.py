@@ -1,6 +1,6 @@
 """The extraction in plain torch, row after row: slow, short, and what every kernel is compared with.
 
-Before it: rows of logits. After it: nothing but tests; no engine runs it.
+Before it: rows of logits. After it: tests, and the rows of devices that have no kernel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,29 @@ def extract(
 
 
 def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`, in the precision of its logprobs."""
+    """Writes what `requests` ask of `logits` (B, V) into `output`, in the precision of its logprobs.
+
+    Rows of another device are copied to the host once, and their numbers back.
+    """
+    if logits.device.type != "cpu":
+        host = allocate(requests, torch.device("cpu"), dtype=output.logprobs.dtype)
+        fill(logits.cpu(), requests, host)
+        _copy(host, output)
+        return
     for row, chosen_id in enumerate(requests.chosen_ids.tolist()):
         values = logits[row].detach().to(output.logprobs.dtype)
         _fill_row(values, chosen_id, output_rows(output, row, row + 1))
+
+
+def _copy(source: LogprobsTensors, target: LogprobsTensors) -> None:
+    """Copies what `fill` writes, across devices."""
+    for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):
+        getattr(target, name).copy_(getattr(source, name))
+    if source.entropy is not None and target.entropy is not None:
+        target.entropy.copy_(source.entropy)
+    if source.given is not None and target.given is not None:
+        target.given.logprobs.copy_(source.given.logprobs)
+        target.given.ranks.copy_(source.given.ranks)
 
 
 def _fill_row(values: Tensor, chosen_id: int, output: LogprobsTensors) -> None:
