@@ -114,8 +114,8 @@ def test_a_light_module_loads_nothing_heavy(module: str, heavy: list[str]) -> No
 
 
 def test_import_logprobe_is_quick() -> None:
-    code = "import time; start = time.perf_counter(); import logprobe; print(time.perf_counter() - start)"
-    # The best of some: what else the machine does is not the import's.
+    # The processor's time, and the best of some: what else the machine does is not the import's.
+    code = "import time; start = time.process_time(); import logprobe; print(time.process_time() - start)"
     assert min(float(in_new_process(code)) for _ in range(5)) < MAX_IMPORT_S
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -366,8 +365,7 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
     with new_lm(timeout=0.3, batch_size=1000) as lm:
         lm.next_token_logprobs_sync([5])  # warm
 
-        async def ask() -> float:
-            start = time.perf_counter()
+        async def ask() -> int:
             first = asyncio.create_task(lm.next_token_logprobs(random_ids(91, 5)))
             trickle = []
             for place in range(200):
@@ -375,11 +373,10 @@ def test_a_trickle_of_asks_faster_than_the_timeout_does_not_hold_the_first(
                 await asyncio.sleep(0.02)
                 if first.done():
                     break
-            waited = time.perf_counter() - start
             await asyncio.gather(*trickle)
-            return waited
+            return len(trickle)
 
-        assert asyncio.run(ask()) < 2.5
+        assert asyncio.run(ask()) < 200
 
 
 def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Path) -> None:

@@ -211,7 +211,8 @@ def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event
         await llm.engine.result("other")
         return took
 
-    assert asyncio.run(run()) < 0.5
+    # The step is held until the loop has gone on: who waits for it waits until it gives up.
+    assert asyncio.run(run()) < LIMIT_S / 2
 
 
 def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: threading.Event) -> None:
