@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test cover check docs format clean
 
 $(VENV)/.base: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,6 +25,22 @@ demo: $(VENV)/.base  ## score a text file of this repository and generate from a
 
 test: $(VENV)/.test  ## the whole suite; the default model is fetched once
 	$(BIN)/python -m pytest -q
+
+cover: $(VENV)/.test  ## the whole suite with branch coverage; fails under the floor in pyproject.toml
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q
+	$(BIN)/python -m coverage report --skip-covered --skip-empty --sort=cover
+
+PYTHONS ?= 3.12 3.13
+.PHONY: test-pythons
+test-pythons:  ## what needs no real weights, on other Pythons that are on the path, each in an environment of its own
+	@for version in $(PYTHONS); do \
+	python$$version --version >/dev/null 2>&1 || { echo "python$$version is not here"; continue; }; \
+	echo "Python $$version:"; \
+	test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version; \
+	.venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]' && \
+	.venv-$$version/bin/python -m pytest -q -m "not real_model" --ignore=tests/benchmarks || exit 1; \
+	done
 
 check: $(VENV)/.check  ## linter, format, types, import layers
 	$(BIN)/ruff check .
@@ -58,4 +74,4 @@ format: $(VENV)/.check
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
