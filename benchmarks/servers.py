@@ -77,6 +77,7 @@ def vllm_program(folder: Path) -> Program:
 def serving(program: Program) -> Iterator[Served]:
     """Start a server, wait until it is well, and end it with all its children."""
     port = _free_port()
+    ENVIRONMENTS.mkdir(exist_ok=True)
     with (ENVIRONMENTS / "server.log").open("ab") as log:
         process = subprocess.Popen(
             [word.replace("{port}", str(port)) for word in program.words],

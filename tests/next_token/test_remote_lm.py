@@ -27,9 +27,9 @@ def posts(far: RemoteLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any
     link, sent = far._engine._link, []  # type: ignore[attr-defined]
     post = link.post
 
-    async def noted(path: str, body: Any) -> bytes:
+    async def noted(path: str, body: Any, max_bytes: int) -> bytes:
         sent.append((path, body))
-        return await post(path, body)  # type: ignore[no-any-return]
+        return await post(path, body, max_bytes)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(link, "post", noted, raising=False)
     return sent

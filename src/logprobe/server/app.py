@@ -5,6 +5,7 @@ Before it: uvicorn. After it: one handler a route.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -127,6 +128,8 @@ def serve(
         try:
             load_adapters(model, settings)
             app = create_app(model, settings, config.logits_processors)
+            gc.collect()
+            gc.freeze()  # what is here stays: a collection while serving need not walk through it
             host, port = listener.getsockname()[:2]
             if ready is not None:
                 ready(f"http://{host}:{port}")

@@ -6,6 +6,7 @@ limit is a 400 that names it; one for which there is no room now is a 429 at onc
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,6 +121,11 @@ def check_body(settings: ServerSettings, body: Any) -> None:
     prompts = getattr(body, "prompt", None)
     if isinstance(prompts, list) and not all(isinstance(one, int) for one in prompts[:1]):
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
+        # Each prompt's request reads the lists anew.
+        num_ids = len(prompts) * sum(
+            len(getattr(body, name, None) or ()) for name in ("allowed_token_ids", "logit_bias")
+        )
+        check_count(settings, "max_body_values", "prompt", num_ids, "prompts times listed ids")
     for name in FREE_FIELDS:
         check_depth(name, getattr(body, name, None))
 
@@ -185,7 +191,7 @@ class Ticket:
 
 
 class Limits:
-    """Counts what is in progress; used from the event loop alone."""
+    """Counts what is in progress; any thread may ask."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._most = {
@@ -194,6 +200,7 @@ class Limits:
             "logprob_bytes": ("max_logprob_bytes", settings.max_logprob_bytes),
         }
         self._now = dict.fromkeys(self._most, 0)
+        self._lock = threading.Lock()
 
     def admit(self, cost: Cost) -> Ticket:
         """Take the cost in.
@@ -205,22 +212,24 @@ class Limits:
             asked = getattr(cost, name)
             if asked > most:
                 raise bad_request(None, f"asks for up to {asked} {name}; at most {most} ({limit})")
-        for name, (_, most) in self._most.items():
-            if self._now[name] + getattr(cost, name) > most:
-                raise ApiError(
-                    429,
-                    f"the server is full ({name}: {self._now[name]} of {most} in use); try again",
-                    code="server_full",
-                    headers={"Retry-After": str(RETRY_AFTER_S)},
-                )
-        for name in self._most:
-            self._now[name] += getattr(cost, name)
+        with self._lock:
+            for name, (_, most) in self._most.items():
+                if self._now[name] + getattr(cost, name) > most:
+                    raise ApiError(
+                        429,
+                        f"the server is full ({name}: {self._now[name]} of {most} in use); try again",
+                        code="server_full",
+                        headers={"Retry-After": str(RETRY_AFTER_S)},
+                    )
+            for name in self._most:
+                self._now[name] += getattr(cost, name)
         return Ticket(self, cost)
 
     def subtract(self, cost: Cost) -> None:
         """Give back what was taken in."""
-        for name in self._most:
-            self._now[name] -= getattr(cost, name)
+        with self._lock:
+            for name in self._most:
+                self._now[name] -= getattr(cost, name)
 
     def in_use(self) -> dict[str, int]:
         """What is taken now."""
@@ -231,14 +240,14 @@ def _logprob_bytes(request: Request, vocab_size: int) -> int:
     params = request.params
     given = len(params.logprob_token_ids or ())
 
-    def row_bytes(k: int | None, entry_bytes: int) -> int:
+    def row_bytes(k: int | None) -> int:
         if k is None:
             return 0
         num_top = vocab_size if k == -1 else min(k, vocab_size)
-        return (num_top + 1) * entry_bytes + given * ROW_BYTES
+        return (num_top + 1 + given) * ENTRY_BYTES
 
     stages = 2 if params.logprobs_mode == "both" else 1
-    num_bytes = params.num_samples * params.max_tokens * row_bytes(params.logprobs, ENTRY_BYTES) * stages
+    num_bytes = params.num_samples * params.max_tokens * row_bytes(params.logprobs) * stages
     num_scored = max(len(request.prompt_token_ids) - (request.first_scored or 0), 0)
-    num_bytes += num_scored * row_bytes(params.prompt_logprobs, ROW_BYTES)
+    num_bytes += num_scored * row_bytes(params.prompt_logprobs)
     return num_bytes + (vocab_size * WHOLE_ROW_BYTES if request.wants_row else 0)

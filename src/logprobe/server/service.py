@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
@@ -111,7 +110,6 @@ class Service:
         self.client = Client(model.engine, model.text)
         self.settings = settings
         self.workers = Workers()
-        self._pipeline = model.processors
         self._token_bytes = most_bytes_a_token(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size
@@ -206,15 +204,6 @@ class Service:
         if is_whole and max(sizes, default=0) > (limit + 1) * self._token_bytes:
             message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
             raise bad_request(param, message, code="context_length_exceeded")
-
-    def check_processors(self, params: SamplingParams) -> None:
-        """Refuse arguments that no processor can serve; a grammar is compiled here, so not on the event loop.
-
-        Raises:
-            ParameterError: they can never be served.
-        """
-        if self._pipeline is not None:
-            self._pipeline.admit(params)
 
     def name_of(self, lora: str | None) -> str:
         """What replies call the weights that answered: an adapter goes by its own name."""

@@ -29,6 +29,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 QUICK_BYTES: Final = 1 << 13  # of a body that is understood in a few milliseconds
+QUICK_ITEMS: Final = 8  # prompts, or continuations
 SLOW_FIELDS: Final = ("response_format", "text", "logits_processors_args")  # may hold a grammar
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
@@ -49,9 +50,18 @@ async def read(
     data = await read_bytes(request, service.settings)
     if len(data) <= QUICK_BYTES:
         body = _checked(data, body_type, service.settings)
-        if not any(getattr(body, name, None) for name in SLOW_FIELDS):
+        if _is_quick(body):
             return understand(body, service)
     return await service.workers.run(lambda: understand(_checked(data, body_type, service.settings), service))
+
+
+def _is_quick(body: msgspec.Struct) -> bool:
+    """Whether a small body is understood in a few milliseconds: no grammar, and few prompts."""
+    lists = [getattr(body, name, None) for name in ("prompt", "prompts", "continuations")]
+    is_many = any(
+        isinstance(one, list) and len(one) > QUICK_ITEMS and type(one[0]) is not int for one in lists
+    )
+    return not is_many and not any(getattr(body, name, None) for name in SLOW_FIELDS)
 
 
 def check_media_type(media_type: str | None) -> None:

@@ -12,7 +12,10 @@ import msgspec
 from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from logprobe.engine.request import CompletionPiece, RequestOutput
+    from logprobe.models import Vocabulary
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.server.openai.bodies import GenerationBody
@@ -59,12 +62,23 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
     vocabulary = service.text.vocabulary
     ids = piece.completion.token_ids[piece.start : piece.stop]
     found: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-    found |= legacy_rows(record[piece.start : piece.stop], vocabulary)
+    found |= completion_rows(record[piece.start : piece.stop], vocabulary)
     found["text_offset"] = piece.offsets
     other = piece.completion.processed_logprobs
     if other is not None:
-        found["processed"] = legacy_rows(other[piece.start : piece.stop], vocabulary)
+        found["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
     return found | _beside(record, range(piece.start, piece.stop), service)
+
+
+def completion_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]:
+    """The completions object's numbers of all rows of a record, its maps as JSON."""
+    rows = legacy_rows(record, vocabulary)
+    return rows | {"top_logprobs": _written(rows["top_logprobs"])}
+
+
+def _written(rows: Iterable[Any]) -> list[msgspec.Raw]:
+    """Each row as JSON: a call that writes all of them would keep every other thread waiting."""
+    return [msgspec.Raw(msgspec.json.encode(row)) for row in rows]
 
 
 def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
@@ -84,7 +98,7 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
         found["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         record = output.prompt_logprobs
-        found["prompt_logprobs"] = position_rows(record, service.text.vocabulary)
+        found["prompt_logprobs"] = _written(position_rows(record, service.text.vocabulary))
         beside = _beside(record, range(len(record)), service)
         found |= {f"prompt_{name}": values for name, values in beside.items()}
     return found
@@ -111,7 +125,7 @@ def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]
         found["entropy"] = finite(record.entropy[list(rows)])
     if record.given is not None:
         vocabulary = service.text.vocabulary
-        found["given"] = [entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows]
+        found["given"] = _written(entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows)
     return found
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from logprobe.server.reply.generation import Generation
     from logprobe.server.service import Service
 
-QUICK_ROWS: Final = 128  # of a reply that is written in a few milliseconds
+QUICK_TOKENS: Final = 256  # of a prompt and a reply that is written in a few milliseconds
 
 logger = logging.getLogger("logprobe.server")
 
@@ -69,10 +69,13 @@ async def answer(
             failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
             at_end=generation.ticket.release,
         )
-    pieces = await while_connected(request.receive, generation.whole(), service.check_engine)
-    if sum(piece.num_rows for piece in pieces) <= QUICK_ROWS and generation.num_prompt_tokens <= QUICK_ROWS:
-        return Response(encode(service, shape.whole(pieces)), media_type=JSON_TYPE)
-    data = await service.workers.run(lambda: encode(service, shape.whole(pieces)))
+    await while_connected(request.receive, generation.run(), service.check_engine)
+
+    def written() -> bytes:
+        return encode(service, shape.whole(generation.whole()))
+
+    num_tokens = generation.num_prompt_tokens + generation.num_completion_tokens
+    data = written() if num_tokens <= QUICK_TOKENS else await service.workers.run(written)
     return Response(data, media_type=JSON_TYPE)
 
 

@@ -70,8 +70,8 @@ class Generation:
         """Number of the prompt that a choice belongs to."""
         return piece.index // self.params.n
 
-    async def whole(self) -> list[CompletionPiece]:
-        """One piece a choice, in the order of their numbers, once all have ended.
+    async def run(self) -> None:
+        """Wait until all have ended; `whole` then gives what came.
 
         Raises:
             LogprobeError: a request failed; the others were given up.
@@ -81,6 +81,9 @@ class Generation:
         finally:
             self.ticket.release()
         self.outputs = dict(enumerate(outputs))
+
+    def whole(self) -> list[CompletionPiece]:
+        """One piece a choice, in the order of their numbers; any thread may ask."""
         return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
 
     async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:

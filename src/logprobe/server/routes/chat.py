@@ -28,29 +28,25 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from logprobe.engine.request import CompletionPiece
-    from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.service import Service
 
 
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
     """Answer one chat request."""
-    body, ids, params = await read(request, service, ChatBody, understand)
-    generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
+    body, generation = await read(request, service, ChatBody, understand)
     shape = ChatShape(service, body, generation)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
 
 
-def understand(body: ChatBody, service: Service) -> tuple[ChatBody, IntArray, SamplingParams]:
-    """The conversation as ids, and what is asked of it."""
+def understand(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
+    """What is asked, admitted."""
     service.choose_weights(body)
     service.log_body("chat", body)
     ids = service.read_messages(body.messages)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
-    service.check_processors(params)
-    return body, ids, params
+    return body, Generation(service, service.new_id("chatcmpl"), [(ids, params)])
 
 
 class ChatShape:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from logprobe.records.forms.json import legacy_rows
 from logprobe.server.http.decode import read
 from logprobe.server.http.sse import DONE
 from logprobe.server.openai.bodies import CompletionBody
@@ -16,6 +15,7 @@ from logprobe.server.openai.fields import completion_params
 from logprobe.server.openai.prompts import read_prompts
 from logprobe.server.openai.replies import (
     choice_extensions,
+    completion_rows,
     legacy_logprobs,
     prompt_extensions,
     reply_extensions,
@@ -42,22 +42,21 @@ PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 async def completions(request: HttpRequest, service: Service) -> Response:
     """Answer one completions request."""
-    body, prompts, params = await read(request, service, CompletionBody, understand)
-    limit = service.capabilities.max_model_len
-    asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
-    echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
-    generation = Generation(service, service.new_id("cmpl"), asks, echoes)
+    body, prompts, generation = await read(request, service, CompletionBody, understand)
     shape = CompletionShape(service, body, generation, prompts)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
 
 
-def understand(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], SamplingParams]:
-    """The prompts as ids, and what is asked of them."""
+def understand(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], Generation]:
+    """The prompts, and what is asked of them, admitted."""
     service.choose_weights(body)
     service.log_body("completions", body)
     params = completion_params(body, max_logprobs=service.settings.max_logprobs)
-    service.check_processors(params)
-    return body, read_prompts(body.prompt, service), params
+    prompts = read_prompts(body.prompt, service)
+    limit = service.capabilities.max_model_len
+    asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
+    echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
+    return body, prompts, Generation(service, service.new_id("cmpl"), asks, echoes)
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
@@ -160,7 +159,7 @@ class CompletionShape:
         vocabulary = self._service.text.vocabulary
         ids = self._prompts[number].token_ids.tolist()
         rows: dict[str, list[Any]] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-        rows |= legacy_rows(record, vocabulary) | {"text_offset": offsets}
+        rows |= completion_rows(record, vocabulary) | {"text_offset": offsets}
         return Echo("".join(texts), rows)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Before it: HTTP. After it: one engine request a prompt; those of all clients sha
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,40 +23,39 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
-    from logprobe.records.values import IntArray
     from logprobe.server.service import Service
+    from logprobe.transport.messages import Admitted
 
 TYPE = "application/vnd.safetensors"
 
 
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
     """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order."""
-    body, prompts = await read(request, service, NextTokenBody, understand)
-    params = SamplingParams(max_tokens=1, lora=body.lora)
-    base = service.new_id("next")
-    admitted = [
-        service.client.requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
-        for number, ids in enumerate(prompts)
-    ]
+    body, admitted = await read(request, service, NextTokenBody, understand)
     ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
     try:
         outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     finally:
         ticket.release()
     # Megabytes are copied: elsewhere, so that other clients' streams go on.
-    data = await asyncio.to_thread(_packed, outputs, body.dtype, service.name_of(body.lora))
+    data = await service.workers.run(lambda: _packed(outputs, body.dtype, service.name_of(body.lora)))
     service.metrics.bytes_out.inc(len(data))
     return Response(data, media_type=TYPE)
 
 
-def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[IntArray]]:
-    """The prompts as ids."""
+def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
+    """A request for each prompt, admitted."""
     service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
     service.check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts")
-    return body, [
+    prompts = [
         service.text.encode(prompt) if isinstance(prompt, str) else as_ids(prompt, "prompts")
         for prompt in body.prompts
+    ]
+    base, params = service.new_id("next"), SamplingParams(max_tokens=1, lora=body.lora)
+    return body, [
+        service.client.requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
+        for number, ids in enumerate(prompts)
     ]
 
 

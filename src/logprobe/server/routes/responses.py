@@ -26,24 +26,19 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.records.forms.json import ChatEncoder
-    from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
     from logprobe.server.service import Messages, Service
 
 
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
-    body, said, ids, params = await read(request, service, ResponsesBody, understand)
-    generation = Generation(service, service.new_id("resp"), [(ids, params)])
+    body, said, generation = await read(request, service, ResponsesBody, understand)
     shape = ResponseShape(service, body, generation, said)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
 
 
-def understand(
-    body: ResponsesBody, service: Service
-) -> tuple[ResponsesBody, Messages, IntArray, SamplingParams]:
-    """The conversation, its ids, and what is asked of it."""
+def understand(body: ResponsesBody, service: Service) -> tuple[ResponsesBody, Messages, Generation]:
+    """The conversation, and what is asked of it, admitted."""
     service.choose_weights(body)
     service.log_body("responses", body)
     said = _conversation(body, service)
@@ -51,8 +46,7 @@ def understand(
     ids = service.read_messages(system + said)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
-    service.check_processors(params)
-    return body, said, ids, params
+    return body, said, Generation(service, service.new_id("resp"), [(ids, params)])
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:

@@ -5,6 +5,7 @@ Before it: HTTP. After it: one engine request a continuation; their common conte
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from logprobe.engine.client import Split
 from logprobe.records.forms.json import finite_fields
 from logprobe.sampling import SamplingParams
-from logprobe.server.http.decode import read
+from logprobe.server.http.decode import QUICK_ITEMS, read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
 from logprobe.server.limits import Cost
@@ -22,6 +23,8 @@ from logprobe.server.openai.prompts import as_ids
 from logprobe.server.openai.replies import JSON_TYPE, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
@@ -29,38 +32,60 @@ if TYPE_CHECKING:
     from logprobe.scoring import Score
     from logprobe.server.service import Service
     from logprobe.text.edge import TextEdge
+    from logprobe.transport.messages import Admitted
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
 
 
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
-    body, pairs, alone = await read(request, service, ScoreBody, understand)
-    base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
-    names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
-    admitted = service.client.admit_splits([*pairs, *alone], params, names)
+    asked = await read(request, service, ScoreBody, understand)
+    admitted = asked.admitted
     ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
     try:
         outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     finally:
         ticket.release()
+    if len(outputs) <= QUICK_ITEMS:
+        return _reply(request, service, asked, outputs)
+    return await service.workers.run(lambda: _reply(request, service, asked, outputs))
+
+
+def _reply(
+    request: HttpRequest, service: Service, asked: Asked, outputs: Sequence[RequestOutput]
+) -> Response:
+    pairs = asked.pairs
     bare: list[RequestOutput | None] = [*outputs[len(pairs) :]] or [None] * len(pairs)
-    asked = zip(pairs, outputs, bare, strict=False)
-    found = [fields_of(service.client.as_score(*one), service.text.vocabulary) for one in asked]
+    found = [
+        fields_of(service.client.as_score(*each), service.text.vocabulary)
+        for each in zip(pairs, outputs, bare, strict=False)
+    ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
+    if ARROW_TYPE in request.headers.get("accept", ""):
+        return Response(_as_arrow(found), media_type=ARROW_TYPE)
     reply = {
-        "id": base,
+        "id": asked.reply_id,
         "object": "score",
-        "model": service.name_of(body.lora),
+        "model": service.name_of(asked.lora),
         "unit": "nats",
-        "data": found,
+        "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(found)],
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
-    return _reply(request, service, reply)
+    return Response(encode(service, reply), media_type=JSON_TYPE)
 
 
-def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Split], list[Split]]:
-    """Each continuation with its context, and, where that is asked, by itself."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A score's requests: of each continuation with its context, then, where that is asked, by itself."""
+
+    reply_id: str
+    lora: str | None
+    pairs: list[Split]
+    admitted: list[Admitted]
+
+
+def understand(body: ScoreBody, service: Service) -> Asked:
+    """What is asked, admitted."""
     service.choose_weights(body)
     service.log_body("score", body)
     contexts = [body.context] if isinstance(body.context, str) else []
@@ -69,15 +94,10 @@ def understand(body: ScoreBody, service: Service) -> tuple[ScoreBody, list[Split
     service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
     laid_out = None if body.messages is None else service.lay_out(body.messages)
     pairs = [_split(body, laid_out, continuation, service) for continuation in body.continuations]
-    return body, pairs, [service.client.alone(pair) for pair in pairs] if body.unconditional else []
-
-
-def _reply(request: HttpRequest, service: Service, reply: dict[str, Any]) -> Response:
-    found = reply["data"]
-    if ARROW_TYPE in request.headers.get("accept", ""):
-        return Response(_as_arrow(found), media_type=ARROW_TYPE)
-    numbered = [{"index": index, **finite_fields(fields)} for index, fields in enumerate(found)]
-    return Response(encode(service, reply | {"data": numbered}), media_type=JSON_TYPE)
+    alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
+    base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
+    names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
+    return Asked(base, body.lora, pairs, service.client.admit_splits([*pairs, *alone], params, names))
 
 
 def _split(body: ScoreBody, laid_out: str | None, continuation: str | list[int], service: Service) -> Split:

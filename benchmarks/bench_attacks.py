@@ -1,0 +1,184 @@
+"""This measures what a second client feels while a first one sends its worst: the slowest `/health`.
+
+One row an attack: requests that froze or ended the server before it had limits, and beside them requests that
+the limits just let through. A process of its own asks for the health without a pause.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import OURS, Arena, Figure, Target, parse_options, publish
+from servers import Served, our_program, serving
+
+MOST_MS = 100.0
+MOST_GROWTH = 10.0  # percent of the memory before the attacks
+MESSAGES = [{"role": "user", "content": "the cat"}]
+# Asks a port for the health until its input ends, then prints the slowest answer, s.
+WATCHER = """
+import http.client, sys, threading, time
+link, worst, stop = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1])), 0.0, threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stop.set())).start()
+while not stop.wait(0.005):
+    start = time.perf_counter()
+    link.request("GET", "/health")
+    reply = link.getresponse()
+    reply.read()
+    assert reply.status == 200, reply.status
+    worst = max(worst, time.perf_counter() - start)
+print(worst)
+"""
+
+Body = dict[str, Any]
+CHAT, COMPLETIONS, SCORE = "/v1/chat/completions", "/v1/completions", "/v1/score"
+
+
+def ref_chain(length: int) -> Body:
+    """A schema in which each definition is the next one."""
+    links: Body = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{length}": {"type": "string"}}}
+
+
+def binary_tree(depth: int) -> Body:
+    """A schema of nested objects of two fields."""
+    if not depth:
+        return {"type": "integer"}
+    child = binary_tree(depth - 1)
+    return {"type": "object", "properties": {"a": child, "b": child}, "required": ["a", "b"]}
+
+
+def rules(length: int) -> str:
+    """A grammar in which each rule is the next one."""
+    chain = "".join(f"r{i}: r{i + 1}\n" for i in range(length))
+    return f'start: r0\n{chain}r{length}: "a"\n'
+
+
+def chat(**more: Any) -> tuple[str, Body]:
+    """A short chat request."""
+    return CHAT, {"messages": MESSAGES, "max_tokens": 4, **more}
+
+
+def completion(**more: Any) -> tuple[str, Body]:
+    """A short completions request."""
+    return COMPLETIONS, {"prompt": "the cat", "max_tokens": 4, **more}
+
+
+def with_schema(schema: Body) -> tuple[str, Body]:
+    """A chat held to a schema."""
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+
+ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
+    "a schema of 3,000 references": lambda: with_schema(ref_chain(3_000)),
+    "a schema of 9,900 references": lambda: with_schema(ref_chain(9_900)),
+    "a grammar of 100,000 rules": lambda: chat(response_format={"type": "ebnf", "ebnf": rules(100_000)}),
+    "a grammar of 9,900 rules": lambda: chat(response_format={"type": "ebnf", "ebnf": rules(9_900)}),
+    "a schema as a tree of depth 12": lambda: with_schema(binary_tree(12)),
+    "a schema as a tree of depth 10": lambda: with_schema(binary_tree(10)),
+    "a choice of 200,000 texts": lambda: chat(
+        response_format={"type": "choice", "choice": [f"v{i}" for i in range(200_000)]}
+    ),
+    "49,152 named ids at 400 positions": lambda: completion(
+        prompt=[5] * 400, prompt_logprobs=0, logprobs=0, logprob_token_ids=list(range(49_152))
+    ),
+    "256 named ids at 400 positions": lambda: completion(
+        prompt=[5] * 400, prompt_logprobs=0, logprobs=0, logprob_token_ids=list(range(256))
+    ),
+    "1,600,000 prompts of one letter": lambda: completion(prompt=["a"] * 1_600_000),
+    "1,600,000 continuations": lambda: (SCORE, {"context": "a", "continuations": ["b"] * 1_600_000}),
+    "500 continuations": lambda: (SCORE, {"context": "a", "continuations": ["b"] * 500}),
+    "8 MB of digits": lambda: completion(prompt="1" * 8_000_000),
+    "1 MB of digits to tokenise": lambda: ("/tokenize", {"prompt": "1" * 1_000_000}),
+    "8 MB of digits to tokenise": lambda: ("/tokenize", {"prompt": "1" * 8_000_000}),
+    "200,000 messages": lambda: chat(messages=MESSAGES * 200_000),
+    "2,000 messages": lambda: chat(messages=MESSAGES * 2_000),
+    "2,000,000 allowed ids": lambda: completion(allowed_token_ids=[1] * 2_000_000),
+    "65,000 allowed ids": lambda: completion(allowed_token_ids=[1] * 65_000),
+    "200,000 banned words": lambda: completion(bad_words=["ab"] * 200_000),
+    "1,000 banned words": lambda: completion(bad_words=[f"word {i}" for i in range(1_000)]),
+    "an echo of 2,000 tokens with 20 alternatives": lambda: completion(
+        prompt=[5, 6, 7, 8] * 500, echo=True, logprobs=20, max_tokens=1
+    ),
+}
+
+
+@contextlib.contextmanager
+def watched(port: int, worst_ms: list[float]) -> Iterator[None]:
+    """Note the slowest health of the block."""
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", WATCHER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    time.sleep(0.2)  # it has begun
+    try:
+        yield
+    finally:
+        told, _ = watcher.communicate(timeout=120)
+        worst_ms.append(1000 * float(told))
+
+
+def attack(served: Served, name: str, worst_ms: list[float]) -> float:
+    """Send one, and give the seconds until its reply."""
+    path, body = ATTACKS[name]()
+    with watched(int(served.url.rsplit(":", 1)[1]), worst_ms):
+        start = time.perf_counter()
+        with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
+            served.post(path, body)
+        return time.perf_counter() - start
+
+
+def memory_bytes(served: Served) -> int:
+    """What the server's process holds."""
+    port = int(served.url.rsplit(":", 1)[1])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "serve" in words and str(port) in words:
+                return int(process.memory_info().rss)
+    raise RuntimeError("the server is gone")
+
+
+def main() -> None:
+    """Send every attack in every round, to one server."""
+    options = parse_options(__doc__ or "")
+    names = list(ATTACKS)[:2] if options.is_smoke else list(ATTACKS)
+    with Arena(options) as arena, serving(our_program(arena.model_folder, "--max-logprobs", "20")) as served:
+        worst_ms: dict[str, list[float]] = {name: [] for name in names}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for name in names:  # a first time, so that what is kept is there
+            attack(served, name, [])
+        before = memory_bytes(served)
+        for _ in range(options.rounds):
+            for name in names:
+                seconds[name].append(attack(served, name, worst_ms[name]))
+        growth = 100 * (memory_bytes(served) / before - 1)
+        json.dumps(served.post(*completion()))  # it still serves
+    figures = [
+        Figure(
+            name=f"slowest health during {name}",
+            unit="ms",
+            better="lower",
+            samples={OURS: worst_ms[name]},
+            targets=[Target(at_most=MOST_MS)],
+            notes=[f"{name}: answered after {max(seconds[name]):.2f} s at most"],
+        )
+        for name in names
+    ]
+    memory = Figure(
+        name="memory after all of them",
+        unit="percent more",
+        better="lower",
+        samples={OURS: [growth]},
+        targets=[Target(at_most=MOST_GROWTH)],
+    )
+    publish(Path(__file__).stem, [*figures, memory], options)
+
+
+if __name__ == "__main__":
+    main()
