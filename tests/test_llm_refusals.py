@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.errors import BatchError, EngineClosedError, ParameterError, UnknownParameterError
+from logprobe.errors import (
+    BatchError,
+    EngineClosedError,
+    ParameterError,
+    PromptTooLongError,
+    UnknownParameterError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,3 +154,36 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
     thread.join(20)
     assert not thread.is_alive(), "the call hangs"
     assert "closed" in str(caught[0])
+
+
+# -- one bad prompt among many -----------------------------------------------------------------------------
+
+
+def test_a_bad_prompt_among_many_is_named_by_its_number(tiny_llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match=r"^prompt: number 2 of 3 has 500 tokens") as caught:
+        tiny_llm.generate([[5], [6], [7] * 500])
+    assert caught.value.parameter == "prompt"
+
+
+def test_a_bad_prompt_among_many_does_not_refuse_the_others(tiny_llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    prompts: list[Any] = [[5, 6], [7] * 500, "the cat", [999999], "a\ud800"]
+    outputs = tiny_llm.generate(prompts, asked, on_error="return")
+    alone = tiny_llm.generate([prompts[0], prompts[2]], asked)
+    assert [output.error is None for output in outputs] == [True, False, True, False, False]
+    for output, want in zip([outputs[0], outputs[2]], alone, strict=True):
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids
+    says = {1: "number 1 of 5 has 500 tokens", 3: "outside the vocabulary", 4: "not valid Unicode"}
+    for place, words in says.items():
+        assert words in str(outputs[place].error)
+
+
+def test_a_prompt_that_is_too_long_may_lose_its_left_end(tiny_llm: LLM) -> None:
+    ids = [5 + place % 200 for place in range(500)]
+    asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    (output,) = tiny_llm.generate([ids], asked, truncation="left")
+    assert output.prompt_token_ids == ids[-124:]
+    (scored,) = tiny_llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0), truncation="left")
+    assert scored.prompt_token_ids == ids[-129:]
+    with pytest.raises(ParameterError, match="truncation"):
+        tiny_llm.generate([ids], truncation="right")  # type: ignore[arg-type]

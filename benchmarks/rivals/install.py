@@ -53,6 +53,8 @@ RECIPES = {
         steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13", "-e", str(ROOT.parent))),
         modules=("lm_eval.models.huggingface", "logprobe"),
     ),
+    "minicons": Recipe(steps=((TORCH,), (TORCH, "minicons==0.3.39")), modules=("minicons.scorer",)),
+    "surprisal": Recipe(steps=((TORCH,), (TORCH, "surprisal[transformers]==0.1.7")), modules=("surprisal",)),
     "llama_cpp": Recipe(steps=(("xllamacpp", "numpy"),), modules=("xllamacpp",)),
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 from protocol import Read, TokenIds, extend_all, serve
 
 from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe.scoring import surprisal
 
 TICK_S = 0.001
 
@@ -65,6 +66,11 @@ class Offline:
         """Summed logprobs (nats) of each continuation."""
         scores = self._llm.score([(context, tail) for tail in continuations])
         return lambda: [float(score.logprob) for score in scores]
+
+    def surprisals(self, texts: list[str]) -> Read:
+        """Nats a token, of all tokens but the first, summed a sentence."""
+        scored = surprisal(self._llm, texts, bos=False)
+        return lambda: [-text.logprob for text in scored]
 
 
 class NextToken:

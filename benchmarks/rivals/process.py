@@ -69,6 +69,8 @@ RIVALS = {
         Rival(name="vllm", python=_own_python("vllm"), environment=_VLLM_ENVIRONMENT),
         Rival(name="genlm", python=_own_python("genlm")),
         Rival(name="lm_eval", python=_own_python("lm_eval")),
+        Rival(name="minicons", python=_own_python("minicons")),
+        Rival(name="surprisal", python=_own_python("surprisal")),
         Rival(name="llama_cpp", python=_own_python("llama_cpp"), variants=("q8_0",)),
     )
 }

@@ -42,6 +42,10 @@ def _next_token_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return len(output) == len(asked["prefixes"])
 
 
+def _surprisals_are_complete(output: Any, asked: dict[str, Any]) -> bool:
+    return len(output) == len(asked["texts"])
+
+
 def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return bool(asked["rounds"]) and output >= 0
 
@@ -53,6 +57,7 @@ def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
 #   shared_prefix(context, continuations): summed logprobs (nats), one a continuation
 #   next_token(prefixes, rounds): in each round every prefix is asked for its whole next-token row and is then
 #       extended by that round's tokens; the likeliest token of the last round's rows is read out
+#   surprisals(texts): nats of each sentence's tokens after its first, summed
 #   event_loop_stall(prefixes, rounds, is_frozen): the same work; the longest that the event loop kept a task
 #       waiting, ms; is_frozen: with all that was loaded out of the garbage collector's sight
 COMPLETENESS: dict[str, Check] = {
@@ -60,6 +65,7 @@ COMPLETENESS: dict[str, Check] = {
     "score": _score_is_complete,
     "shared_prefix": _shared_prefix_is_complete,
     "next_token": _next_token_is_complete,
+    "surprisals": _surprisals_are_complete,
     "event_loop_stall": _event_loop_stall_is_complete,
 }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from logprobe.engine.client import OnError, Prompt
+    from logprobe.engine.client import OnError, Prompt, Truncation
     from logprobe.engine.request import RequestOutput
     from logprobe.scoring.score import Score
     from logprobe.scoring.windows import Perplexity
@@ -142,6 +142,7 @@ class LLM:
         sampling_params: AskedParams = None,
         progress: bool = False,
         on_error: OnError = "raise",
+        truncation: Truncation = "error",
     ) -> list[RequestOutput]:
         """Generate from one prompt or many; outputs come in the order of the prompts.
 
@@ -150,16 +151,19 @@ class LLM:
             params: one for all, or one a prompt; the default is `SamplingParams()`.
             sampling_params: vLLM's name for `params`.
             progress: show a progress bar on stderr.
-            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure
-                as its output's `.error`.
+            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure,
+                also of a prompt that can never be served, as its output's `.error`.
+            truncation: a prompt longer than what fits is an `error`, or loses its `left` end.
 
         Raises:
-            ParameterError: a prompt or parameter that can never be served; nothing was started then.
+            ParameterError: a prompt or parameter that can never be served, by its number; nothing was
+                started then.
             BatchError: some requests failed; holds all outputs.
         """
         watch = partial(progress_bar, shown=progress)
         asked = _one_of(params, sampling_params)
-        return self._bridge.run(self.client.generate(prompts, asked, watch=watch, on_error=on_error))
+        work = self.client.generate(prompts, asked, watch=watch, on_error=on_error, truncation=truncation)
+        return self._bridge.run(work)
 
     def chat(
         self,

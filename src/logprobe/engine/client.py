@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from logprobe.engine.request import CompletionOutput, Completions, RequestOutput
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring import measures
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from logprobe.engine.protocol import EngineBackend, RowEngine
-    from logprobe.engine.request import CompletionOutput, RequestOutput
     from logprobe.records.values import IntArray
     from logprobe.text.chat import Conversations
     from logprobe.text.edge import TextEdge
@@ -44,6 +44,8 @@ Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
+Truncation: TypeAlias = Literal["error", "left"]
+TRUNCATIONS = ("error", "left")
 
 
 class Requests:
@@ -100,15 +102,23 @@ class Client:
         *,
         watch: Watch | None = None,
         on_error: OnError = "raise",
+        truncation: Truncation = "error",
     ) -> list[RequestOutput]:
         """The outputs of one prompt or many, in their order; see `LLM.generate`."""
         require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+        known = f"must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}"
+        require(truncation in TRUNCATIONS, "truncation", known)
         many = _as_prompts(prompts)
         asked = _as_params(params, len(many))
-        admitted = [
-            self.requests.admit(self._as_ids(prompt), one) for prompt, one in zip(many, asked, strict=True)
-        ]
-        outputs = await self.run(admitted, watch)
+
+        def admit(place: int) -> Admitted:
+            ids, one = self._as_ids(many[place]), asked[place]
+            return self.requests.admit(self._last(ids, one) if truncation == "left" else ids, one)
+
+        admitted = _each(admit, len(many), on_error)
+        good = [one for one in admitted if not isinstance(one, LogprobeError)]
+        ended = iter(await self.run(good, watch))
+        outputs = [_refused(one) if isinstance(one, LogprobeError) else next(ended) for one in admitted]
         for prompt, output in zip(many, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
         return checked(outputs, on_error)
@@ -238,6 +248,13 @@ class Client:
         data = self.text.vocabulary.bytes_of(ids)
         return Score.of(ids, record, data, unconditional_logprob=unconditional)
 
+    def _last(self, ids: IntArray, params: SamplingParams) -> IntArray:
+        """The end of a prompt, as much as fits before what is to be generated."""
+        limit = self.engine.capabilities().max_model_len
+        # A prompt that is only scored may hold one token more: its last token is never run.
+        room = limit - params.max_tokens if params.max_tokens else limit + 1
+        return ids[-max(room, 1) :]
+
     async def _follow(self, request_id: str, advance: Advance | None) -> RequestOutput:
         if advance is None:
             output = await self.engine.result(request_id)
@@ -254,6 +271,28 @@ class Client:
 
     def _laid_out_ids(self, prompt: str) -> IntArray:
         return self.text.encode(prompt, add_special_tokens=False)
+
+
+def _each(admit: Callable[[int], Admitted], count: int, on_error: OnError) -> list[Admitted | LogprobeError]:
+    """What each admission gives; one that is refused is raised with its number, or returned."""
+    admitted: list[Admitted | LogprobeError] = []
+    for place in range(count):
+        try:
+            admitted.append(admit(place))
+        except ParameterError as error:
+            if count > 1:
+                said = str(error).removeprefix(f"{error.parameter}: ")
+                error.args = (f"{error.parameter}: number {place} of {count} {said}",)
+            if on_error == "raise":
+                raise
+            admitted.append(error)
+    return admitted
+
+
+def _refused(error: LogprobeError) -> RequestOutput:
+    """The output of a request that was never started."""
+    failed = CompletionOutput(index=0, finish_reason="error", error=error)
+    return RequestOutput(request_id="", outputs=Completions([failed]))
 
 
 def checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutput]:
