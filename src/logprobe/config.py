@@ -30,7 +30,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
-Weights = Literal["auto", "plain", "packed", "int8"]
+Weights = Literal["auto", "plain", "packed", "published", "int8"]
 
 
 @strict_keywords
@@ -47,8 +47,8 @@ class EngineConfig:
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes 1 GiB.
         weights: `auto` (`packed` unless a trial at load shows it clearly slower), `plain`, `packed`
-            (float32 in the layout of small-batch matrix products), or `int8` (opt-in, changes the numbers
-            slightly).
+            (float32 in the layout of small-batch matrix products), `published` (the bytes of the model's own
+            file, widened to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
         seed: base of the seeds of requests that bring none.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName`, or classes.
@@ -74,7 +74,7 @@ class EngineConfig:
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
-        weights = ("auto", "plain", "packed", "int8")
+        weights = ("auto", "plain", "packed", "published", "int8")
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)

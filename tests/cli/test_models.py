@@ -38,7 +38,7 @@ def test_list_shows_every_known_model_as_json(home: Path) -> None:
 
 
 def test_list_shows_what_was_converted(home: Path) -> None:
-    folder = home / "models" / "gguf-0123456789abcdef-c1"
+    folder = home / "models" / "gguf-0123456789abcdef-c2"
     folder.mkdir(parents=True)
     manifest = json.dumps({"name": "own", "source": "own.gguf", "source_sha256": "0123"})
     (folder / "logprobe.json").write_text(manifest)

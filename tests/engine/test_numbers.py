@@ -90,10 +90,21 @@ def tiny_reference(tiny_model_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_folder, attn_implementation="eager").eval()
 
 
-@pytest.fixture
-def tiny(tiny_llm: LLM) -> Iterator[LLM]:
-    yield tiny_llm
-    forget(tiny_llm)
+@pytest.fixture(scope="module", params=["auto", "published"])
+def tiny(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[LLM]:
+    settings: dict[str, Any] = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 8}
+    with LLM(str(tiny_model_folder), weights=request.param, **settings) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["auto", "published"])
+def real(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
+    """The default model, whose file is of 4-bit and 8-bit blocks."""
+    if request.param == "auto":
+        yield real_llm
+    else:
+        with LLM(real_llm.config.model, weights=request.param, kv_bytes=1 << 28) as llm:
+            yield llm
 
 
 def test_every_prompt_logprob_of_the_tiny_model_equals_transformers(
@@ -132,45 +143,43 @@ def real_reference(real_llm: LLM) -> Any:
 
 @pytest.mark.real_model
 def test_every_prompt_logprob_of_the_real_model_equals_transformers(
-    real_llm: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+    real: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [real_llm.text.encode(text).tolist() for text in TEXTS]
-    alone = assert_numbers_hold(real_llm, ids, monkeypatch)
+    ids = [real.text.encode(text).tolist() for text in TEXTS]
+    alone = assert_numbers_hold(real, ids, monkeypatch)
     for one, got in zip(ids, alone, strict=True):
         assert np.abs(got - teacher_forced(real_reference)(one)).max() <= FROM_TRANSFORMERS
 
 
 @pytest.mark.real_model
 def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
-    real_llm: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+    real: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(24))
     # Several whole chunks and one cut short.
-    ids = real_llm.text.encode(text).tolist()[:1100]
-    assert len(ids) == 1100 > 2 * real_llm.config.max_batch_tokens
-    forget(real_llm)
-    cold = chosen(real_llm.generate([ids], SCORED)[0])
+    ids = real.text.encode(text).tolist()[:1100]
+    assert len(ids) == 1100 > 2 * real.config.max_batch_tokens
+    forget(real)
+    cold = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(cold - teacher_forced(real_reference)(ids)).max() <= FROM_TRANSFORMERS
-    warm = chosen(real_llm.generate([ids], SCORED)[0])
+    warm = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(warm - cold).max() <= BETWEEN_BATCHES
-    with_batch_tokens(real_llm, 64, monkeypatch)
-    forget(real_llm)
-    in_small_chunks = chosen(real_llm.generate([ids], SCORED)[0])
+    with_batch_tokens(real, 64, monkeypatch)
+    forget(real)
+    in_small_chunks = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(in_small_chunks - cold).max() <= BETWEEN_BATCHES
 
 
 @pytest.mark.real_model
-def test_greedy_output_of_the_real_model_equals_transformers_generate(
-    real_llm: LLM, real_reference: Any
-) -> None:
-    assert_greedy_equals_generate(real_llm, real_reference, TEXTS[:5])
+def test_greedy_output_of_the_real_model_equals_transformers_generate(real: LLM, real_reference: Any) -> None:
+    assert_greedy_equals_generate(real, real_reference, TEXTS[:5])
 
 
 @pytest.mark.real_model
-def test_a_drawn_tokens_number_is_the_one_it_has_as_a_prompt(real_llm: LLM) -> None:
+def test_a_drawn_tokens_number_is_the_one_it_has_as_a_prompt(real: LLM) -> None:
     asked = SamplingParams(max_tokens=20, seed=3, logprobs=0)
-    output = real_llm.generate(TEXTS[0], asked)[0]
+    output = real.generate(TEXTS[0], asked)[0]
     drawn = output.outputs[0]
-    forget(real_llm)
-    score = real_llm.score([(output.prompt_token_ids, drawn.token_ids)])[0]
+    forget(real)
+    score = real.score([(output.prompt_token_ids, drawn.token_ids)])[0]
     np.testing.assert_allclose(score.token_logprobs, list(drawn.logprobs.logprobs), atol=BETWEEN_BATCHES)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # The file of an entry that says where it came from; it is written last.
 MANIFEST: Final = "logprobe.json"
 # Part of every entry's name: raising it makes all entries of older conversions unused.
-CONVERSION: Final = 1
+CONVERSION: Final = 2
 
 
 def home() -> Path:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
 
 
@@ -48,6 +49,13 @@ def load_model(
         ) from error
     ready: PreTrainedModel = model.to(device).eval().requires_grad_(requires_grad=False)
     return ready
+
+
+def load_panels(files: ModelFiles) -> dict[str, PanelWeights]:
+    """Map the matrices that a GGUF file was published with, by the name of their module; none elsewhere."""
+    from logprobe.models.gguf.panels import read_panels
+
+    return read_panels(files.folder)
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:

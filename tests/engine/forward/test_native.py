@@ -16,6 +16,7 @@ from logprobe.engine.forward import native as forward_module
 from logprobe.engine.forward.native import NativeForward, OutputHead
 from logprobe.engine.layers.int8 import Int8Linear
 from logprobe.engine.layers.packed import PackedGatedMLP, PackedLinear, PackedNorm
+from logprobe.engine.layers.published import PublishedGatedMLP, PublishedLinear
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import resolve
@@ -99,6 +100,19 @@ def test_packed_weights_give_the_numbers_of_plain_ones(
     )
 
 
+@pytest.mark.parametrize("split", [1000, 20, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_published_weights_give_the_numbers_of_plain_ones(
+    runner: Callable[[str, str], Runner], prompts: Any, kind: str, split: int
+) -> None:
+    published, plain = runner(kind, "published"), runner(kind, "plain")
+    assert {PublishedLinear, PublishedGatedMLP, PackedNorm} <= classes(published)
+    assert torch.nn.Linear not in classes(published)
+    torch.testing.assert_close(
+        published.logits(prompts, split=split), plain.logits(prompts), rtol=0, atol=TOLERANCE
+    )
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_weights_give_the_numbers_of_transformers(
@@ -121,7 +135,7 @@ def test_int8_weights_stay_near_plain_ones(
     assert 0 < kl.mean() < MEAN_KL
 
 
-@pytest.mark.parametrize("weights", ["plain", "packed", "int8"])
+@pytest.mark.parametrize("weights", ["plain", "packed", "published", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_has_the_same_numbers_alone_and_in_a_batch(
     runner: Callable[[str, str], Runner], prompts: Any, kind: str, weights: str
@@ -168,7 +182,7 @@ def test_a_calibration_text_longer_than_the_context_is_cut(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("weights", ["plain", "packed"])
+@pytest.mark.parametrize("weights", ["plain", "packed", "published"])
 def test_the_head_squashes_logits_as_the_model_does(
     runner: Callable[[str, str], Runner], weights: str
 ) -> None:

@@ -198,7 +198,7 @@ def test_a_layout_that_cannot_be_had_is_an_error_that_names_the_setting(
     assert error.value.parameter == "weights"
 
 
-@pytest.mark.parametrize("layout", ["plain", "packed", "int8"])
+@pytest.mark.parametrize("layout", ["plain", "packed", "published", "int8"])
 def test_a_layout_that_is_named_is_taken_without_a_trial(
     monkeypatch: pytest.MonkeyPatch, layout: Any
 ) -> None:

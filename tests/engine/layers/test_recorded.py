@@ -12,6 +12,8 @@ import torch
 from logprobe.config import EngineConfig
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.layers import recorded as recorded_module
+from logprobe.engine.layers.int8 import Int8Linear
+from logprobe.engine.layers.published import PublishedLinear
 from logprobe.engine.layers.recorded import MOST_ROWS, RecordedSteps, record_steps
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models import resolve
@@ -20,14 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Model → what makes it special, and whether its steps are recorded.
-MODELS: dict[str, tuple[dict[str, Any], bool]] = {
-    "Llama": ({"attention_bias": True, "mlp_bias": True}, True),
-    "Mistral": ({"sliding_window": 9}, True),
-    "Qwen2": ({}, True),
-    "Qwen3": ({"head_dim": 16}, False),  # norms of the heads
-    "Olmo2": ({}, False),  # layers of another form
-    "Gemma": ({"head_dim": 12}, False),  # another activation, and the embedding has a factor
+BOTH = {"int8", "published"}
+# Model → what makes it special, and with which weights its steps are recorded.
+MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "Llama": ({"attention_bias": True, "mlp_bias": True}, BOTH),
+    "Mistral": ({"sliding_window": 9}, BOTH),
+    "Qwen2": ({}, BOTH),
+    "Qwen3": ({"head_dim": 16}, set()),  # norms of the heads
+    "Olmo2": ({}, set()),  # layers of another form
+    "Gemma": ({"head_dim": 12}, {"published"}),  # another activation
 }
 
 
@@ -75,22 +78,26 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return runs
 
 
+@pytest.mark.parametrize("weights", ["int8", "published"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_recorded_steps_have_the_bits_of_the_layers_own(
-    load: Callable[..., NativeForward], kind: str, monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., NativeForward], kind: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = load(kind)
-    recorded, is_recorded = forward.recorded, MODELS[kind][1]
+    forward = load(kind, weights)
+    most = MOST_ROWS[Int8Linear if weights == "int8" else PublishedLinear]
+    recorded, is_recorded = forward.recorded, weights in MODELS[kind][1]
     assert (recorded is not None) == is_recorded
     runs = count_runs(monkeypatch)
-    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (MOST_ROWS, 1), (MOST_ROWS + 1, 1)):
+    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (most, 1), (most + 1, 1)):
         prompts = Prompts(forward, count)
         prompts.step(0, 15)
         forward.recorded = None
         want = prompts.step(15, 15 + num_tokens)
         forward.recorded = recorded
+        runs.clear()
         assert torch.equal(prompts.step(15, 15 + num_tokens), want)
-    assert runs == ([1, 3, 8, MOST_ROWS] if is_recorded else [])
+        is_few = count * num_tokens <= most
+        assert runs == ([count * num_tokens] if is_recorded and is_few else [])
 
 
 def test_a_recorded_step_leaves_the_keys_and_values_that_the_next_needs(

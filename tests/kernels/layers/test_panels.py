@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ def test_floats_are_kept_in_the_smallest_form_that_holds_them_exactly(form: str)
     assert torch.equal(widened(panels), floats(form))
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (47, 33), (48, 31), (49, 97)])
+def test_any_number_of_outputs_and_inputs_will_do(outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(5)).bfloat16().float()
+    panels, x = pack_floats(weight), torch.randn(11, inputs, generator=torch.Generator().manual_seed(6))
+    assert torch.equal(widened(panels), weight)
+    assert_close(product(x, panels), x.double() @ weight.double().T)
+
+
 def test_zeros_of_either_sign_and_subnormals_keep_their_bits() -> None:
     weight = torch.tensor([0.0, -0.0, 2.0**-133, -(2.0**-126), 1.0, -3.0, 2.0**100, 0.5]).repeat(3, 4)
     panels = pack_floats(weight)
@@ -130,6 +139,12 @@ def test_layers_of_one_form_join_to_one() -> None:
     assert torch.equal(widened(joined), floats("bfloat16"))
     assert joined.bias is not None
     assert joined.bias.tolist() == [0.0] * 48 + [1.0] * (OUTPUTS - 48)
+    assert first.data.data_ptr() != joined.data.data_ptr()
+    halves = joined.data.split(len(first.data))
+    apart = [replace(first, data=halves[0]), replace(second, data=torch.cat([*halves[1:]]))]
+    inside = replace(second, data=joined.data[len(first.data) :])
+    assert apart[0].joined([inside]).data.data_ptr() == joined.data.data_ptr()  # nothing copied
+    assert apart[0].joined([apart[1]]).data.data_ptr() != joined.data.data_ptr()
     assert second.joined([first]) is None  # its last panel is not full
     assert first.joined([pack_floats(floats("float16"))]) is None
 

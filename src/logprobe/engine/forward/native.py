@@ -27,9 +27,10 @@ from logprobe.engine.forward.pool import KVPool, SlotMemory
 from logprobe.engine.layers.fused import fuse_
 from logprobe.engine.layers.int8 import CALIBRATION_TEXT, quantise_
 from logprobe.engine.layers.packed import choose_layout, pack_
+from logprobe.engine.layers.published import publish_
 from logprobe.engine.layers.recorded import RecordedSteps, record_steps
 from logprobe.errors import ParameterError, UnsupportedModelError
-from logprobe.models import load_model, load_tokenizer
+from logprobe.models import load_model, load_panels, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +84,7 @@ class NativeForward:
         self.context_len: int = text_config.max_position_embeddings
         self.dtype: torch.dtype = self.model.dtype
         self.weights = choose_layout(self.model, config.weights)
+        self._files = files
         probe = self._probe()
         if self.weights == "int8":
             self._quantise(files)
@@ -195,6 +197,8 @@ class NativeForward:
             fuse_(self.model)
         if self.weights == "packed":
             pack_(self.model)
+        elif self.weights == "published":
+            publish_(self.model, load_panels(self._files))
 
     def _check_logits(self, hidden: torch.Tensor, own: torch.Tensor) -> None:
         difference = float((OutputHead(self.model)(hidden) - own).abs().max() / own.abs().max())

@@ -15,10 +15,12 @@ from torch import nn
 from logprobe.engine.layers.packed import GatedMLP, JoinedPart, as_packed_norm, children, is_gated_mlp, join
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
-from logprobe.kernels.layers.int8_rows import Int8Weights
+from logprobe.kernels.layers.int8_rows import Int8Weights, int8_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from logprobe.kernels.threads.parallel import Stage
 
 CALIBRATION_TEXT = (
     "The ferry left at 7:45, three minutes late, with forty-two passengers and a crate of oranges. "
@@ -64,6 +66,12 @@ class Int8Linear(nn.Module):
         """(num_tokens, in_features) → (num_tokens, out_features / 2): the first half gates the second."""
         return self._scaled(x, is_gated=True) if self.bias is None else gate(self(x))
 
+    def stages(
+        self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> Iterator[Stage]:
+        """The product of a few rows, plus `residual`, into `out`, ready to run."""
+        yield int8_stage(x, self.weights, out, residual=residual)
+
     def _scaled(self, x: torch.Tensor, *, is_gated: bool = False) -> torch.Tensor:
         rows, scales = quantise_rows(x, self.weights.column_factors)
         # The transposed view: at one row, oneDNN is several times as fast as on the transposed copy.
@@ -92,6 +100,10 @@ class Int8GatedMLP(GatedMLP):
             self.up_proj.adapt_(values, rows)
             inner = gate(halves)
         return inner.view(*x.shape[:-1], -1)
+
+    def inner_stages(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[Stage]:
+        """`inner` of a few rows into `out`, ready to run."""
+        yield int8_stage(x, self.gate_up_proj.weights, out, is_gated=True)
 
 
 def quantise_(model: nn.Module, run: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from logprobe.errors import ParameterError
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.norm import rms_norm
+from logprobe.kernels.layers.widen import can_widen
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -137,7 +138,7 @@ class PackedNorm(nn.Module):
 
     def __init__(self, norm: Any, *, offset: float) -> None:
         super().__init__()
-        self.factor: torch.Tensor = norm.weight.detach() + offset
+        self.factor = nn.Parameter(norm.weight.detach() + offset, requires_grad=False)
         self.epsilon = _epsilon(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -162,9 +163,19 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
     is_packable = bool(linears) and all(can_pack(linear.weight) for linear in linears)
     if weights in {"packed", "int8"} and not is_packable:
         raise ParameterError("weights", f"{weights} needs float32 on a CPU with oneDNN; use auto or plain")
+    if weights == "published" and not can_publish(linears):
+        raise ParameterError(
+            "weights", "published needs float32 on a CPU with fused products (FMA); use auto or plain"
+        )
     if weights != "auto":
         return weights
     return "packed" if is_packable and _packed_wins(max(linears, key=_trial_order)) else "plain"
+
+
+def can_publish(linears: Sequence[nn.Linear]) -> bool:
+    """Whether linear layers can be kept as they were published, on this processor."""
+    weights = [linear.weight for linear in linears]
+    return can_widen() and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

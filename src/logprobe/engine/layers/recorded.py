@@ -1,7 +1,7 @@
-"""A decoder step of a few rows as one launch (CPU, 8-bit weights).
+"""A decoder step of a few rows as one launch (CPU, weights in 8 bits or as they were published).
 
 At one row, hundreds of launches from Python cost more than the products they start. Where all layers are of
-the fused form on 8-bit weights, they are recorded once, on buffers of their own, which a step fills in.
+the fused form on our own kernels, they are recorded once, on buffers of their own, which a step fills in.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from logprobe.engine.layers.fused import FusedLayer
 from logprobe.engine.layers.int8 import Int8GatedMLP, Int8Linear
 from logprobe.engine.layers.packed import PackedNorm
+from logprobe.engine.layers.published import PublishedGatedMLP, PublishedLinear
 from logprobe.kernels.attention.api import RowPlan, rows_stage
-from logprobe.kernels.layers.int8_rows import int8_stage
 from logprobe.kernels.layers.norm import norm_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 from logprobe.kernels.threads.series import Series
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from logprobe.kernels.attention.api import Array
     from logprobe.kernels.threads.parallel import Stage
 
-MOST_ROWS = 8  # above, oneDNN's products gain more than launches cost (docs/decisions.md)
+# Above, oneDNN's products gain more than launches cost; our own kernels serve any number (docs/decisions.md).
+MOST_ROWS = {Int8Linear: 8, PublishedLinear: 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,37 @@ class Buffers:
     slots: torch.Tensor  # (M,) int64
     contexts: RowPlan  # of M rows
 
+    def first(self, num_rows: int) -> Buffers:
+        """Views of the first rows."""
+        plan = self.contexts
+        return Buffers(
+            hidden=self.hidden[:num_rows],
+            normed=self.normed[:num_rows],
+            projected=self.projected[:num_rows],
+            rotary=(self.rotary[0][:num_rows], self.rotary[1][:num_rows]),
+            query=self.query[:num_rows],
+            attended=self.attended[:num_rows],
+            inner=self.inner[:num_rows],
+            slots=self.slots[:num_rows],
+            contexts=RowPlan(
+                plan.queries[:num_rows], plan.begins[:num_rows], plan.lengths[:num_rows], plan.slots
+            ),
+        )
+
 
 class RecordedSteps:
-    """Runs the decoder for at most `MOST_ROWS` rows; recorded for each number of rows when it first comes."""
+    """Runs the decoder for a few rows; recorded for each number of rows when it first comes."""
 
     def __init__(self, decoder: Any, pool: KVPool, max_len: int) -> None:
         self._decoder, self._pool, self._max_len = decoder, pool, max_len
         self._recorded: dict[int, tuple[Buffers, Series]] = {}
+        self._layers = [_Layer(layer) for layer in decoder.layers]
+        self.most_rows = MOST_ROWS[type(self._layers[0].down_proj)]
+        self._buffers = self._make_buffers(self.most_rows)
 
     def can_run(self, plan: AttentionPlan) -> bool:
         """Whether a step has few rows, each attended by the row kernel."""
-        return plan.rows is not None and not plan.chunks and len(plan.slots) <= MOST_ROWS
+        return plan.rows is not None and not plan.chunks and len(plan.slots) <= self.most_rows
 
     def run(self, token_ids: Array, positions: Array, plan: AttentionPlan) -> torch.Tensor:
         """(M,) ids and positions → the last hidden states, (M, hidden size), good until the next step."""
@@ -78,7 +99,7 @@ class RecordedSteps:
         return buffers.normed
 
     def _record(self, num_rows: int) -> tuple[Buffers, Series]:
-        buffers = self._make_buffers(num_rows)
+        buffers = self._buffers.first(num_rows)
         return buffers, Series([*self._stages(buffers)])
 
     def _make_buffers(self, num_rows: int) -> Buffers:
@@ -110,25 +131,33 @@ class RecordedSteps:
         )
 
     def _stages(self, buffers: Buffers) -> Iterator[Stage]:
-        for layer in self._decoder.layers:
+        for layer in self._layers:
             yield from self._layer_stages(layer, buffers)
         yield _norm(self._decoder.norm, buffers)
 
-    def _layer_stages(self, layer: FusedLayer, buffers: Buffers) -> Iterator[Stage]:
-        attention: Any = layer.self_attn
-        mlp, hidden = layer.mlp, buffers.hidden
-        index = attention.layer_idx
-        keys, values = self._pool.keys[index], self._pool.values[index]
-        parts = Projections(*torch.split(buffers.projected, attention.widths, dim=1))
+    def _layer_stages(self, layer: _Layer, buffers: Buffers) -> Iterator[Stage]:
+        hidden, normed = buffers.hidden, buffers.normed
+        keys, values = self._pool.keys[layer.index], self._pool.values[layer.index]
+        parts = Projections(*torch.split(buffers.projected, layer.widths, dim=1))
         query, attended = buffers.query, buffers.attended
-        yield _norm(layer.input_layernorm, buffers)
-        yield int8_stage(buffers.normed, attention.qkv_proj.weights, buffers.projected)
+        yield _norm(layer.input_norm, buffers)
+        yield from layer.qkv_proj.stages(normed, buffers.projected)
         yield rotary_stage(parts, buffers.rotary, (keys, values), buffers.slots, query)
-        yield rows_stage(query, keys, values, buffers.contexts, attended, attention.rule)
-        yield int8_stage(attended.flatten(1), attention.o_proj.weights, hidden, residual=hidden)
-        yield _norm(layer.post_attention_layernorm, buffers)
-        yield int8_stage(buffers.normed, mlp.gate_up_proj.weights, buffers.inner, is_gated=True)
-        yield int8_stage(buffers.inner, mlp.down_proj.weights, hidden, residual=hidden)
+        yield rows_stage(query, keys, values, buffers.contexts, attended, layer.rule)
+        yield from layer.o_proj.stages(attended.flatten(1), hidden, hidden)
+        yield _norm(layer.inner_norm, buffers)
+        yield from layer.mlp.inner_stages(normed, buffers.inner)
+        yield from layer.down_proj.stages(buffers.inner, hidden, hidden)
+
+
+class _Layer:
+    """What a layer's stages are made of, before any lora wraps a part of it."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, self.mlp = layer.self_attn, layer.mlp
+        self.index, self.widths, self.rule = attention.layer_idx, attention.widths, attention.rule
+        self.qkv_proj, self.o_proj, self.down_proj = attention.qkv_proj, attention.o_proj, layer.mlp.down_proj
+        self.input_norm, self.inner_norm = layer.input_layernorm, layer.post_attention_layernorm
 
 
 def record_steps(decoder: Any, pool: KVPool, max_len: int) -> RecordedSteps | None:
@@ -141,7 +170,7 @@ def record_steps(decoder: Any, pool: KVPool, max_len: int) -> RecordedSteps | No
 
 
 def _is_known(layer: Any) -> bool:
-    if not isinstance(layer, FusedLayer) or not isinstance(layer.mlp, Int8GatedMLP):
+    if not isinstance(layer, FusedLayer) or not isinstance(layer.mlp, Int8GatedMLP | PublishedGatedMLP):
         return False
     attention = layer.self_attn
     linears = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
@@ -149,7 +178,8 @@ def _is_known(layer: Any) -> bool:
     return (
         attention.q_norm is None
         and attention.k_norm is None
-        and all(type(linear) is Int8Linear for linear in linears)
+        and type(linears[0]) in MOST_ROWS
+        and all(type(linear) is type(linears[0]) for linear in linears)
         and all(type(norm) is PackedNorm for norm in norms)
     )
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,19 +22,19 @@ from logprobe.kernels.layers.widen import (
     PANEL,
     Form,
 )
+from logprobe.kernels.threads.intrinsics import LINE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[Any]
 
-INPUTS_STEP = 32  # what the number of inputs must be a multiple of
-LINE = 64
+STEP = 32  # what the number of inputs is filled up to a multiple of: a block of any form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelWeights:
-    """One linear layer's weights: panels of outputs, the last one filled up with zeros."""
+    """One linear layer's weights: panels of outputs, the last one and its inputs filled up with zeros."""
 
     form: Form
     num_outputs: int
@@ -42,11 +42,30 @@ class PanelWeights:
     data: torch.Tensor  # uint8, the panels one after another
     bias: torch.Tensor | None = None  # (outputs,) float32
 
+    @property
+    def padded_inputs(self) -> int:
+        """Inputs with those that fill up the last block."""
+        return self.num_inputs + -self.num_inputs % STEP
+
+    @property
+    def panel_bytes(self) -> int:
+        """Bytes of one panel."""
+        return self.form.panel_bytes(self.padded_inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all panels."""
+        return -(-self.num_outputs // PANEL) * self.panel_bytes
+
+    def with_bias(self, bias: torch.Tensor) -> PanelWeights:
+        """The same weights, with a bias."""
+        return replace(self, bias=bias.detach())
+
     def rows(self, outputs: NDArray[np.integer]) -> NDArray[np.float32]:
         """The weights of some outputs, (len(outputs), inputs)."""
-        data = self.data.numpy().reshape(-1, self.form.panel_bytes(self.num_inputs))
+        data = self.data.numpy().reshape(-1, self.panel_bytes)
         rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
-        return rows
+        return rows[:, : self.num_inputs]
 
     def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
         """One layer with the outputs of several, where forms and widths let it."""
@@ -58,7 +77,7 @@ class PanelWeights:
         if any(part.bias is not None for part in parts):
             bias = torch.cat([_bias_of(part) for part in parts])
         num_outputs = sum(part.num_outputs for part in parts)
-        data = torch.cat([part.data for part in parts])
+        data = _end_to_end([part.data for part in parts])
         return PanelWeights(self.form, num_outputs, self.num_inputs, data, bias)
 
 
@@ -66,22 +85,28 @@ def _bias_of(part: PanelWeights) -> torch.Tensor:
     return torch.zeros(part.num_outputs) if part.bias is None else part.bias
 
 
-def can_be_panels(num_inputs: int) -> bool:
-    """Whether a layer of that many inputs has whole blocks in every form."""
-    return num_inputs % INPUTS_STEP == 0
+def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes of all; no copy where they follow each other in memory."""
+    first, places = parts[0], [part.data_ptr() for part in parts]
+    ends = [part.data_ptr() + len(part) for part in parts]
+    if places[1:] != ends[:-1] or len({part.untyped_storage().data_ptr() for part in parts}) > 1:
+        return torch.cat(parts)
+    return first.as_strided((ends[-1] - places[0],), (1,))
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
     """Panels of (outputs, inputs) float32, in the smallest form of float that holds every one exactly."""
     wide = weight.detach().float().contiguous()
     form, values = _narrowest(wide)
-    num_outputs, num_inputs = weight.shape
+    num_outputs, width = weight.shape
+    values = np.pad(values, ((0, 0), (0, -width % STEP)))
+    num_inputs = values.shape[1]
     values = _filled_up(values).reshape(-1, PANEL, num_inputs)
     if form is BFLOAT16:  # (panels, pairs, PANEL, 2)
         values = values.reshape(len(values), PANEL, num_inputs // 2, 2).transpose(0, 2, 1, 3)
     else:
         values = values.transpose(0, 2, 1)
-    return PanelWeights(form, num_outputs, num_inputs, as_bytes(values), bias)
+    return PanelWeights(form, num_outputs, width, as_bytes(values), bias)
 
 
 def _narrowest(weight: torch.Tensor) -> tuple[Form, Array]:

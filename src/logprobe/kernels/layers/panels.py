@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses, then strides and sizes.
 (X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
-(X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, NUM_INPUTS, NUM_OUTPUTS, PANEL_BYTES) = range(9, 16)
-(NUM_PANELS, ITEM_PANELS, ACTIVATION) = range(16, 19)
+(X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
+(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION) = range(16, 20)  # NUM_INPUTS: WIDTH filled up
 ITEMS = 32  # that a layer is shared out in
 BLOCK_ROWS = 64  # rows that stay in the second-level cache while panels go by
 PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
@@ -66,7 +66,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         0 if values is None else values.data.data_ptr(), 0 if values is None else _address(values.bias),
         _address(residual), out.data_ptr(), FLOAT * x.stride(0),
         0 if residual is None else FLOAT * residual.stride(0), FLOAT * out.stride(0),
-        len(x), weights.num_inputs, weights.num_outputs, weights.form.panel_bytes(weights.num_inputs),
+        len(x), weights.num_inputs, weights.padded_inputs, weights.num_outputs, weights.panel_bytes,
         num_panels, item_panels, ACTIVATIONS[finish.activation],
     ]  # fmt: skip
     num_items = -(-num_panels // item_panels) * -(-len(x) // BLOCK_ROWS)
@@ -174,14 +174,15 @@ def _tiles(form: Form) -> Any:
 @njit
 def _pack_rows(task: Any, first: Any, num_rows: Any, packed: Any) -> None:
     """Rows by tiles of GROUP (the last one smaller), each (inputs, rows of the tile)."""
-    num_inputs = task[NUM_INPUTS]
+    width, num_inputs = task[WIDTH], task[NUM_INPUTS]
     for row in range(0, num_rows, GROUP):
         some = min(GROUP, num_rows - row)
         target = packed[row * num_inputs : (row + some) * num_inputs]
         for place in range(some):
-            x = float32_at(task[X] + task[X_STRIDE] * (first + row + place), num_inputs)
-            for number in range(num_inputs):
+            x = float32_at(task[X] + task[X_STRIDE] * (first + row + place), width)
+            for number in range(width):
                 target[number * some + place] = x[number]
+        target[width * some :] = 0
 
 
 @njit

@@ -21,8 +21,10 @@ Widening is exact but for `scale · value + summand`, which is rounded once, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from platform import machine
 from typing import TYPE_CHECKING, Any
 
+from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -40,6 +42,15 @@ INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 FLOATS, HALVES, INTS, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.HalfType(), INT32, INT16, INT8)
 )
+
+
+LAYOUT = 1  # of what this file states; a file of panels in another is not read
+
+
+def can_widen() -> bool:
+    """Whether this processor has the instructions: fused products, and float16 to float32."""
+    features = llvm.get_host_cpu_features()
+    return machine() in {"aarch64", "arm64"} or bool(features.get("fma") and features.get("f16c"))
 
 
 @dataclass(frozen=True, slots=True)

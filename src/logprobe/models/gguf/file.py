@@ -72,5 +72,11 @@ class GgufFile:
         found = next(tensor for tensor in self._reader.tensors if tensor.name == name)
         return np.ascontiguousarray(dequantize(found.data, found.tensor_type), dtype=np.float32)
 
+    def raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], str]:
+        """One tensor's rows as they stand in the file, (rows, bytes), and the name of their type."""
+        found = next(tensor for tensor in self._reader.tensors if tensor.name == name)
+        rows = np.asarray(found.data).reshape(self._shapes[name][0], -1)
+        return rows.view(np.uint8), found.tensor_type.name
+
     def _full(self, key: str) -> str:
         return f"{self.architecture}{key}" if key.startswith(".") else key

@@ -57,7 +57,7 @@ def write_weights(gguf: GgufFile, config: PreTrainedConfig, path: Path) -> None:
         UnsupportedModelError: the file's tensors are not exactly the model's.
         OSError: the file cannot be written.
     """
-    names = {source: _transformers_name(gguf.architecture, source) for source in gguf.shapes}
+    names = {source: transformers_name(gguf.architecture, source) for source in gguf.shapes}
     _check_against_module(gguf, config, names)
     with path.open("wb") as file:
         header = _header({names[source]: shape for source, shape in gguf.shapes.items()})
@@ -74,26 +74,36 @@ def read_weight(
     gguf: GgufFile, config: PreTrainedConfig, source: str
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Dequantise one tensor and give it the order of rows, and the offset, that transformers expects."""
-    weight = gguf.tensor(source)
-    if gguf.architecture == "llama" and ".attn_q." in source:
-        return _halves_apart(weight, config.num_attention_heads)
-    if gguf.architecture == "llama" and ".attn_k." in source:
-        return _halves_apart(weight, config.num_key_value_heads)
+    weight: np.ndarray[Any, np.dtype[np.float32]] = in_order(gguf, config, source, gguf.tensor(source))
     if gguf.architecture == "gemma3" and source.endswith("norm.weight"):
         # The file holds what the norm multiplies by; the module adds the one itself.
         return weight - np.float32(1)
     return weight
 
 
-def _halves_apart(
-    weight: np.ndarray[Any, np.dtype[np.float32]], heads: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def in_order(
+    gguf: GgufFile, config: PreTrainedConfig, source: str, rows: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Bring a tensor's rows, of whatever form, into the order that transformers expects."""
+    if gguf.architecture == "llama" and ".attn_q." in source:
+        return _halves_apart(rows, config.num_attention_heads)
+    if gguf.architecture == "llama" and ".attn_k." in source:
+        return _halves_apart(rows, config.num_key_value_heads)
+    return rows
+
+
+def _halves_apart(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     """Undo llama.cpp's pairing of rotary rows: (0, n/2, 1, n/2+1, ...) of a head becomes (0, 1, 2, ...)."""
-    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
 
 
-def _transformers_name(architecture: str, source: str) -> str:
+def transformers_name(architecture: str, source: str) -> str:
+    """The name under which transformers knows a tensor of a GGUF file.
+
+    Raises:
+        UnsupportedModelError: it knows none.
+    """
     stem, _, kind = source.rpartition(".")
     block = _GEMMA3_BLOCK if architecture == "gemma3" else _BLOCK
     if stem in _TOP:

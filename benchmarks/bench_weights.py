@@ -1,0 +1,118 @@
+"""This measures the products of a decode step on weights in each form, from memory, and how exact they are.
+
+A step is all linear layers of the model, its head included, by number of rows. Ours are panels in the form of
+the model's own file; beside them float32, bfloat16 and float16 panels (rounded weights, as another checkpoint
+would have them), oneDNN's reordered float32 weights, and torch's plain product. Errors are against float64
+products of the very weights, of the largest output. All take turns in this process.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_processors import ms_of
+from harness import OURS, Figure, Measure, Options, Target, alternate, parse_options, publish
+
+from logprobe.engine.layers.packed import PackedLinear
+from logprobe.engine.layers.published import PublishedLinear
+from logprobe.kernels.layers.forms import pack_floats
+from logprobe.kernels.threads.series import Series
+from logprobe.models import load_model, load_panels, resolve
+
+PACKED, PLAIN, FLOAT32 = "oneDNN packed", "plain torch", "float32 panels"
+ROUNDED = {"bfloat16 panels": torch.bfloat16, "float16 panels": torch.float16}
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
+RECORDED_ROWS = 64  # up to so many, a step is one launch
+ERROR_ROWS = 8
+LARGEST_ERROR = 2e-6
+AT_LEAST = {1: 2.0, 8: 1.2, 32: 1.0}  # times as fast as oneDNN's
+
+
+def unrounded(weight: torch.Tensor) -> torch.Tensor:
+    """The next numbers of float32, which no shorter form holds."""
+    return torch.nextafter(weight, 2 * weight)
+
+
+def forms(model: Any, kept: dict[str, Any]) -> dict[str, list[Any]]:
+    """Every linear layer of the model in each form, in the order of the step."""
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+
+    def own(name: str, linear: torch.nn.Linear) -> Any:
+        tied = "model.embed_tokens" if name == "lm_head" else name
+        return kept.get(name) or kept.get(tied) or pack_floats(linear.weight)
+
+    made: dict[str, list[Any]] = {
+        OURS: [PublishedLinear([own(name, linear)]) for name, linear in linears],
+        FLOAT32: [PublishedLinear([pack_floats(unrounded(linear.weight))]) for _, linear in linears],
+        PACKED: [PackedLinear(linear) for _, linear in linears],
+        PLAIN: [linear for _, linear in linears],
+    }
+    for name, dtype in ROUNDED.items():
+        made[name] = [PublishedLinear([pack_floats(linear.weight.to(dtype))]) for _, linear in linears]
+    return made
+
+
+def step(layers: list[Any], num_rows: int) -> Callable[[], Any]:
+    """All products of a step on inputs of its own."""
+    inputs = {width: torch.randn(num_rows, width) for width in {layer.in_features for layer in layers}}
+    if not isinstance(layers[0], PublishedLinear) or num_rows > RECORDED_ROWS:
+        return lambda: [layer(inputs[layer.in_features]) for layer in layers]
+    stages = [
+        stage
+        for layer in layers
+        for stage in layer.stages(inputs[layer.in_features], torch.empty(num_rows, layer.out_features))
+    ]
+    return Series(stages).run
+
+
+def speed(made: dict[str, list[Any]], num_rows: int, options: Options) -> Figure:
+    """Milliseconds of a step."""
+    calls = {name: step(layers, num_rows) for name, layers in made.items()}
+    measures: dict[str, Measure] = {name: partial(ms_of, call, 1) for name, call in calls.items()}
+    samples, notes = alternate(measures, options.rounds)
+    at_least = AT_LEAST.get(num_rows)
+    targets = [] if at_least is None else [Target(against=PACKED, at_least=at_least)]
+    return Figure(
+        name=f"products of a step, {num_rows} rows", unit="ms", better="lower",
+        samples=samples, targets=targets, notes=notes,
+    )  # fmt: skip
+
+
+def largest_error(layer: Any) -> float:
+    """Of a layer on panels, against float64, of its largest output."""
+    x = torch.randn(ERROR_ROWS, layer.in_features)
+    (part,) = layer.parts
+    weight = torch.from_numpy(part.rows(torch.arange(part.num_outputs).numpy())).double()
+    want = x.double() @ weight.T
+    return float((layer(x) - want).abs().max() / want.abs().max())
+
+
+def exactness(made: dict[str, list[Any]]) -> Figure:
+    """The largest error of any layer, by form; the first layer of each shape stands for its like."""
+    samples = {}
+    for name, layers in made.items():
+        if isinstance(layers[0], PublishedLinear):
+            shapes = {(layer.out_features, layer.in_features): layer for layer in reversed(layers)}
+            samples[name] = [max(map(largest_error, shapes.values()))]
+    return Figure(
+        name="largest error", unit="of the largest output", better="lower",
+        samples=samples, targets=[Target(at_most=LARGEST_ERROR)],
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run all figures."""
+    options = parse_options(__doc__ or "")
+    files = resolve(options.model)
+    model = load_model(files, dtype=torch.float32)
+    with torch.inference_mode():
+        made = forms(model, load_panels(files))
+        figures = [exactness(made)]
+        figures += [speed(made, rows, options) for rows in (ROWS[:2] if options.is_smoke else ROWS)]
+    publish(Path(__file__).stem, figures, options)
+
+
+if __name__ == "__main__":
+    main()

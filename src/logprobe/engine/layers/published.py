@@ -1,0 +1,167 @@
+"""Linear layers on weights as they were published, each widened to float32 where it is used (CPU, float32).
+
+The products and sums are those of a float32 load up to the order of the sums; only fewer bytes are read. The
+same kernels serve one row and a whole prompt. Whatever is swapped here is proven by the probe at load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from logprobe.engine.layers.packed import GatedMLP, as_packed_norm, children, is_gated_mlp
+from logprobe.kernels.layers.forms import pack_floats
+from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.kernels.threads.parallel import Stage
+
+# transformers' activation class -> the kernel's name for it
+_ACTIVATIONS: Final = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "GELUActivation": "gelu",
+}
+_JOINED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # what `fuse_` made one of
+
+
+class PublishedLinear(nn.Module):
+    """`nn.Linear` on panels; several, where parts of its outputs are of different forms."""
+
+    def __init__(self, parts: Sequence[PanelWeights]) -> None:
+        super().__init__()
+        first, *others = parts
+        joined = first.joined(others) if others else first
+        self.parts = [*parts] if joined is None else [joined]
+        self.in_features = first.num_inputs
+        self.out_features = sum(part.num_outputs for part in parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) → (..., out_features)."""
+        return self._run(x)
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus `residual`, in one pass over the result."""
+        return self._run(x, residual.reshape(-1, self.out_features))
+
+    def stages(
+        self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> Iterator[Stage]:
+        """The product of rows, plus `residual`, into `out`, ready to run."""
+        widths = [part.num_outputs for part in self.parts]
+        summands = [None] * len(widths) if residual is None else torch.split(residual, widths, dim=1)
+        for part, target, summand in zip(self.parts, torch.split(out, widths, dim=1), summands, strict=True):
+            finish = PLAIN if summand is None else Finish(residual=summand)
+            yield panel_stage(x, part, target, finish)
+
+    def _run(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = rows.new_empty(len(rows), self.out_features)
+        for stage in self.stages(rows, out, residual):
+            stage.run()
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class PublishedGatedMLP(GatedMLP):
+    """`down(act(gate(x)) * up(x))` with one pass over the weights of gate and up."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__(mlp)
+        self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
+        self.act_fn = mlp.act_fn
+        self._activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
+        (self._gates,), (self._values,) = mlp.gate_proj.parts, mlp.up_proj.parts
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
+        if not type(self.gate_proj) is type(self.up_proj) is PublishedLinear:
+            halves: torch.Tensor = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+            return halves  # a lora adds to the halves before they meet
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), self._gates.num_outputs)
+        for stage in self.inner_stages(rows, out):
+            stage.run()
+        return out.view(*x.shape[:-1], -1)
+
+    def inner_stages(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[Stage]:
+        """`inner` of rows into `out`, ready to run."""
+        yield panel_stage(x, self._gates, out, Finish(values=self._values, activation=self._activation))
+
+
+class PublishedEmbedding(nn.Module):
+    """`nn.Embedding` that widens the rows it is asked for."""
+
+    def __init__(self, weights: PanelWeights) -> None:
+        super().__init__()
+        self.weights = weights
+        self.num_embeddings, self.embedding_dim = weights.num_outputs, weights.num_inputs
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(...) ids → (..., embedding_dim) float32."""
+        ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
+        rows = torch.from_numpy(self.weights.rows(ids))
+        return rows[torch.from_numpy(places)].view(*token_ids.shape, self.embedding_dim)
+
+
+def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
+    """Replace linear layers, embedding and gated MLPs of a model by their forms on panels.
+
+    Args:
+        model: float32, its layers fused by now.
+        kept: panels by the full name of a linear layer or the embedding, as the model's file had them; what
+            is not there is kept in the smallest form of float that holds it exactly.
+    """
+    packer = _Packer(kept)
+    for parent_name, parent in list(model.named_modules()):
+        for name, module in list(parent.named_children()):
+            full_name = f"{parent_name}.{name}" if parent_name else name
+            if type(module) is nn.Linear:
+                setattr(parent, name, PublishedLinear(packer.linear(full_name, module)))
+            elif type(module) is nn.Embedding:
+                setattr(parent, name, PublishedEmbedding(packer.one(full_name, module.weight)))
+    for parent, name, module in list(children(model)):
+        if is_gated_mlp(module, _ACTIVATIONS, PublishedLinear) and _is_of_one_form(module):
+            setattr(parent, name, PublishedGatedMLP(module))
+        elif (norm := as_packed_norm(module)) is not None:
+            setattr(parent, name, norm)
+
+
+class _Packer:
+    """Panels for the weights of a model, those that are tied packed once."""
+
+    def __init__(self, kept: Mapping[str, PanelWeights]) -> None:
+        self._kept = kept
+        self._packed: dict[int, PanelWeights] = {}  # by the address of the weight
+
+    def linear(self, name: str, linear: nn.Linear) -> list[PanelWeights]:
+        """The panels of a layer, by parts where it was joined of some that the file had."""
+        parent, _, last = name.rpartition(".")
+        names = [f"{parent}.{part}" for part in _JOINED.get(last, ())]
+        if names and all(part in self._kept for part in names):
+            parts = [self._kept[part] for part in names]
+            if linear.bias is None:
+                return parts
+            biases = torch.split(linear.bias, [part.num_outputs for part in parts])
+            return [part.with_bias(bias) for part, bias in zip(parts, biases, strict=True)]
+        panels = self.one(name, linear.weight)
+        return [panels if linear.bias is None else panels.with_bias(linear.bias.detach())]
+
+    def one(self, name: str, weight: torch.Tensor) -> PanelWeights:
+        """The panels of one weight."""
+        address = weight.data_ptr()
+        if address not in self._packed:
+            kept = self._kept.get(name)
+            self._packed[address] = pack_floats(weight) if kept is None else kept
+        return self._packed[address]
+
+
+def _is_of_one_form(mlp: Any) -> bool:
+    parts = [*mlp.gate_proj.parts, *mlp.up_proj.parts]
+    return len(parts) == 2 and parts[0].form is parts[1].form and parts[0].num_outputs == parts[1].num_outputs
