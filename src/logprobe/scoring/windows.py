@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
 
-TOKENS_A_CALL = 1 << 14
+TOKENS_A_CALL = 1 << 12  # small, so that the first numbers of a long text are there soon
 
 
 @dataclass(frozen=True, slots=True)
