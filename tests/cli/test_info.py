@@ -20,7 +20,8 @@ def test_info_names_versions_devices_and_the_cache(
     monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path))
     found = json.loads(cli("info", "--json").out)
     assert found["logprobe"] == logprobe.__version__
-    assert found["torch"] == torch.__version__
+    # A build from the package index names itself more exactly than its package does.
+    assert torch.__version__.startswith(found["torch"])
     assert found["threads"] == torch.get_num_threads()
     assert found["devices"][0] == "cpu"
     assert found["cache"] == str(tmp_path)
