@@ -276,3 +276,19 @@ def test_a_signal_lets_running_requests_end_and_then_the_server(tiny_model_folde
             rest = list(lines)
         assert "data: [DONE]" in rest
         assert process.wait(timeout=60) == 0
+
+
+def test_a_model_goes_by_each_of_its_names_and_by_default(new_server: Any) -> None:
+    with new_server(served_model_name=("first", "second")) as server:
+        for name in ("first", "second", "default", None):
+            reply = server.post("/v1/completions", prompt="a", max_tokens=1, model=name)
+            assert reply.status_code == 200, name
+            assert reply.json()["model"] == "first"
+        assert server.post("/v1/completions", prompt="a", model="third").status_code == 404
+
+
+def test_python_m_logprobe_is_the_command_line() -> None:
+    command = [sys.executable, "-m", "logprobe", "serve", "a", "--model", "b"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "give one of them" in ended.stderr

@@ -9,6 +9,7 @@ import typer
 
 from logprobe.cli.options import DEFAULT_MODEL, flags_for, quiet_transformers, takes_settings
 from logprobe.config import EngineConfig
+from logprobe.errors import require
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
 
@@ -19,9 +20,11 @@ _Model = Annotated[
     ),
 ]
 
+_ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument.")]
+
 
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
-def serve(model: _Model = DEFAULT_MODEL, **given: Any) -> None:
+def serve(model: _Model = DEFAULT_MODEL, model_option: _ModelOption = None, **given: Any) -> None:
     """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
 
     Every flag is read from the environment, too. SIGTERM lets requests in progress end.
@@ -29,8 +32,12 @@ def serve(model: _Model = DEFAULT_MODEL, **given: Any) -> None:
     names = {field.name for field in fields(ServerSettings)}
     own = {name: _frozen(value) for name, value in given.items() if name in names}
     engine = {name: _frozen(value) for name, value in given.items() if name not in names}
+    is_one = model_option is None or model in {DEFAULT_MODEL, model_option}
     with flags_for():
-        settings = ServerSettings(**{"model_name": model} | _told(own))
+        require(is_one, "model", f"is {model_option!r}, but the argument is {model!r}; give one of them")
+        model = model_option or model
+        default_name = {} if own.get("served_model_name") else {"model_name": model}
+        settings = ServerSettings(**default_name | _told(own))
         config = EngineConfig(model=model, **engine)
     resolve(model)  # a name that does not exist is told before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)

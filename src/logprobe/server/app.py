@@ -29,7 +29,7 @@ from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
 from logprobe.server.routes.responses import create_response, delete_response, get_response
 from logprobe.server.routes.score import score
-from logprobe.server.service import Service
+from logprobe.server.service import DEFAULT_NAME, Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -146,7 +146,7 @@ def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:
         ModelError: a folder cannot be read, or does not fit the model.
         ParameterError: a name is the model's own, or given twice.
     """
-    own = {settings.model_name, model.engine.capabilities().model}
+    own = {settings.model_name, *settings.served_model_name, DEFAULT_NAME, model.engine.capabilities().model}
     for given in settings.lora:
         name, _, path = given.partition("=")
         require(name not in own, "lora", f"{name!r} is the model's own name; choose another")

@@ -91,6 +91,9 @@ def most_bytes_a_token(text: TextEdge) -> int:
 logger = logging.getLogger("logprobe.server")
 
 
+DEFAULT_NAME = "default"  # means the model that is served, whatever its name
+
+
 class Adaptable(Protocol):
     """A body that may choose an adapter."""
 
@@ -113,7 +116,9 @@ class Service:
         self._token_bytes = most_bytes_a_token(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size
-        self.model_name = settings.model_name or self.capabilities.model
+        names = [settings.model_name, *settings.served_model_name, self.capabilities.model]
+        self.model_name = next(name for name in names if name)
+        self._own_names = {self.model_name, *filter(None, names), DEFAULT_NAME}
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
@@ -145,7 +150,7 @@ class Service:
             ApiError: 404.
         """
         served = [self.model_name, *self.engine.list_loras()]
-        if name is not None and name not in {*served, self.capabilities.model}:
+        if name is not None and name not in {*served, *self._own_names}:
             message = f"model {name!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -156,7 +161,7 @@ class Service:
             ApiError: 404 for a model that is not served, 400 where `model` and `lora` name two adapters.
         """
         self.check_model(body.model)
-        if body.model is None or body.model in {self.model_name, self.capabilities.model}:
+        if body.model is None or body.model in self._own_names:
             return
         if body.lora not in {None, body.model}:
             raise bad_request("lora", f"is {body.lora!r}, but model names the adapter {body.model!r}")

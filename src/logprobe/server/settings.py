@@ -20,6 +20,8 @@ class ServerSettings:
         api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
             to all.
         model_name: the name clients use; `None` takes the model's own.
+        served_model_name: further names that mean the same model; the first is the one that replies give
+            where there is no model_name.
         lora: LoRA adapters to load before the first request, each as NAME=PATH of a local folder; a
             request names one as `lora`, or as `model`.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
@@ -52,6 +54,7 @@ class ServerSettings:
     port: int = 8000
     api_key: tuple[str, ...] = ()
     model_name: str | None = None
+    served_model_name: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
