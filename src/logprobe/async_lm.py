@@ -96,20 +96,35 @@ class AsyncLM(NextTokenLM):
         require(isinstance(model, str | os.PathLike), "model", f"must be a name or a path, got {model!r:.60}")
         return cls(model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, **settings)
 
-    def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
-        """Load a LoRA adapter from a local folder; `set_lora` or `lora=` then use it.
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder; `set_lora` or `lora=` then use them.
+
+        A name that is loaded again stands for the new weights; answers already asked keep theirs.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the name is, or was, another adapter's.
         """
         self._loaded.engine.add_lora(name, path)
 
+    def add_new_lora(
+        self,
+        path: str | Path | None = None,
+        name: str = "lora_1",
+        *,
+        lora_path: str | Path | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """`add_lora` in genlm-backend's words: `add_new_lora(lora_path, lora_name="lora_1")`."""
+        given = lora_path if path is None else path
+        if given is None:
+            raise ParameterError("path", "is missing; name the folder with the LoRA weights")
+        self.add_lora(lora_name or name, given)
+
     def remove_lora(self, name: str) -> None:
-        """Refuse new asks for an adapter; those in flight end as they would have, its name is not used again.
+        """Refuse new asks for LoRA weights; those in flight end as they would have.
 
         Raises:
-            ParameterError: no such adapter.
+            ParameterError: no such weights.
         """
         self._loaded.engine.remove_lora(name)
 

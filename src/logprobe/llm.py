@@ -212,24 +212,29 @@ class LLM:
         return self.client.stream(prompt, params)
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter from a local folder; `SamplingParams(lora=name)` then runs on it.
+        """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.
+
+        A name that is loaded again stands for the new weights; what was asked before keeps its own.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the name is, or was, another adapter's.
         """
         self.engine.add_lora(name, path)
 
+    def add_new_lora(self, path: str | Path, name: str = "lora_1") -> None:
+        """`add_lora` in genlm-backend's order of words."""
+        self.add_lora(name, path)
+
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for an adapter; its name is not used again.
+        """Refuse new requests for LoRA weights; what runs on them ends as it would have.
 
         Raises:
-            ParameterError: no such adapter.
+            ParameterError: no such weights.
         """
         self.engine.remove_lora(name)
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded adapters: name → path."""
+        """The loaded LoRA weights: name → path."""
         return self.engine.list_loras()
 
     def score(
@@ -294,6 +299,10 @@ class LLM:
         """Let the model go; a second call does nothing."""
         self.engine.close()
         self._bridge.close()
+
+    def cleanup(self) -> None:
+        """`close`, by the name that `AsyncLM` has for it."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self

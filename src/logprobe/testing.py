@@ -93,10 +93,8 @@ class FakeForward:
 class _NoLoras:
     """A model without LoRA weights."""
 
-    hidden: frozenset[str] = frozenset()
-
-    def check(self, name: str | None) -> None:
-        require(name is None, "lora", f"no adapter {name!r} is loaded; a fake model has none")
+    def get(self, name: str | None) -> None:
+        require(name is None, "lora", f"no LoRA weights {name!r} are loaded; a fake model has none")
 
     def paths(self) -> dict[str, str]:
         return {}
@@ -104,11 +102,8 @@ class _NoLoras:
     def add(self, name: str, path: str) -> None:
         require(False, "name", f"{name!r} from {path}: a fake model takes no LoRA weights")
 
-    def hide(self, name: str) -> None:
-        self.check(name)
-
-    def drop(self, name: str) -> None:
-        self.check(name)
+    def remove(self, name: str) -> None:
+        self.get(name)
 
 
 def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedModel:

@@ -12,7 +12,7 @@ import pytest
 
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import lora as module
-from logprobe.models.lora import load_adapter
+from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,13 +56,13 @@ def test_a_pattern_that_never_ends_is_refused(
     spoil(folder, **changes)
     start = time.monotonic()
     with pytest.raises(UnsupportedModelError, match="patterns take longer"):
-        load_adapter("x", folder, model)
+        load_lora("x", folder, model)
     assert time.monotonic() - start < 10
 
 
 def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model: Any) -> None:
     spoil(folder, target_modules=r"model\.layers\.\d+\.(self_attn|mlp)\.(?!nothing).*_proj")
-    assert load_adapter("x", folder, model).parts
+    assert load_lora("x", folder, model).parts
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model: Any) -> 
 def test_a_broken_header_is_refused(folder: Path, data: bytes, model: Any) -> None:
     (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(UnsupportedModelError):
-        load_adapter("x", folder, model)
+        load_lora("x", folder, model)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_a_broken_configuration_is_refused_or_unread(
 ) -> None:
     spoil(folder, **changes)
     with contextlib.suppress(UnsupportedModelError):
-        load_adapter("x", folder, model)
+        load_lora("x", folder, model)

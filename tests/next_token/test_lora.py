@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
+import subprocess
+import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -183,6 +187,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     (name, folder), ids, gate = next(iter(adapter_folders.items())), random_ids(5, 9), threading.Event()
     with new_lm() as lm:
         lm.add_new_lora(folder, name)
+        weights = weakref.ref(lm._engine._engine.forward.loras.get(name))
         forward = lm._engine._engine.forward
         run = forward.run
         monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
@@ -195,14 +200,90 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
             return await task
 
         np.testing.assert_allclose(asyncio.run(ask()), lora_rows[name](ids), atol=TOLERANCE, rtol=0)
-        with pytest.raises(ParameterError, match="no adapter"):
+        with pytest.raises(ParameterError, match="no LoRA weights"):
             lm.next_token_logprobs_sync(ids, lora=name)
-        with pytest.raises(ParameterError, match="new name"):
-            lm.add_new_lora(folder, name)
         lm.next_token_logprobs_sync(ids)
-        assert all(
-            name not in module.parts for module in lm.underlying_model.modules() if hasattr(module, "parts")
-        )
+        gc.collect()
+        assert weights() is None, "removed weights are still held"
+        lm.add_new_lora(folder, name)
+        row = lm.next_token_logprobs_sync(ids, lora=name)
+        np.testing.assert_allclose(row, lora_rows[name](ids), atol=TOLERANCE, rtol=0)
+
+
+def test_a_name_loaded_again_answers_anew_and_leaves_what_was_asked(
+    new_lm: Any,
+    adapter_folders: dict[str, Path],
+    lora_rows: dict[str, Any],
+    random_ids: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first, folder), (second, other) = adapter_folders.items()
+    ids, gate = random_ids(7, 9), threading.Event()
+    with new_lm() as lm:
+        lm.add_lora("legal", folder)
+        kept = lm.next_token_logprobs_sync(ids[:-1], lora="legal")
+        forward = lm._engine._engine.forward
+        run = forward.run
+        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
+
+        async def ask() -> list[Any]:
+            before = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
+            await asyncio.sleep(0.1)
+            lm.add_lora("legal", other)
+            after = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
+            again = asyncio.create_task(lm.next_token_logprobs(ids[:-1], lora="legal"))
+            await asyncio.sleep(0.1)
+            gate.set()
+            return await asyncio.gather(before, after, again)
+
+        before, after, again = asyncio.run(ask())
+        assert lm.list_loras() == {"legal": str(other)}
+    np.testing.assert_allclose(before, lora_rows[first](ids), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(after, lora_rows[second](ids), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(kept, lora_rows[first](ids[:-1]), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(again, lora_rows[second](ids[:-1]), atol=TOLERANCE, rtol=0)
+    assert np.abs(before - after).max() > 0.05
+
+
+def test_weights_are_known_by_where_they_lie_and_by_their_hugging_face_id(
+    fresh: AsyncLM, adapter_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, folder = next(iter(adapter_folders.items()))
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    for path in (link, folder / ".." / folder.name):
+        fresh.set_lora(path, name)
+        fresh.set_lora(lora_path=str(path), lora_name=name)
+    repository = tmp_path / "models--me--legal"
+    shutil.copytree(folder, repository / "snapshots" / "abc")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    fresh.add_new_lora(lora_path="me/legal", lora_name="far")
+    fresh.set_lora("me/legal", "far")
+    fresh.remove_lora("far")
+    with pytest.raises(ModelNotFoundError, match="Hugging Face id"):
+        fresh.add_new_lora("me/absent", "far")
+
+
+def test_the_engines_thread_has_ended_before_the_interpreter_takes_itself_apart(
+    tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    program = f"""
+import atexit, threading
+atexit.register(lambda: print(sorted(t.name for t in threading.enumerate() if t.name == "logprobe-engine")))
+from logprobe import AsyncLM
+lm = AsyncLM.from_name({str(tiny_model_folder)!r}, kv_bytes=1 << 20)
+lm.add_new_lora({str(next(iter(adapter_folders.values())))!r}, "legal")
+lm.next_token_logprobs_sync([5, 6], lora="legal")
+lm.remove_lora("legal")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "[]"
 
 
 def test_llm_generates_and_scores_each_request_on_its_own_adapter(

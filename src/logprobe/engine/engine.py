@@ -21,7 +21,7 @@ from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Recorder
 from logprobe.engine.request import check_request
-from logprobe.errors import ForwardError, LogprobeError, ParameterError
+from logprobe.errors import ForwardError, LogprobeError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
@@ -32,7 +32,6 @@ from logprobe.transport.messages import (
     Abort,
     AddLora,
     Admitted,
-    Failure,
     Finish,
     ForgetPrefixes,
     Pause,
@@ -117,8 +116,8 @@ class Engine:
             ParameterError: it can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
-        self.forward.loras.check(request.lora)
-        return Admitted(request, self.processing.admit(request.params))
+        lora = self.forward.loras.get(request.lora)
+        return Admitted(request, self.processing.admit(request.params), lora)
 
     def handle(self, command: Command) -> list[News]:
         """Do what a message asks; what it ends is told at once.
@@ -139,7 +138,7 @@ class Engine:
             case AddLora(name, path):
                 self.forward.loras.add(name, path)
             case RemoveLora(name):
-                self.forward.loras.hide(name)
+                self.forward.loras.remove(name)
             case ForgetPrefixes():
                 self.scheduler.tree.clear()
         return []
@@ -169,6 +168,16 @@ class Engine:
         """The loaded LoRA weights: name → path; from any thread."""
         return self.forward.loras.paths()
 
+    def lora_number(self, name: str) -> int:
+        """Which load of a name answers now; from any thread.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        lora = self.forward.loras.get(name)
+        assert lora is not None, "a name stands for weights, or raises"
+        return lora.number
+
     def check_integrity(self) -> None:
         """Assert that every slot has exactly one owner."""
         self.scheduler.check_integrity()
@@ -191,12 +200,8 @@ class Engine:
 
     def _add(self, admitted: Admitted) -> list[News]:
         request, number = admitted.request, next(self._counter)
-        try:
-            self.forward.loras.check(request.lora)  # they may have gone since
-        except ParameterError as error:
-            return [Failure(request.request_id, error)]
         samples = [
-            Sample(request, index, self.max_len, self._generator(request, number, index))
+            Sample(request, index, self.max_len, self._generator(request, number, index), admitted.lora)
             for index in range(request.params.num_samples)
         ]
         for sample in samples:
@@ -211,7 +216,6 @@ class Engine:
         for sample in samples:
             sample.finish(Finish("abort"))
             self.scheduler.remove(sample)
-        self._drop_loras()
         return [*self.recorder.end(samples)]
 
     def _samples_of(self, request_id: str) -> list[Sample]:
@@ -252,13 +256,6 @@ class Engine:
         for sample in samples:
             if sample.is_finished:
                 self.scheduler.release(sample)
-        self._drop_loras()
-
-    def _drop_loras(self) -> None:
-        if self.forward.loras.hidden:
-            running = {sample.request.lora for sample in self.scheduler.samples()}
-            for name in self.forward.loras.hidden - running:
-                self.forward.loras.drop(name)
 
     def _fail(self, plan: StepPlan, error: BaseException) -> list[Delta]:
         failed = self.scheduler.roll_back(plan)
@@ -268,7 +265,6 @@ class Engine:
             )
             reason.__cause__ = error if reason is not error else error.__cause__
             sample.fail(reason)
-        self._drop_loras()
         return self.recorder.end(failed)
 
     def _generator(self, request: Request, number: int, index: int) -> np.random.Generator:

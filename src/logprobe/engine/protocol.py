@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import RequestOutput
     from logprobe.models import Vocabulary
+    from logprobe.models.lora import LoraWeights
     from logprobe.processors.stages import ProcessorCounter
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Admitted, Request
@@ -72,6 +73,9 @@ class RowEngine(Protocol):
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
 
+    def lora_number(self, name: str) -> int:
+        """Which load of a name answers now; `ParameterError` where there are no such weights."""
+
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended."""
 
@@ -125,7 +129,7 @@ class StepBatch:
     slots: IntArray  # (num_tokens,) int32, each once
     starts: IntArray  # (num_spans + 1,) int32: span s holds tokens [starts[s], starts[s + 1])
     context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; the last are the span's own
-    loras: Sequence[str | None]  # num_spans: the weights that each runs on
+    loras: Sequence[LoraWeights | None]  # num_spans: the weights that each runs on
     draw_slots: IntArray  # (num_draws,) int32: the tokens after which one is drawn
 
     def span(self, index: int) -> slice:
@@ -134,26 +138,19 @@ class StepBatch:
 
 
 class LoraStore(Protocol):
-    """The LoRA weights of one model, known by name; all but `drop` may be called on any thread."""
+    """The LoRA weights of one model, known by name; all may be called on any thread."""
 
-    @property
-    def hidden(self) -> frozenset[str]:
-        """Those that are refused to new requests and not dropped yet."""
-
-    def check(self, name: str | None) -> None:
-        """Raise `ParameterError` where a request names weights that are not there."""
+    def get(self, name: str | None) -> LoraWeights | None:
+        """What a name stands for now; `ParameterError` where there are no such weights, None for None."""
 
     def paths(self) -> dict[str, str]:
         """Name → path of all that requests may use."""
 
     def add(self, name: str, path: str) -> None:
-        """Load weights and make them known."""
+        """Load weights and make them known; a name loaded again stands for the new ones from then on."""
 
-    def hide(self, name: str) -> None:
-        """Refuse them to new requests; `drop` follows once none runs."""
-
-    def drop(self, name: str) -> None:
-        """Let hidden weights go."""
+    def remove(self, name: str) -> None:
+        """Refuse them to new requests."""
 
 
 class ForwardBackend(Protocol):

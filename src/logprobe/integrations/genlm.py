@@ -107,7 +107,7 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
         """Load an adapter from a local folder."""
-        self.lm.add_new_lora(lora_path, lora_name)
+        self.lm.add_lora(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
         """Refuse new asks for an adapter."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter's folder → its matrices by the module that each belongs to (Hu et al. 2021).
+"""A folder of LoRA weights → their matrices by the module that each belongs to (Hu et al. 2021).
 
 peft reads the configuration, matches names, patterns and shapes against an empty copy of the model, and loads
 the weights; the engine takes the matrices from here.
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."  # that peft writes before the names of modules
-FILES = ("adapter_config.json", "adapter_model.safetensors")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 PATTERN_LIMIT_S = 10
 # A pattern that is none is peft's to tell.
 TRY_PATTERNS = """
@@ -48,33 +49,47 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What an adapter adds to one linear layer: `x @ down @ up`, the scale already in `up`."""
+    """What LoRA weights add to one linear layer: `x @ down @ up`, the scale already in `up`."""
 
     down: torch.Tensor  # (in_features, rank)
     up: torch.Tensor  # (rank, out_features)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
-    """An adapter as the forward pass wants it."""
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LoraWeights:
+    """LoRA weights in the forward pass; they last as long as a request or the engine holds them."""
 
     name: str
-    path: str
+    path: str  # resolved
+    number: int  # of the load: a name that is loaded again has another, for the caches to tell
     parts: dict[str, LowRank]  # by the full name of the linear layer
 
 
-def load_adapter(name: str, path: str | Path, model: PreTrainedModel) -> Adapter:
-    """Load a LoRA adapter made for `model`; its weights are safetensors, and no code of the folder is run.
+def resolved_folder(path: str | Path) -> Path:
+    """Where weights lie: a local folder, or what the Hugging Face cache holds of an id; links resolved."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() and looks_like_hub_id(str(path)):
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(str(path), CONFIG)
+        if isinstance(config, str):
+            folder = Path(config).parent
+    return folder.resolve()
+
+
+def load_lora(name: str, path: str | Path, model: PreTrainedModel, number: int = 0) -> LoraWeights:
+    """Load LoRA weights made for `model`, as safetensors; no code of the folder is run.
 
     Raises:
         ModelNotFoundError: no such folder, or a file is missing.
-        UnsupportedModelError: peft is not installed, or the adapter is no plain LoRA or does not fit.
+        UnsupportedModelError: peft is not installed, or they are no plain LoRA or do not fit.
     """
-    folder = Path(path)
-    for file in FILES:
+    folder = resolved_folder(path)
+    for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise ModelNotFoundError(
-                f"adapter {name!r}: there is no {folder / file}; give a folder with both"
+                f"lora {name!r}: there is no {folder / file}; give a folder with {CONFIG} and {WEIGHTS}, or "
+                "a Hugging Face id whose files are in the cache"
             )
     skeleton, weights = _loaded_skeleton(name, folder, model)
     parts = {
@@ -86,16 +101,16 @@ def load_adapter(name: str, path: str | Path, model: PreTrainedModel) -> Adapter
         f"{PREFIX}{module_name}.{half}.weight" for module_name in parts for half in ("lora_A", "lora_B")
     }
     for key in weights.keys() - placed:
-        raise UnsupportedModelError(f"adapter {name!r} does not fit the model: it has no place for {key}")
-    return Adapter(name, str(path), parts)
+        raise UnsupportedModelError(f"lora {name!r} does not fit the model: it has no place for {key}")
+    return LoraWeights(name, str(folder), number, parts)
 
 
 def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model without weights of its own, into which peft has put the adapter, and the adapter's weights."""
+    """A model without weights of its own, into which peft has put the LoRA layers, and their weights."""
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
     except ImportError as error:
-        raise UnsupportedModelError("adapters need peft; pip install 'logprobe[peft]'") from error
+        raise UnsupportedModelError("LoRA weights need peft; pip install 'logprobe[peft]'") from error
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -105,11 +120,11 @@ def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[A
         skeleton = auto.from_config(config, attn_implementation="eager")
     _check_kind(name, folder)
     try:
-        adapter = PeftConfig.from_pretrained(str(folder))
-        _check_config(name, adapter, LoraConfig)
-        _check_patterns(name, adapter, [module_name for module_name, _ in skeleton.named_modules()])
+        settings = PeftConfig.from_pretrained(str(folder))
+        _check_config(name, settings, LoraConfig)
+        _check_patterns(name, settings, [module_name for module_name, _ in skeleton.named_modules()])
         wrapped = PeftModel.from_pretrained(
-            skeleton, str(folder), config=adapter, low_cpu_mem_usage=True, torch_device="cpu"
+            skeleton, str(folder), config=settings, low_cpu_mem_usage=True, torch_device="cpu"
         )
         return wrapped.get_base_model(), load_peft_weights(str(folder), device="cpu")
     except UnsupportedModelError:
@@ -125,26 +140,26 @@ def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[A
         SafetensorError,
     ) as error:
         reason = " ".join(str(error).split())
-        raise UnsupportedModelError(f"adapter {name!r} does not fit the model: {reason:.300}") from error
+        raise UnsupportedModelError(f"lora {name!r} does not fit the model: {reason:.300}") from error
 
 
 def _check_kind(name: str, folder: Path) -> None:
     """Refuse another method before peft reads a configuration that it would only warn of."""
     try:
-        kind = json.loads((folder / "adapter_config.json").read_bytes()).get("peft_type")
+        kind = json.loads((folder / CONFIG).read_bytes()).get("peft_type")
     except (ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"adapter {name!r}: adapter_config.json is no JSON object") from error
+        raise UnsupportedModelError(f"lora {name!r}: {CONFIG} is no JSON object") from error
     if kind != "LORA":
-        raise UnsupportedModelError(f"adapter {name!r} is {kind}; only LoRA is known")
+        raise UnsupportedModelError(f"lora {name!r} is {kind}; only LoRA is known")
 
 
 def _check_config(name: str, config: Any, lora: type) -> None:
     if not isinstance(config, lora):
-        raise UnsupportedModelError(f"adapter {name!r} is {config.peft_type}; only LoRA is known")
+        raise UnsupportedModelError(f"lora {name!r} is {config.peft_type}; only LoRA is known")
     for option, neutral in NEUTRAL.items():
         if getattr(config, option, neutral[0]) not in neutral:
             raise UnsupportedModelError(
-                f"adapter {name!r} uses {option}, which is more than a product of two matrices; merge it "
+                f"lora {name!r} uses {option}, which is more than a product of two matrices; merge it "
                 "into the model instead"
             )
 
@@ -170,7 +185,7 @@ def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise UnsupportedModelError(
-            f"adapter {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; name the modules"
+            f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; name the modules"
         ) from error
 
 
@@ -179,13 +194,13 @@ def _part(name: str, module_name: str, module: Any, model: Any, weights: dict[st
     is_linear = type(module.get_base_layer()) is torch.nn.Linear
     if not is_linear or (head is not None and model.get_submodule(module_name) is head):
         raise UnsupportedModelError(
-            f"adapter {name!r} changes {module_name}; only linear layers before the head can be adapted"
+            f"lora {name!r} changes {module_name}; only linear layers before the head can be changed"
         )
     [key] = module.lora_A
     prefix = f"{PREFIX}{module_name}"
     down, up = weights.get(f"{prefix}.lora_A.weight"), weights.get(f"{prefix}.lora_B.weight")
     if down is None or up is None:
-        raise UnsupportedModelError(f"adapter {name!r} has no weights for {module_name}")
+        raise UnsupportedModelError(f"lora {name!r} has no weights for {module_name}")
     like = {"dtype": model.dtype, "device": model.device}
     with torch.no_grad():
         return LowRank(down.T.to(**like).contiguous(), (up.T * module.scaling[key]).to(**like).contiguous())

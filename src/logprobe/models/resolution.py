@@ -43,7 +43,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
         return ModelFiles(name, checked_folder(path))
     if path.is_file():
         return ModelFiles(name, _gguf_folder(path))
-    if _looks_like_hub_id(name):
+    if looks_like_hub_id(name):
         from logprobe.models.fetch import snapshot
 
         return ModelFiles(name, checked_folder(snapshot(name, download=download)))
@@ -137,7 +137,8 @@ def _remove_tree(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _looks_like_hub_id(name: str) -> bool:
+def looks_like_hub_id(name: str) -> bool:
+    """Whether a name has the form owner/name."""
     owner, slash, repository = name.partition("/")
     return bool(slash and owner and repository) and "/" not in repository and not name.startswith((".", "~"))
 

@@ -91,7 +91,7 @@ class Computation:
     @property
     def key(self) -> RowKey:
         """What it computes."""
-        return key_of(self.admitted.request)
+        return key_of(self.admitted)
 
 
 @final
@@ -158,7 +158,7 @@ class Desk:
         return sum(waiting) >= self._batch_size
 
     def _accept(self, ask: Ask) -> None:
-        key = key_of(ask.admitted.request)
+        key = key_of(ask.admitted)
         row = self._cache.get(key) if ask.uses_cache else None  # it may have come since the caller looked
         if row is not None:
             _give(ask.waiter, row)

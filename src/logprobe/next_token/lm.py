@@ -19,6 +19,7 @@ import numpy as np
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.client import Requests
 from logprobe.errors import EngineClosedError, require
+from logprobe.models.lora import resolved_folder
 from logprobe.next_token.desk import Desk, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import (
     KnownPrefix,
@@ -59,7 +60,7 @@ class NextTokenLM:
     """A model asked for next-token distributions; rows are (V,) float32 log-probabilities in nats, read-only.
 
     Asks may come from any number of event loops and threads. `token_ids` may be empty where the model has a
-    BOS, which then stands alone. `lora` names an adapter; without it the one of `set_lora` is used.
+    BOS, which then stands alone. `lora` names LoRA weights; without it those of `set_lora` are used.
 
     Args:
         loaded: the engine, with its words.
@@ -107,7 +108,7 @@ class NextTokenLM:
 
         Raises:
             ParameterError: ids outside the vocabulary, more than the context holds, none without a BOS, or an
-                unknown adapter.
+                unknown name of LoRA weights.
             EngineError: the engine failed, was closed, or gave the ask up.
         """
         [row] = await self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache)
@@ -193,7 +194,7 @@ class NextTokenLM:
         return KnownPrefix(ids, chosen, row)
 
     async def extend(self, known: KnownPrefix, token_id: int) -> KnownPrefix:
-        """A prefix one token longer, under the same adapter; it costs one token while that is cached."""
+        """A prefix one token longer, under the same LoRA weights; it costs one token while that is cached."""
         ids = as_token_ids([*known.token_ids, token_id], "token_id")
         [row] = await self._rows([ids], known.lora)
         return KnownPrefix(ids, known.lora, row)
@@ -273,24 +274,34 @@ class NextTokenLM:
             )
         return await asyncio.gather(*samples)
 
-    def set_lora(self, path: str | Path | None = None, name: str = "lora_1") -> None:
-        """Answer asks that name no adapter by this one; those already asked keep theirs.
+    def set_lora(
+        self,
+        path: str | Path | None = None,
+        name: str = "lora_1",
+        *,
+        lora_path: str | Path | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """Answer asks that name no LoRA weights by these; those already asked keep theirs.
+
+        `lora_path` and `lora_name` are genlm-backend's names for the two.
 
         Raises:
-            ParameterError: no adapter of that name is loaded, or it came from another path.
+            ParameterError: no weights of that name are loaded, or they came from another path.
         """
-        self._check_lora(name)
+        path, name = lora_path if path is None else path, lora_name or name
+        self._engine.lora_number(name)
         loaded_from = self._engine.list_loras()[name]
-        is_same = path is None or loaded_from == str(path)
-        require(is_same, "path", f"adapter {name!r} came from {loaded_from}, not from {path}")
+        is_same = path is None or loaded_from in {str(path), str(resolved_folder(path))}
+        require(is_same, "path", f"lora {name!r} came from {loaded_from}, not from {path}")
         self._lora = name
 
     def clear_lora(self) -> None:
-        """Answer asks that name no adapter by the base model."""
+        """Answer asks that name no LoRA weights by the base model."""
         self._lora = None
 
     def list_loras(self) -> dict[str, str]:
-        """The loaded adapters: name → path."""
+        """The loaded LoRA weights: name → path."""
         return self._engine.list_loras()
 
     def clear_cache(self) -> None:
@@ -307,6 +318,10 @@ class NextTokenLM:
         if self._finalizer.detach() is not None:
             self._cache.clear()
             shut_down(*self._parts)
+
+    def close(self) -> None:
+        """`cleanup`, by the name that `LLM` has for it."""
+        self.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -354,7 +369,8 @@ class NextTokenLM:
     ) -> list[Row]:
         self._check_open()
         prompts = [self._as_prompt(ids) for ids in prefixes]
-        rows = [self._cache.get((lora, ids.tobytes())) if use_cache else None for ids in prompts]
+        number = 0 if lora is None else self._engine.lora_number(lora)
+        rows = [self._cache.get((lora, number, ids.tobytes())) if use_cache else None for ids in prompts]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
         params = row_params(lora)
@@ -376,13 +392,8 @@ class NextTokenLM:
     def _chosen_lora(self, lora: str | None) -> str | None:
         chosen = self._lora if lora is None else lora
         if chosen is not None:
-            self._check_lora(chosen)  # before a kept row could answer for weights that were removed
+            self._engine.lora_number(chosen)  # before a kept row could answer for weights that were removed
         return chosen
-
-    def _check_lora(self, name: str) -> None:
-        known = self._engine.list_loras()
-        listed = ", ".join(known) or "none"
-        require(name in known, "lora", f"no adapter {name!r} is loaded; known: {listed}")
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Request
+    from logprobe.transport.messages import Admitted
 
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
 
-RowKey: TypeAlias = tuple[str | None, bytes]
-"""All that changes a row of one model: the adapter and every token id."""
+RowKey: TypeAlias = tuple[str | None, int, bytes]
+"""All that changes a row of one model: the LoRA weights, the number of their load, and every token id."""
 
 
-def key_of(request: Request) -> RowKey:
+def key_of(admitted: Admitted) -> RowKey:
     """The key of the row that a request asks for."""
-    return request.lora, request.prompt_token_ids.tobytes()
+    request, number = admitted.request, 0 if admitted.lora is None else admitted.lora.number
+    return request.lora, number, request.prompt_token_ids.tobytes()
 
 
 @final
@@ -65,7 +66,7 @@ class RowCache:
 
     def put(self, key: RowKey, row: Row) -> None:
         """Keep a row of its own memory where the bound has room for it; the oldest go first."""
-        num_bytes = row.nbytes + len(key[1])
+        num_bytes = row.nbytes + len(key[-1])
         if num_bytes <= self.max_bytes:
             with self._lock:
                 self._kept[key] = (row, num_bytes)
@@ -78,7 +79,7 @@ class RowCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPrefix:
-    """A prefix, the adapter it was read under (None: the base model), and its next-token distribution."""
+    """A prefix, the LoRA weights it was read under (None: none), and its next-token distribution."""
 
     token_ids: IntArray  # (num_tokens,) int32
     lora: str | None

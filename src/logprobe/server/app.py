@@ -149,7 +149,8 @@ def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:
     own = {settings.model_name, *settings.served_model_name, DEFAULT_NAME, model.engine.capabilities().model}
     for given in settings.lora:
         name, _, path = given.partition("=")
-        require(name not in own, "lora", f"{name!r} is the model's own name; choose another")
+        require(name not in own, "lora", f"{name!r} is the model's own name, or given twice; choose another")
+        own.add(name)
         model.engine.add_lora(name, path)
 
 

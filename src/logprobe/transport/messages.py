@@ -5,7 +5,7 @@ A thread passes these objects by reference. Nothing in them is shared with the e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -35,11 +35,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.params.lora
 
 
+class NumberedLora(Protocol):
+    """LoRA weights; each load has a number of its own, also where a name is loaded again."""
+
+    @property
+    def number(self) -> int:
+        """Of the load."""
+
+
 class Admitted(msgspec.Struct, frozen=True, eq=False):
     """A request that an engine has said yes to, with what it found out by the way."""
 
     request: Request
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
+    lora: NumberedLora | None = None  # what the name stood for then; held, so that it lasts as long
 
 
 class Submit(msgspec.Struct, frozen=True, eq=False):

@@ -7,6 +7,7 @@ folds it, so that nothing grows under two threads.
 
 from __future__ import annotations
 
+import atexit
 import math
 import threading
 import time
@@ -66,6 +67,8 @@ class ThreadEngine:
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
+        # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
+        atexit.register(self.close)
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -167,16 +170,15 @@ class ThreadEngine:
         self._send(ForgetPrefixes())
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.
+        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the name is, or was, taken.
         """
         self._engine.handle(AddLora(name, str(path)))  # here, so that no step waits for the disk
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; they go once none runs on them, their name is not used again.
+        """Refuse new requests for LoRA weights; they go once none runs on them.
 
         Raises:
             ParameterError: no such weights.
@@ -186,6 +188,14 @@ class ThreadEngine:
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
         return self._engine.list_loras()
+
+    def lora_number(self, name: str) -> int:
+        """Which load of a name answers now.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        return self._engine.lora_number(name)
 
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
@@ -209,6 +219,7 @@ class ThreadEngine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _send(self, command: Command) -> None:
         with self._wake:

@@ -1,11 +1,12 @@
-"""Adapters in the forward pass: rows of one step, each under the adapter that its request names.
+"""LoRA weights in the forward pass: rows of one step, each under those that its request names.
 
-A linear layer that some adapter changes is wrapped once. Each step tells the wrappers which rows run under
-which adapter; rows without one, and steps without any, take the model's own path untouched.
+A linear layer that some weights change is wrapped once. Each step tells the wrappers which rows run under
+which weights; rows without any, and steps without any, take the model's own path untouched.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -15,49 +16,49 @@ from torch.nn import functional
 
 from logprobe.engine.layers.packed import added
 from logprobe.errors import require
-from logprobe.models.lora import load_adapter
+from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.engine.protocol import StepBatch
-    from logprobe.models.lora import Adapter, LowRank
+    from logprobe.models.lora import LoraWeights
 
-Groups: TypeAlias = "list[tuple[str, torch.Tensor]]"
-"""Adapter → its rows of the step's packed tokens, (num_rows,) int64."""
+Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
+"""Weights → their rows of the step's packed tokens, (num_rows,) int64."""
 
 
 class StepRows:
-    """Which rows of the present step run under which adapter; shared by all wrappers."""
+    """Which rows of the present step run under which weights; shared by all wrappers."""
 
     def __init__(self) -> None:
         self.groups: Groups = []
 
 
-class AdaptedLinear(nn.Module):
-    """A linear layer, plus each row's own low-rank product."""
+class LoraLinear(nn.Module):
+    """A linear layer, plus each row's own low-rank product; `name` is the layer's in the model."""
 
-    def __init__(self, linear: nn.Module, rows: StepRows) -> None:
+    def __init__(self, linear: nn.Module, name: str, rows: StepRows) -> None:
         super().__init__()
         self.linear = linear
-        self.parts: dict[str, LowRank] = {}
+        self._name = name
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) → (..., out_features)."""
         out: torch.Tensor = self.linear(x)
-        self.adapt_(out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]))
+        self.add_lora_(out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]))
         return out
 
-    def adapt_(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """Add what the adapters make of `x`, (num_tokens, in_features), to `out`, one row a token too."""
-        for adapter, rows in self._rows.groups:
-            part = self.parts.get(adapter)  # it may leave this layer alone
+    def add_lora_(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what the weights make of `x`, (num_tokens, in_features), to `out`, one row a token too."""
+        for lora, rows in self._rows.groups:
+            part = lora.parts.get(self._name)  # they may leave this layer alone
             if part is not None:
                 out.index_add_(0, rows, x.index_select(0, rows) @ part.down @ part.up)
 
     def activated(self, x: torch.Tensor, name: str, algorithm: str) -> torch.Tensor:
-        """`forward` and an activation, for a fused MLP around it; fused itself while no adapter runs."""
+        """`forward` and an activation, for a fused MLP around it; fused itself while no LoRA weights run."""
         linear: Any = self.linear
         if not self._rows.groups:
             out: torch.Tensor = linear.activated(x, name, algorithm)
@@ -85,89 +86,77 @@ class AdaptedLinear(nn.Module):
 
 @final
 class Loras:
-    """The loaded adapters of one model; loading may happen on any thread while steps run."""
+    """The LoRA weights of one model by name; loading may happen on any thread while steps run."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._rows = StepRows()
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        # Guarded by `_lock`. A name serves one adapter for good, since caches know adapters by name.
-        self._loaded: dict[str, Adapter] = {}
-        self._gone: set[str] = set()
-        self.hidden: frozenset[str] = frozenset()  # refused to new requests, not dropped yet
+        self._loaded: dict[str, LoraWeights] = {}  # guarded by `_lock`
 
     @property
     def are_running(self) -> bool:
-        """Whether any row of the present step runs under an adapter."""
+        """Whether any row of the present step runs under LoRA weights."""
         return bool(self._rows.groups)
 
     def paths(self) -> dict[str, str]:
-        """Name → path of every adapter that requests may use."""
+        """Name → path of all that requests may use."""
         with self._lock:
-            return {name: adapter.path for name, adapter in self._loaded.items()}
+            return {name: lora.path for name, lora in self._loaded.items()}
 
-    def check(self, name: str | None) -> None:
-        """Raise `ParameterError` where a request names an adapter that is not there."""
-        known = self.paths()
-        listed = ", ".join(known) or "none"
-        require(name is None or name in known, "lora", f"no adapter {name!r} is loaded; known: {listed}")
+    def get(self, name: str | None) -> LoraWeights | None:
+        """What a name stands for now; None for None.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        if name is None:
+            return None
+        with self._lock:
+            lora, listed = self._loaded.get(name), ", ".join(self._loaded) or "none"
+        require(lora is not None, "lora", f"no LoRA weights {name!r} are loaded; known: {listed}")
+        return lora
 
     def add(self, name: str, path: str | Path) -> None:
-        """Load an adapter and make it known.
+        """Load weights and make them known; those that had the name serve what was asked before.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the name is no text, or is or was another adapter's.
+            ParameterError: the name is no text.
         """
         require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
-        self._check_new(name)
-        adapter = load_adapter(name, path, self._model)
+        lora = load_lora(name, path, self._model, next(self._numbers))
         with self._lock:
-            require(name not in self._loaded, "name", f"adapter {name!r} is loaded already")
-            for module_name, part in adapter.parts.items():
-                self._wrapped(module_name).parts[name] = part
-            self._loaded[name] = adapter
+            for module_name in lora.parts:
+                self._wrap(module_name)
+            self._loaded[name] = lora
 
-    def hide(self, name: str) -> None:
-        """Refuse new requests for an adapter; `drop` follows once none runs.
+    def remove(self, name: str) -> None:
+        """Refuse weights to new requests; they go once none runs on them.
 
         Raises:
-            ParameterError: no such adapter.
+            ParameterError: no such weights.
         """
-        self.check(name)
+        self.get(name)
         with self._lock:
-            del self._loaded[name]
-            self._gone.add(name)
-            self.hidden |= {name}
-
-    def drop(self, name: str) -> None:
-        """Let a hidden adapter's weights go."""
-        for module in self._model.modules():
-            if isinstance(module, AdaptedLinear):
-                module.parts.pop(name, None)
-        with self._lock:
-            self.hidden -= {name}
+            self._loaded.pop(name, None)
 
     def select(self, batch: StepBatch) -> None:
         """Note which rows of the step about to run run under which weights."""
-        rows: dict[str, list[torch.Tensor]] = {}
+        rows: dict[int, list[torch.Tensor]] = {}
+        loras: dict[int, LoraWeights] = {}
         for index, lora in enumerate(batch.loras):
             if lora is not None:
                 span = batch.span(index)
-                rows.setdefault(lora, []).append(torch.arange(span.start, span.stop))
+                loras[lora.number] = lora
+                rows.setdefault(lora.number, []).append(torch.arange(span.start, span.stop))
         device = self._model.device
-        self._rows.groups = [(name, torch.cat(parts).to(device)) for name, parts in rows.items()]
+        self._rows.groups = [(loras[number], torch.cat(parts).to(device)) for number, parts in rows.items()]
 
-    def _check_new(self, name: str) -> None:
-        with self._lock:
-            require(name not in self._loaded, "name", f"adapter {name!r} is loaded already")
-            require(name not in self._gone, "name", f"{name!r} was another adapter's; choose a new name")
-
-    def _wrapped(self, module_name: str) -> AdaptedLinear:
+    def _wrap(self, module_name: str) -> None:
         parent_name, _, name = module_name.rpartition(".")
         parent: Any = self._model.get_submodule(parent_name)
         module = getattr(parent, name)
-        if not isinstance(module, AdaptedLinear):
-            module = AdaptedLinear(module, self._rows)
-            setattr(parent, name, module)
-        return module
+        if not isinstance(module, LoraLinear):
+            setattr(parent, name, LoraLinear(module, module_name, self._rows))

@@ -60,7 +60,7 @@ class FusedAttention(nn.Module):
     def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = list(self.qkv_proj(x).split(self.widths, dim=1))
         for name, part in zip(PROJECTIONS, parts, strict=True):
-            getattr(self, name).adapt_(part, x)
+            getattr(self, name).add_lora_(part, x)
         for place, norm in enumerate((self.q_norm, self.k_norm)):
             if norm is not None:
                 parts[place] = norm(parts[place].unflatten(1, (-1, self._key_dim))).flatten(1)

@@ -96,8 +96,8 @@ class Int8GatedMLP(GatedMLP):
         else:  # adapters add to the halves before they meet
             halves = self.gate_up_proj(rows)
             gates, values = halves.chunk(2, dim=1)
-            self.gate_proj.adapt_(gates, rows)
-            self.up_proj.adapt_(values, rows)
+            self.gate_proj.add_lora_(gates, rows)
+            self.up_proj.add_lora_(values, rows)
             inner = gate(halves)
         return inner.view(*x.shape[:-1], -1)
 

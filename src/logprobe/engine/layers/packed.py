@@ -32,7 +32,7 @@ class JoinedPart(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
-    def adapt_(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def add_lora_(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Leave the joined product as it is."""
 
 

@@ -6,7 +6,7 @@ rest of the slots (generated tokens) are the sample's own. The scheduler alone c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +26,15 @@ class Sample:
     """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
 
     def __init__(
-        self, request: Request, index: int, max_len: int, generator: np.random.Generator | None = None
+        self,
+        request: Request,
+        index: int,
+        max_len: int,
+        generator: np.random.Generator | None = None,
+        lora: Any = None,
     ) -> None:
         self.request = request
+        self.lora = lora  # the weights that it runs on, `LoraWeights` or None
         self.index = index  # which of its request's samples
         self.generator = generator or np.random.default_rng()
         self.num_prompt = len(request.prompt_token_ids)

@@ -58,7 +58,7 @@ class StepPlan:
             slots=_joined([span.sample.slots[span.start : span.end] for span in spans]),
             starts=np.cumsum([0, *lengths], dtype=np.int32),
             context_slots=[span.sample.slots[: span.end] for span in spans],
-            loras=[span.sample.request.lora for span in spans],
+            loras=[span.sample.lora for span in spans],
             draw_slots=np.array([sample.slots[-1] for sample in self.draws], dtype=np.int32),
         )
 
@@ -157,7 +157,7 @@ class Scheduler:
             sample = next((one for one in self.waiting if not one.is_paused), None)
             if sample is None:
                 return
-            root = self.tree.root(sample.request.lora)
+            root = self.tree.root(None if sample.lora is None else sample.lora.number)
             todo = sample.token_ids[: sample.num_remaining]
             node, known = self.tree.descend(root, todo)
             self.tree.lock(node)

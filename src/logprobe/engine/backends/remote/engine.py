@@ -111,6 +111,16 @@ class HttpEngine:
         """The adapters that the server had when it was met: name → path over there."""
         return dict(self._facts.loras)
 
+    def lora_number(self, name: str) -> int:
+        """0: the server alone knows its loads.
+
+        Raises:
+            ParameterError: the server had no such weights when it was met.
+        """
+        known = ", ".join(self._facts.loras) or "none"
+        require(name in self._facts.loras, "lora", f"no LoRA weights {name!r} are loaded; known: {known}")
+        return 0
+
     def capabilities(self) -> Capabilities:
         """What the server's engine can do."""
         return self._facts.capabilities
