@@ -51,7 +51,8 @@ class EngineConfig:
             file, widened to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
         seed: base of the seeds of requests that bring none.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
-            names of built-ins or entry points, `module.path:ClassName`, or classes.
+            names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
+            or classes; several names may stand in one text with commas between.
     """
 
     model: str = "smollm2"
@@ -68,7 +69,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         is_list = isinstance(self.logits_processors, tuple | list)
         require(is_list, "logits_processors", f"must be a list, got {self.logits_processors!r}")
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        # A name holds no comma, so that one flag or variable can hold several.
+        parts = [one.split(",") if isinstance(one, str) else [one] for one in self.logits_processors]
+        processors = tuple(one.strip() if isinstance(one, str) else one for part in parts for one in part)
+        object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")

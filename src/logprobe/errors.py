@@ -62,7 +62,7 @@ class UnknownParameterError(ParameterError, TypeError):
 
     def __init__(self, parameter: str, known: Iterable[str], *, of: str) -> None:
         known = sorted(known)
-        near = get_close_matches(parameter, known, n=1, cutoff=0.5)
+        near = get_close_matches(parameter, known, n=1, cutoff=0.7)
         remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         super().__init__(parameter, f"{of} has no such parameter; {remedy}")
 

@@ -21,6 +21,7 @@ from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
 from logprobe.cli.models import app as models
+from logprobe.cli.options import spread_names
 from logprobe.cli.score import score
 from logprobe.cli.serve import serve
 from logprobe.errors import BatchError, LogprobeError
@@ -33,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
-    context_settings={"max_content_width": 100},
+    context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
 )
 app.command()(score)
 app.command()(generate)
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on `arguments`; the exit code."""
     root_command = typer.main.get_command(app)
+    arguments = spread_names(sys.argv[1:] if arguments is None else arguments)
     try:
         code: int | None = root_command.main(args=arguments, prog_name="logprobe", standalone_mode=False)
     except LogprobeError as error:

@@ -17,7 +17,7 @@ from logprobe.errors import ParameterError
 from logprobe.models import DEFAULT_MODEL, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from logprobe.llm import LLM
 
@@ -35,6 +35,7 @@ __all__ = [
     "flags_for",
     "open_llm",
     "settings_from",
+    "spread_names",
     "takes_settings",
 ]
 
@@ -139,3 +140,25 @@ def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+PROCESSORS_FLAG = "--logits-processors"
+
+
+def spread_names(arguments: Sequence[str]) -> list[str]:
+    """`--logits-processors A B` with the flag before each name, as the parser wants it; the rest as it is."""
+    spread: list[str] = []
+    num_named = -1  # names since the flag; -1: not in its list
+    for word in arguments:
+        is_next = num_named > 0 and _is_processor(word)
+        spread += [PROCESSORS_FLAG, word] if is_next else [word]
+        goes_on = num_named == 0 or is_next
+        num_named = 0 if word == PROCESSORS_FLAG else num_named + 1 if goes_on else -1
+    return spread
+
+
+def _is_processor(word: str) -> bool:
+    from logprobe.processors.registry import available_processors
+
+    is_flag = word.startswith("-")
+    return not is_flag and (":" in word or "," in word or word in available_processors())

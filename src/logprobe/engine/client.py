@@ -301,7 +301,7 @@ def checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutp
         index: output.error for index, output in enumerate(outputs) if output.error is not None
     }
     if errors and on_error == "raise":
-        raise BatchError(outputs, errors)
+        raise BatchError(outputs, errors) from next(iter(errors.values()))
     return outputs
 
 

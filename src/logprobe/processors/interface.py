@@ -38,11 +38,15 @@ class LogitsProcessor(ABC):
 
     One instance serves all requests. What it knows of a request must follow from the request's own row
     (arguments, prompt, tokens observed), because a paused request comes back with all its tokens at once.
-    `Args` types the arguments (its fields are the keys of `logits_processors_args`); a processor without
-    one takes every key that no other registered processor has.
+    `Args` types the arguments (its fields are the keys of `logits_processors_args`), `arg_names` names them
+    alone; a processor with neither runs on requests that give a key which no other registered one has.
     """
 
     Args: ClassVar[type[msgspec.Struct] | None] = None
+    arg_names: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keys of a processor without `Args`, which reach it as they are
+    applies_to_all: ClassVar[bool] = False  # to requests without its arguments, too: defaults then
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:

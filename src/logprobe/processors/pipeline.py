@@ -172,10 +172,11 @@ class Pipeline:
             try:
                 self._update(stage, [batch_row])
                 changed = _checked_apply(stage, run.logits, [row])
-            except BaseException as error:  # noqa: BLE001 - SystemExit, too, ends this request alone
+            except BaseException as error:
                 stage.counter.num_failures += 1
                 if row not in run.errors:
                     run.errors[row] = _named(stage, batch_row, error)
+                    logger.exception("%s", run.errors[row], exc_info=error)  # with the author's own line
                 continue
             _put(run, raw, [row], changed)
 

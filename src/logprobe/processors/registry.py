@@ -6,8 +6,10 @@ Before it: `EngineConfig.logits_processors`. After it: the pipeline, which makes
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -58,6 +60,7 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
     require(is_struct, _WHERE, f"{given!r}: Args must be a msgspec.Struct class, got {args!r}")
     if args is not None:
         _check_types(args, given)
+    _check_names(processor, given)
     return processor
 
 
@@ -91,6 +94,17 @@ def built_in_with(key: str) -> str | None:
     """The built-in processor that takes an argument of this name."""
     owners = {arg: name for name in BUILT_INS for arg in keys_of(_args_of(load_processor(name)))}
     return owners.get(key)
+
+
+def _check_names(processor: type[LogitsProcessor], given: object) -> None:
+    names = processor.arg_names
+    are_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    require(are_names, _WHERE, f"{given!r}: arg_names must be a tuple of texts, got {names!r:.60}")
+    is_one = processor.Args is None or not names
+    require(is_one, _WHERE, f"{given!r}: Args names the arguments already; leave arg_names out")
+    if processor.applies_to_all and processor.Args is not None:
+        needed = [field.name for field in msgspec.structs.fields(processor.Args) if field.required]
+        require(not needed, _WHERE, f"{given!r} applies to all requests; give {', '.join(needed)} a default")
 
 
 def _check_types(args: type[msgspec.Struct], given: object) -> None:
@@ -131,10 +145,14 @@ def _imported(spec: str) -> Any:
     module_name, _, attribute = spec.partition(":")
     is_well_formed = module_name and attribute and ":" not in attribute and " " not in spec
     require(is_well_formed, _WHERE, f"{spec!r} is malformed; write module.path:ClassName")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that it hides nothing; an installed command does not search it
     try:
         module = import_module(module_name)
     except Exception as error:
-        raise ParameterError(_WHERE, f"{spec!r}: cannot import {module_name!r}: {error!r}") from error
+        hint = f"; searched the current folder {folder} too" if isinstance(error, ModuleNotFoundError) else ""
+        raise ParameterError(_WHERE, f"{spec!r}: cannot import {module_name!r}: {error!r}{hint}") from error
     found = getattr(module, attribute, None)
     require(found is not None, _WHERE, f"{spec!r}: module {module_name!r} has no {attribute!r}")
     return found

@@ -32,6 +32,7 @@ BEFORE_CUSTOM: Final = (
 )
 AFTER_CUSTOM: Final = ("PenaltiesLogitsProcessor",)
 CUSTOM_PARAMETER: Final = "logits_processors_args"
+NEAR: Final = 0.8  # likeness from which another's key is taken for a typing error
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,13 @@ class Stage:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The names of its arguments; none where it does not type them."""
-        return () if self.args_type is None else keys_of(self.args_type)
+        """The names of its arguments; none where it does not say."""
+        return self.processor.arg_names if self.args_type is None else keys_of(self.args_type)
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether it takes the keys that no other has."""
+        return self.args_type is None and not self.processor.arg_names
 
 
 @dataclass(slots=True)
@@ -100,9 +106,8 @@ class Stages:
         places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
         for one in field_args(params):
             yield places[one.processor], one.args, one.parameter
-        if params.logits_processors_args:
-            for place, args in self._custom_args(params.logits_processors_args).items():
-                yield place, args, CUSTOM_PARAMETER
+        for place, args in self._custom_args(params.logits_processors_args or {}).items():
+            yield place, args, CUSTOM_PARAMETER
 
     def _append(self, found: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool) -> None:
         name = found.__name__
@@ -119,19 +124,23 @@ class Stages:
 
     def _custom_args(self, given: dict[str, Any]) -> dict[int, Any]:
         values = {key: value for key, value in given.items() if value is not None}
-        typed = {key for stage in self.registered for key in stage.keys}
-        free = values.keys() - typed
-        if free and all(stage.args_type is not None for stage in self.registered):
-            raise ParameterError(CUSTOM_PARAMETER, self._unknown(min(free)))
+        named = {key for stage in self.registered for key in stage.keys}
+        free = values.keys() - named
+        is_taken = any(stage.takes_any for stage in self.registered)
+        for key in sorted(free):
+            if not is_taken or get_close_matches(key, named, n=1, cutoff=NEAR):
+                raise ParameterError(CUSTOM_PARAMETER, self._unknown(key))
         found: dict[int, Any] = {}
         for place, stage in enumerate(self.ordered):
             if not stage.is_registered:
                 continue
             own = {key: values[key] for key in stage.keys if key in values}
-            if stage.args_type is None and free:
-                found[place] = ArgsView(values)
-            elif own and stage.args_type is not None:
+            if not (own or stage.processor.applies_to_all or (stage.takes_any and free)):
+                continue
+            if stage.args_type is not None:
                 found[place] = to_args(own, stage.args_type, CUSTOM_PARAMETER)
+            else:
+                found[place] = ArgsView(values if stage.takes_any else own)
         return found
 
     def _check(self, stage: Stage, args: Any, parameter: str) -> None:

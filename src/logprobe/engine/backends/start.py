@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from logprobe.engine.backends.thread import ThreadEngine
@@ -14,6 +14,7 @@ from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.processors.registry import load_processors
 from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
 
@@ -42,18 +43,21 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         ModelError: the model cannot be had or used.
         ParameterError: the settings do not fit the model.
     """
+    load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
     tokenizer = load_tokenizer(files)
     special = frozenset(tokenizer.all_special_ids)
     text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), special)
     _warm_up_kernels()
     forward = NativeForward(config, files)
+    dtype = str(forward.dtype).removeprefix("torch.")
+    config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
     engine = Engine(config, forward, text, _eos_token_ids(forward.model, tokenizer))
     capabilities = Capabilities(
         engine="native",
         model=files.name,
         device=forward.device,
-        dtype=str(forward.dtype).removeprefix("torch."),
+        dtype=dtype,
         weights=forward.weights,
         vocab_size=forward.vocab_size,
         max_model_len=engine.max_len,
