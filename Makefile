@@ -18,9 +18,9 @@ $(VENV)/.check: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[check]'
 	touch $@
 
-demo: $(VENV)/.base  ## score a text file of this repository and generate from a prompt, on real weights
+demo: $(VENV)/.base  ## score the first lines of a text and generate from a prompt, on real weights
 	$(BIN)/logprobe models pull smollm2
-	$(BIN)/logprobe score examples/lighthouse.txt --top 3
+	sed -n 3p examples/lighthouse.txt | $(BIN)/logprobe score - --top 3
 	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
 
 test: $(VENV)/.test  ## the whole suite; the default model is fetched once

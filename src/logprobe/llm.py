@@ -304,6 +304,10 @@ class LLM:
         """`close`, by the name that `AsyncLM` has for it."""
         self.close()
 
+    def __repr__(self) -> str:
+        facts = self.engine.capabilities()
+        return f"LLM({self.config.model!r}, {facts.engine}, {facts.device}, {facts.dtype})"
+
     def __enter__(self) -> Self:
         return self
 

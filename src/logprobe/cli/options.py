@@ -52,9 +52,7 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
     typer.echo(f"loading {model} …", err=True)
     from logprobe.llm import LLM
 
-    with quiet_transformers():
-        llm = LLM(model, **settings)
-    with llm:
+    with LLM(model, **settings) as llm:
         yield llm
 
 
@@ -67,23 +65,6 @@ def flags_for(**flags: str) -> Iterator[None]:
         flag = flags.get(error.parameter, f"--{error.parameter.replace('_', '-')}")
         message = str(error).removeprefix(f"{error.parameter}: ")
         raise typer.BadParameter(message, param_hint=flag) from error
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bar and advice from standard error while a model loads."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging  # its functions carry no types
-    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bar:
-            logging.enable_progress_bar()
 
 
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.MULTILINE)

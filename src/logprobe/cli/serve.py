@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from logprobe.cli.options import DEFAULT_MODEL, flags_for, quiet_transformers, takes_settings
+from logprobe.cli.options import DEFAULT_MODEL, flags_for, takes_settings
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.models import resolve
@@ -43,8 +43,7 @@ def serve(model: _Model = DEFAULT_MODEL, model_option: _ModelOption = None, **gi
     typer.echo(f"loading {model} …", err=True)
     from logprobe.server.app import serve as run
 
-    with quiet_transformers():
-        run(config, settings, ready=_say_ready)
+    run(config, settings, ready=_say_ready)
 
 
 def _say_ready(url: str) -> None:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from logprobe.text.pieces import Piece
     from logprobe.transport.messages import FinishReason, Request
 
+SHOWN_CHARS = 40  # of a text in a `repr`
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True, repr=False)
 class CompletionOutput:
     """One completion of a prompt; its containers grow while it runs and are final once it finished.
 
@@ -46,6 +48,14 @@ class CompletionOutput:
     explanations: list[list[ProcessorEffect]] | None = None  # a position: what each of its processors did
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
     error: LogprobeError | None = None
+
+    def __repr__(self) -> str:
+        end = "" if self.finish_reason is None else f", {self.finish_reason}"
+        return f"CompletionOutput({_short(self.text)}, {len(self.token_ids)} tokens{end})"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…")
 
 
 class Completions(list[CompletionOutput]):
@@ -69,7 +79,7 @@ CompletionPiece: TypeAlias = "Piece[CompletionOutput]"
 """What is new of a completion that grows, with its text."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class RequestOutput:
     """All that one request gave; where it failed, `error` says why and the rest is what there was."""
 
@@ -88,6 +98,12 @@ class RequestOutput:
             prompt_token_ids=request.prompt_token_ids.tolist(),
             outputs=Completions(CompletionOutput(index=i) for i in range(request.params.num_samples)),
         )
+
+    def __repr__(self) -> str:
+        prompt = "" if self.prompt is None else f"{_short(self.prompt)}, "
+        first = f"{self.outputs[0]!r}" if self.outputs else "no completion"
+        more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
+        return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
     @property
     def error(self) -> LogprobeError | None:

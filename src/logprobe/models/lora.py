@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def load_lora(name: str, path: str | Path, model: PreTrainedModel, number: int =
                 f"lora {name!r}: there is no {folder / file}; give a folder with {CONFIG} and {WEIGHTS}, or "
                 "a Hugging Face id whose files are in the cache"
             )
-    skeleton, weights = _loaded_skeleton(name, folder, model)
+    with quiet_transformers():
+        skeleton, weights = _loaded_skeleton(name, folder, model)
     parts = {
         module_name: _part(name, module_name, module, model, weights)
         for module_name, module in skeleton.named_modules()

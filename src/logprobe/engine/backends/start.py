@@ -14,6 +14,7 @@ from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.models.quiet import quiet_transformers
 from logprobe.processors.registry import load_processors
 from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
@@ -45,11 +46,13 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
     """
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
-    tokenizer = load_tokenizer(files)
+    with quiet_transformers():
+        tokenizer = load_tokenizer(files)
     special = frozenset(tokenizer.all_special_ids)
     text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), special)
     _warm_up_kernels()
-    forward = NativeForward(config, files)
+    with quiet_transformers():
+        forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
     config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
     engine = Engine(config, forward, text, _eos_token_ids(forward.model, tokenizer))

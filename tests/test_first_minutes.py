@@ -1,0 +1,50 @@
+"""What a newcomer sees first: short lines, and nothing of other libraries."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from logprobe import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LONGEST = 160
+
+
+def test_outputs_and_models_show_as_one_short_line(tiny_llm: LLM) -> None:
+    asked = SamplingParams(n=2, max_tokens=20, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    [output] = tiny_llm.generate("the cat and the dog " * 4, asked)
+    for shown in (output, output.outputs[0], tiny_llm):
+        text = repr(shown).replace(tiny_llm.config.model, "")
+        assert "\n" not in text
+        assert len(text) <= LONGEST
+    assert "20 tokens" in repr(output.outputs[0])
+    assert "and 1 more" in repr(output)
+
+
+def test_loading_a_model_says_nothing_on_standard_error(
+    tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    folder = next(iter(adapter_folders.values()))
+    program = (
+        "from logprobe import LLM\n"
+        f"with LLM({str(tiny_model_folder)!r}, kv_bytes=1 << 20) as llm:\n"
+        f"    llm.add_lora('legal', {str(folder)!r})\n"
+        "    llm.generate('the cat')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    lines = [line for line in ended.stderr.splitlines() if "compiled the CPU kernels" not in line]
+    assert lines == []
+
+
+def test_help_has_a_short_flag() -> None:
+    from typer.testing import CliRunner
+
+    from logprobe.cli.app import app
+
+    assert CliRunner().invoke(app, ["-h"]).output == CliRunner().invoke(app, ["--help"]).output
