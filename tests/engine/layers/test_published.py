@@ -121,6 +121,38 @@ def test_a_tied_head_shares_the_embeddings_panels() -> None:
         assert_close(model.lm_head(rows(2, 64)), rows(2, 64) @ weight.T)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """As Gemma 3 has it."""
+
+    embed_scale = torch.tensor(7.0)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(token_ids) * self.embed_scale
+
+
+class ShiftedEmbedding(nn.Embedding):
+    """Of a form that nobody here knows."""
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(token_ids) + 1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("kind", "is_known"), [(ScaledEmbedding, True), (ShiftedEmbedding, False)])
+def test_an_embedding_is_taken_where_its_numbers_are_known(
+    kind: type[nn.Embedding], *, is_known: bool
+) -> None:
+    model: Any = nn.Module()
+    model.embed_tokens, model.lm_head = kind(100, 64), nn.Linear(64, 100, bias=False)
+    model.lm_head.weight = model.embed_tokens.weight
+    ids = torch.tensor([[3, 99, 3, 0]])
+    want, weight = model.embed_tokens(ids), model.lm_head.weight.clone()
+    publish_(model, {"embed_tokens": pack_floats(weight)})
+    assert (type(model.embed_tokens) is PublishedEmbedding) == is_known
+    assert torch.equal(model.embed_tokens(ids), want)
+    assert_close(model.lm_head(rows(2, 64)), rows(2, 64) @ weight.T)
+
+
 def test_panels_that_the_file_had_are_taken_by_name() -> None:
     model: Any = nn.Module()
     model.attn = nn.Module()

@@ -29,6 +29,7 @@ _ACTIVATIONS: Final = {
     "GELUTanh": "gelu_tanh",
     "GELUActivation": "gelu",
 }
+TRIAL_TOKENS = 6
 _JOINED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # what `fuse_` made one of
 
 
@@ -96,17 +97,19 @@ class PublishedGatedMLP(GatedMLP):
 
 
 class PublishedEmbedding(nn.Module):
-    """`nn.Embedding` that widens the rows it is asked for."""
+    """`nn.Embedding` that widens the rows it is asked for, and multiplies them as Gemma does."""
 
-    def __init__(self, weights: PanelWeights) -> None:
+    def __init__(self, weights: PanelWeights, factor: float = 1.0) -> None:
         super().__init__()
-        self.weights = weights
+        self.weights, self.factor = weights, factor
         self.num_embeddings, self.embedding_dim = weights.num_outputs, weights.num_inputs
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(...) ids → (..., embedding_dim) float32."""
         ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
         rows = torch.from_numpy(self.weights.rows(ids))
+        if self.factor != 1.0:
+            rows *= self.factor
         return rows[torch.from_numpy(places)].view(*token_ids.shape, self.embedding_dim)
 
 
@@ -124,8 +127,11 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
             full_name = f"{parent_name}.{name}" if parent_name else name
             if type(module) is nn.Linear:
                 setattr(parent, name, PublishedLinear(packer.linear(full_name, module)))
-            elif type(module) is nn.Embedding:
-                setattr(parent, name, PublishedEmbedding(packer.one(full_name, module.weight)))
+            elif isinstance(module, nn.Embedding):
+                panels = packer.one(full_name, module.weight)  # also where only a tied head needs them
+                published = PublishedEmbedding(panels, float(getattr(module, "embed_scale", 1.0)))
+                if _gives_the_same(published, module):
+                    setattr(parent, name, published)
     for parent, name, module in list(children(model)):
         if is_gated_mlp(module, _ACTIVATIONS, PublishedLinear) and _is_of_one_form(module):
             setattr(parent, name, PublishedGatedMLP(module))
@@ -160,6 +166,12 @@ class _Packer:
             kept = self._kept.get(name)
             self._packed[address] = pack_floats(weight) if kept is None else kept
         return self._packed[address]
+
+
+@torch.inference_mode()
+def _gives_the_same(published: PublishedEmbedding, embedding: nn.Embedding) -> bool:
+    ids = torch.arange(min(TRIAL_TOKENS, embedding.num_embeddings))[None]
+    return torch.equal(published(ids), embedding(ids))
 
 
 def _is_of_one_form(mlp: Any) -> bool:
