@@ -142,23 +142,15 @@ def _tiles(form: Form) -> Any:
     one, two, three, four, five, six, seven, eight = (tile(form, num_rows) for num_rows in range(1, 9))
 
     @njit
-    def few(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
+    def run(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
         if num_rows == 1:
             one(panel, inputs, x, out)
         elif num_rows == 2:
             two(panel, inputs, x, out)
         elif num_rows == 3:
             three(panel, inputs, x, out)
-        else:
+        elif num_rows == 4:
             four(panel, inputs, x, out)
-
-    if form.direct_rows <= 4:  # the others would never be called
-        return few
-
-    @njit
-    def run(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
-        if num_rows <= 4:
-            few(num_rows, panel, inputs, x, out)
         elif num_rows == 5:
             five(panel, inputs, x, out)
         elif num_rows == 6:

@@ -143,10 +143,10 @@ def _octet_values(builder: Any, address: Any, header: list[Any]) -> Iterator[lis
 FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, 1 << 30, _float32_values)
 BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, 16, _bfloat16_values)
 FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, 16, _float16_values)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, 4, _nibble_values)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, 4, _nibble_values)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, 4, _octet_values)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, 4, _octet_values)
+NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, 8, _nibble_values)
+NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, 8, _nibble_values)
+OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, 8, _octet_values)
+OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, 8, _octet_values)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
 
 
