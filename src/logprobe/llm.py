@@ -254,7 +254,7 @@ class LLM:
         Args:
             pairs: (context, continuation), both texts or both lists of token ids.
             progress: show a progress bar on stderr.
-            lora: the adapter to run on, by name.
+            lora: the LoRA weights to run on, by name.
             entropy: give the entropy at each token, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
             logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
@@ -284,7 +284,7 @@ class LLM:
             stride: tokens from one window to the next; the default is half a window.
             window: tokens a window; the default is the model's context.
             bos: put BOS (EOS where there is none) before the text, or do not; None: as the tokenizer does.
-            lora: the adapter to run on, by name.
+            lora: the LoRA weights to run on, by name.
             progress: show a progress bar on stderr.
 
         Raises:

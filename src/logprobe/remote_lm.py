@@ -30,8 +30,8 @@ class RemoteLM(NextTokenLM):
     Rows hold the server's float32 bits. Concurrent asks become one exchange, equal ones are computed once,
     and rows are kept on this side; prefixes are known on the server's. While the server is full, asks wait.
     `tokenizer`, `byte_vocab` and `str_vocab` come from the server when first used, and are the model's own.
-    `list_loras` gives the adapters that the server was started with. What is the server's alone, such as
-    loading adapters and forgetting prefixes, is not here.
+    `list_loras` gives the LoRA weights that the server was started with. What is the server's alone, such as
+    loading weights and forgetting prefixes, is not here.
 
     Args:
         url: the server's address, with or without `/v1`.

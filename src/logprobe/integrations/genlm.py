@@ -29,7 +29,7 @@ HF_OPTIONS = {"torch_dtype": "dtype", "dtype": "dtype", "device_map": "device"}
 class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     """An `AsyncLM` as genlm-backend's: rows are torch tensors of their own, tokens genlm's `Token`.
 
-    `lora_name` selects an adapter a call, as in genlm-backend from 0.3.
+    `lora_name` selects LoRA weights a call, as in genlm-backend from 0.3.
     """
 
     def __init__(self, lm: AsyncLM) -> None:
@@ -106,11 +106,11 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         return [*samples]
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
-        """Load an adapter from a local folder."""
+        """Load LoRA weights from a folder."""
         self.lm.add_lora(lora_name, lora_path)
 
     def remove_lora(self, lora_name: str) -> None:
-        """Refuse new asks for an adapter."""
+        """Refuse new asks for LoRA weights."""
         self.lm.remove_lora(lora_name)
 
     def clear_cache(self) -> None:

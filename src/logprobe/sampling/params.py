@@ -58,7 +58,7 @@ class SamplingParams:
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the processors that the engine was started with.
         explain: report what each processor did to the candidates listed, at every position.
-        lora: the adapter to run on, by the name that it was loaded under (`None`: the base model).
+        lora: the LoRA weights to run on, by the name that they were loaded under (`None`: the base model).
     """
 
     n: int = 1
@@ -143,7 +143,7 @@ class SamplingParams:
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
-        require(is_name, "lora", f"must be an adapter's name or None, got {self.lora!r}")
+        require(is_name, "lora", f"must be the name of LoRA weights or None, got {self.lora!r}")
         is_reported = any(value is not None for value in counts.values())
         for name in ("entropy", "logprob_token_ids"):
             is_asked = bool(getattr(self, name))

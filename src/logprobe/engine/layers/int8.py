@@ -93,7 +93,7 @@ class Int8GatedMLP(GatedMLP):
         rows = x.reshape(-1, x.shape[-1])
         if type(self.gate_proj) is type(self.up_proj) is JoinedPart:
             inner = self.gate_up_proj.gated(rows)
-        else:  # adapters add to the halves before they meet
+        else:  # LoRA weights add to the halves before they meet
             halves = self.gate_up_proj(rows)
             gates, values = halves.chunk(2, dim=1)
             self.gate_proj.add_lora_(gates, rows)

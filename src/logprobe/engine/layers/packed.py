@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class JoinedPart(nn.Module):
-    """The place of a projection that was joined with others; an adapter may take it."""
+    """The place of a projection that was joined with others; LoRA weights may take it."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class HttpEngine:
         return False
 
     def list_loras(self) -> dict[str, str]:
-        """The adapters that the server had when it was met: name → path over there."""
+        """The LoRA weights that the server had when it was met: name → path over there."""
         return dict(self._facts.loras)
 
     def lora_number(self, name: str) -> int:
@@ -169,7 +169,7 @@ class HttpEngine:
         self._send_gathered()
 
     def _send_gathered(self) -> None:
-        """Fill the exchanges that may be on their way, each with rows under one adapter."""
+        """Fill the exchanges that may be on their way, each with rows under the same weights."""
         under_way = {id(one) for one in self._exchanges.values() if one.requests[0].wants_row}
         for _ in range(ROW_EXCHANGES - len(under_way)):
             if self._gathered:

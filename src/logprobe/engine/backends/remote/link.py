@@ -233,7 +233,7 @@ class _Settings(msgspec.Struct):
 class _Model(msgspec.Struct):
     id: str
     root: str = ""
-    parent: str | None = None  # an adapter has one
+    parent: str | None = None  # LoRA weights have one
 
 
 class _Models(msgspec.Struct):
@@ -274,7 +274,7 @@ async def meet(link: Link) -> ServerFacts:
 
 
 async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> list[CompletionOutput]:
-    """Whole rows after the prompts of requests under one adapter, in their order.
+    """Whole rows after the prompts of requests under the same LoRA weights, in order.
 
     Raises:
         LogprobeError: the exchange failed, or gave something else.
