@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule, attend_rows
+from logprobe.kernels.attention.chunk import attend_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,3 +140,43 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_no_spans_make_no_plan() -> None:
     assert RowPlanBuilder().build() is None
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("sink", [-30.0, 0.5, 4.0, 60.0])
+def test_a_sink_takes_its_share_of_the_weight_in_every_kernel(
+    sink: float, window: int | None, softcap: float | None
+) -> None:
+    heads, kv_heads, dim, context = 6, 3, 16, 150
+    keys, values = pools(kv_heads, dim, dim)
+    keys, values = keys[:context].contiguous(), values[:context].contiguous()
+    query = torch.randn(context, heads, dim, generator=torch.Generator().manual_seed(1))
+    sinks = sink + torch.randn(heads, generator=torch.Generator().manual_seed(2))
+    rule = ScoreRule(0.25, window, softcap, sinks)
+    builder = RowPlanBuilder()
+    builder.add(0, 0, np.arange(context, dtype=np.int32))
+    plan = builder.build()
+    assert plan is not None
+    by_rows = torch.empty(context, heads, dim)
+    attend_rows(query, keys, values, plan, by_rows, rule)
+    chunk = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
+    for row in range(context):
+        seen = slice(0 if window is None else max(0, row + 1 - window), row + 1)
+        want = with_sinks(query[row], keys[seen], values[seen], rule)
+        torch.testing.assert_close(by_rows[row].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(chunk[:, row].double(), want, atol=2e-5, rtol=2e-5)
+
+
+def with_sinks(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """One row over what it sees, as gpt-oss has it: the sink is one more score, whose weight is dropped."""
+    assert rule.sinks is not None
+    groups = query.shape[0] // keys.shape[1]
+    keys, values = (part.double().repeat_interleave(groups, dim=1) for part in (keys, values))
+    scores = torch.einsum("hd,lhd->hl", query.double(), keys) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = torch.cat([scores, rule.sinks.double()[:, None]], dim=1).softmax(-1)[:, :-1]
+    return torch.einsum("hl,lhd->hd", weights, values)

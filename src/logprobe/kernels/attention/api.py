@@ -6,7 +6,7 @@ are read where they lie; nothing is gathered or copied. Before it: the attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -66,6 +66,18 @@ class ScoreRule:
     scale: float
     window: int | None = None  # see only the last so many tokens
     softcap: float | None = None  # score → softcap · tanh(score / softcap)
+    # (heads,) scores beside the context's: they take weight and give nothing
+    sinks: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def settings(self) -> Array:
+        """Scale, softcap (0: none) and how many sinks there are; then the sinks, float32."""
+        sinks = [] if self.sinks is None else self.sinks.float().flatten().tolist()
+        return np.array([self.scale, self.softcap or 0.0, len(sinks), *sinks], dtype=np.float32)
+
+    def of_heads(self, heads: slice) -> ScoreRule:
+        """The rule of some heads."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
 
 def attend_rows(
@@ -90,7 +102,7 @@ def rows_stage(
     """`attend_rows` of contiguous queries, ready to run."""
     from logprobe.kernels.attention.numba import worker
 
-    settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
+    settings = rule.settings
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
     parts = 1 if len(plan.queries) >= ROWS_FOR_WHOLE_ITEMS else keys.shape[1]
     context = [

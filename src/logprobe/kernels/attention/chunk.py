@@ -16,6 +16,7 @@ from numba import njit
 
 from logprobe.kernels import hooks
 from logprobe.kernels.attention.api import NO_WINDOW
+from logprobe.kernels.threads.intrinsics import maximum
 from logprobe.kernels.threads.parallel import compiled_worker, float32_at, next_item, parallel_for
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, greatest
 
@@ -59,7 +60,7 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -
             heads = slice(head * groups, (head + 1) * groups)
             rows = query[heads, start:end].reshape(groups * (end - start), -1)
             scores = _product(rows, keys[head, first:last].contiguous(), None, "none", [], "")
-            soften_(scores, end - start, rule)
+            soften_(scores, end - start, rule.of_heads(heads))
             block_values = values[head, first:last].t().contiguous()
             attended = _product(scores, block_values, None, "none", [], "")
             out[heads, start:end] = attended.view(groups, end - start, value_dim)
@@ -74,10 +75,10 @@ def soften_(scores: Tensor, block_rows: int, rule: ScoreRule) -> None:
     Args:
         scores: (rows, columns) float32, contiguous; rows a multiple of block_rows.
         block_rows: positions of the block.
-        rule: how scores are made.
+        rule: how scores are made; the rows of one head after another, where it has sinks.
     """
     num_rows, width = scores.shape
-    settings = np.array([rule.scale, rule.softcap or 0.0], dtype=np.float32)
+    settings = rule.settings
     window = NO_WINDOW if rule.window is None else rule.window
     first_seen = width - block_rows + 1  # columns that the block's first row may see
     context = [scores.data_ptr(), num_rows, width, block_rows, first_seen, window, settings.ctypes.data]
@@ -109,8 +110,16 @@ def _cap(x: Any, scale: Any, softcap: Any) -> None:
 
 
 @njit
+def _sink(task: Any, row: Any) -> Any:
+    """The score that stands beside the context of a row's head; -inf where there is none."""
+    count = np.int64(float32_at(task[SETTINGS], 3)[2])
+    head = row // task[BLOCK_ROWS]
+    return float32_at(task[SETTINGS], 3 + count)[3 + head] if count > 0 else F32(-np.inf)
+
+
+@njit
 def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
-    width = task[WIDTH]
+    width, sink = task[WIDTH], _sink(task, row)
     x = float32_at(task[SCORES] + 4 * width * row, width)
     end = task[FIRST_SEEN] + row % task[BLOCK_ROWS]
     start = max(0, end - task[WINDOW])
@@ -118,7 +127,8 @@ def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
     if softcap > 0:
         _cap(seen, scale, softcap)
         scale = F32(1)
-    total = _exponentials(seen, greatest(seen), scale)
+    largest = maximum(greatest(seen), sink / scale)
+    total = _exponentials(seen, largest, scale) + exponential(max(sink - largest * scale, LOWEST))
     _scale(seen, F32(1) / total)
     x[:start] = ZERO
     x[end:] = ZERO

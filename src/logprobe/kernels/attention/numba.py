@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, prefetch_line
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, maximum, prefetch_line
 from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int32_at, next_item
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, greatest
 
@@ -27,7 +27,7 @@ from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, gre
     BEGINS,  # (num_rows,) int32, into slots
     LENGTHS,  # (num_rows,) int32
     SLOTS,  # int32
-    SETTINGS,  # scale, softcap
+    SETTINGS,  # scale, softcap, number of sinks, sinks
     NUM_ROWS,
     NUM_SLOTS,
     HEADS,
@@ -92,8 +92,16 @@ def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
 
 
 @njit
-def _normalise(own: Any) -> None:
-    inverse = F32(1) / _soften(own, greatest(own))
+def _sink(task: Any, head: Any) -> Any:
+    """The score that stands beside a head's context; -inf where there is none."""
+    count = np.int64(float32_at(task[SETTINGS], 3)[2])
+    return float32_at(task[SETTINGS], 3 + count)[3 + head] if count > 0 else F32(-np.inf)
+
+
+@njit
+def _normalise(own: Any, sink: Any) -> None:
+    best = maximum(sink, greatest(own))
+    inverse = F32(1) / (_soften(own, best) + exponential(max(sink - best, LOWEST)))
     for j in range(own.size):
         own[j] *= inverse
 
@@ -127,7 +135,7 @@ def _attend(task: Any, row: Any, heads: Any, scores: Any) -> None:
     out = task[OUT] + FLOAT * place * task[VALUE_DIM]
     _score(task, slots, task[QUERY] + FLOAT * place * task[KEY_DIM], heads, scores)
     for g in range(num_queries):
-        _normalise(scores[g * count : (g + 1) * count])
+        _normalise(scores[g * count : (g + 1) * count], _sink(task, heads[0] * groups + g))
     float32_at(out, num_queries * task[VALUE_DIM])[:] = F32(0)
     _sum_values(task, slots, out, heads, scores)
 
