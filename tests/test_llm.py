@@ -337,8 +337,11 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
         logprobs=5, prompt_logprobs=-1, logprobs_mode="both",
     )  # fmt: skip
     output = tiny_llm.generate("the cat", asked)[0]
+    able = tiny_llm.engine.capabilities()
     source = {"engine": "native", "model": str(tiny_model_folder), "logits_dtype": "float32", "unit": "nats"}
-    vocab_size = tiny_llm.engine.capabilities().vocab_size
+    source |= {"weights": able.weights, "layers": "2 of 2 fused" if able.weights == "packed" else None}
+    source |= {"probe_difference": able.layout.probe_difference}
+    vocab_size = able.vocab_size
     settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
     raw, processed = output.outputs[0].logprobs.info, output.outputs[0].processed_logprobs.info
 

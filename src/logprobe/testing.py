@@ -52,6 +52,7 @@ class FakeForward:
     ) -> None:
         self.vocab_size, self.num_slots, self.context_len = vocab_size, num_slots, context_len
         self.dtype = torch.float32
+        self.rope_boundary: int | None = None
         self.loras = _NoLoras()
         self._seed = seed
         self._token_ids: IntArray = np.zeros(num_slots, np.int32)

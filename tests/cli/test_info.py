@@ -31,3 +31,13 @@ def test_the_table_has_one_line_a_fact(cli: Callable[..., Any]) -> None:
     facts = json.loads(cli("info", "--json").out)
     lines = cli("info").out.splitlines()
     assert [line.split()[0] for line in lines] == list(facts)
+
+
+def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_model_folder: Path) -> None:
+    found = json.loads(cli("info", str(tiny_model_folder), "--json").out)
+    assert found["weights"] in {"packed", "plain"}
+    assert found["num_layers"] == 2
+    assert found["num_fused"] == (2 if found["weights"] == "packed" else 0)
+    assert 0 < found["probe_difference"] < 1e-4
+    assert "rope_boundary" not in found
+    assert f"{found['num_fused']} of 2 fused" in cli("info", str(tiny_model_folder)).out

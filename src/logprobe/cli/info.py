@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
 from logprobe import __version__
-from logprobe.cli.options import JsonOption  # noqa: TC001 - typer reads the annotation at run time
+from logprobe.cli.options import JsonOption, open_llm
 from logprobe.cli.tables import table
 from logprobe.models.cache import home
 from logprobe.processors.registry import available_processors, describe_processor
@@ -18,9 +19,15 @@ from logprobe.processors.registry import available_processors, describe_processo
 LIBRARIES = ("torch", "transformers", "tokenizers", "numba", "numpy")
 
 
-def info(*, as_json: JsonOption = False) -> None:
-    """Print versions, devices, kernels, threads and the cache folder."""
-    found = facts()
+def info(
+    model: Annotated[
+        str | None, typer.Argument(help="Load this model too, and tell how its layers run.")
+    ] = None,
+    *,
+    as_json: JsonOption = False,
+) -> None:
+    """Print versions, devices, kernels, threads and the cache folder; of a model, how its layers run."""
+    found = facts() if model is None else facts() | model_facts(model)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -46,6 +53,17 @@ def facts() -> dict[str, Any]:
         "thread_pool": thread_pool(),
         "cache": str(home()),
     }
+
+
+def model_facts(model: str) -> dict[str, Any]:
+    """How a model is laid out here, and the largest difference from transformers' own numbers, in nats."""
+    with open_llm(model) as llm:
+        able = llm.engine.capabilities()
+    facts = {"model": able.model, "device": able.device, "dtype": able.dtype, "weights": able.weights}
+    if able.layout is None:
+        return facts
+    kept = {name: value for name, value in asdict(able.layout).items() if value is not None}
+    return facts | {"layers": able.layout.layers} | kept
 
 
 def _line(value: Any) -> str:

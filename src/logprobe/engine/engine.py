@@ -88,6 +88,7 @@ class Engine:
             forward.num_slots,
             max_batch_tokens=config.max_batch_tokens,
             max_batch_rows=config.max_batch_rows,
+            rope_boundary=forward.rope_boundary,
         )
         self.clock = StepClock()
         self.scorer = PromptScorer(forward)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
     from pathlib import Path
@@ -22,6 +24,25 @@ if TYPE_CHECKING:
     from logprobe.processors.stages import ProcessorCounter
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Admitted, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a model's layers run, and how near to transformers' numbers they are; the same at every load."""
+
+    weights: str
+    num_layers: int
+    num_fused: int
+    own_layers: tuple[str, ...]  # classes of the layers that run as transformers wrote them
+    rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
+    probe_difference: float  # largest at load, nats
+    int8_kl: float | None = None  # mean over a short text, from the plain weights, nats; None: not in 8 bits
+
+    @property
+    def layers(self) -> str:
+        """Such as `30 of 30 fused`."""
+        own = f"; as transformers wrote them: {', '.join(self.own_layers)}" if self.own_layers else ""
+        return f"{self.num_fused} of {self.num_layers} fused{own}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +61,7 @@ class Capabilities:
     max_batch_rows: int
     prompt_logprobs_with_prefix_cache: bool
     stages: tuple[str, ...]
+    layout: Layout | None = None  # how the layers run, where the model is in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +153,27 @@ class StepBatch:
     context_slots: Sequence[IntArray]  # num_spans x (context length,) int32; the last are the span's own
     loras: Sequence[LoraWeights | None]  # num_spans: the weights that each runs on
     draw_slots: IntArray  # (num_draws,) int32: the tokens after which one is drawn
+    are_long: Sequence[bool]  # num_spans: whether each runs under the model's long rotary frequencies
+
+    def only(self, *, is_long: bool) -> StepBatch:
+        """The spans of one kind of rotary frequencies, as a step of their own."""
+        spans = [index for index, own in enumerate(self.are_long) if own == is_long]
+        if len(spans) == len(self.are_long):
+            return self
+        tokens = np.zeros(len(self.token_ids), dtype=bool)
+        for index in spans:
+            tokens[self.span(index)] = True
+        lengths = np.diff(self.starts)[spans]
+        return StepBatch(
+            token_ids=self.token_ids[tokens],
+            positions=self.positions[tokens],
+            slots=self.slots[tokens],
+            starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            context_slots=[self.context_slots[index] for index in spans],
+            loras=[self.loras[index] for index in spans],
+            draw_slots=self.draw_slots[np.isin(self.draw_slots, self.slots[tokens])],
+            are_long=[is_long] * len(spans),
+        )
 
     def span(self, index: int) -> slice:
         """The tokens of a span."""
@@ -160,6 +203,7 @@ class ForwardBackend(Protocol):
     context_len: int
     num_slots: int
     dtype: torch.dtype  # that the logits are computed in
+    rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies throughout
 
     @property
     def loras(self) -> LoraStore:

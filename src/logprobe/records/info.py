@@ -27,6 +27,9 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logits_dtype: str | None = None  # such as "float32"
     engine: str | None = None
     model: str | None = None
+    weights: str | None = None  # their layout, such as "packed"
+    layers: str | None = None  # how many run fused, and which as transformers wrote them
+    probe_difference: float | None = None  # largest difference from transformers that the proof at load found
     floor: float | None = None  # JSON writes this for -inf; None: binary, -inf stays
     unit: Literal["nats"] = "nats"
 

@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.pytorch_utils import Conv1D
 
-from logprobe.engine.layers.int8 import SHARE_OF_INPUTS, SHARE_WHERE_NARROWER, Int8Linear, quantise_
+from logprobe.engine.layers.int8 import (
+    SHARE_OF_INPUTS,
+    SHARE_WHERE_NARROWER,
+    Int8Linear,
+    check_int8,
+    quantise_,
+)
 from logprobe.engine.layers.packed import PackedNorm
+from logprobe.errors import ParameterError
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROWS = [1, 3, 33, 300]
@@ -141,3 +149,16 @@ def test_a_calibration_that_fails_leaves_the_model_as_it_was() -> None:
         quantise_(model, lambda: model(x[:, :-1]))
     assert torch.equal(model(x), want)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_decoder_whose_matrices_are_not_all_linear_layers_is_refused() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3, 4))
+
+    check_int8(nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 4), nn.LayerNorm(4)))
+    for part in (Experts(), Conv1D(4, 3)):
+        with pytest.raises(ParameterError, match=f"int8 is not proven for {type(part).__name__}") as error:
+            check_int8(nn.Sequential(nn.Linear(3, 4), part))
+        assert error.value.parameter == "weights"

@@ -55,7 +55,7 @@ class Prompts:
         self.forward, self.slots = forward, slots
         token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
         self.sequences: list[Any] = [
-            SimpleNamespace(token_ids=ids, slots=own, request=request)
+            SimpleNamespace(token_ids=ids, slots=own, request=request, is_long=False)
             for ids, own in zip(token_ids, slots, strict=True)
         ]
 

@@ -69,9 +69,17 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         max_batch_rows=config.max_batch_rows,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
+        layout=forward.layout,
     )
     release_threads()  # from here on the engine's own thread computes
-    source = LogprobsInfo(engine="native", model=config.model, logits_dtype=capabilities.dtype)
+    source = LogprobsInfo(
+        engine="native",
+        model=config.model,
+        logits_dtype=capabilities.dtype,
+        weights=forward.layout.weights,
+        layers=forward.layout.layers,
+        probe_difference=forward.layout.probe_difference,
+    )
     describer = Describer(source, forward.vocab_size, text.vocabulary)
     backend = ThreadEngine(engine, capabilities, describer)
     return LoadedModel(backend, text, forward.model, engine.processing.pipeline)

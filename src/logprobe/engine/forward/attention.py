@@ -20,12 +20,21 @@ from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, a
 from logprobe.kernels.attention.chunk import attend_chunk, can_attend_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.engine.forward.pool import KVPool
     from logprobe.engine.protocol import StepBatch
 
 NAME = "logprobe"
+# Options of the interface that hold tensors and change no score here: positions are in the queries by now.
+KNOWN_OPTIONS = {
+    "scaling",
+    "s_aux",
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "output_router_logits",
+}
 # Below, the row kernel is the faster one (measured: docs/decisions.md).
 FEW_ROWS = 4
 FEW_SCORES = 4096
@@ -54,7 +63,6 @@ class AttentionPlan:
     chunks: list[Chunk]
     rows: RowPlan | None
     uses_kernels: bool = False  # chunks go through our kernel; else through torch's fused attention
-    rules: dict[int, ScoreRule] = field(default_factory=dict)  # as each layer's module stated them
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, window: int | None) -> torch.Tensor | None:
@@ -69,10 +77,33 @@ class AttentionPlan:
         if key not in self.masks:
             rows = torch.arange(context - (chunk.end - chunk.start), context, device=self.slots.device)
             columns = torch.arange(context, device=self.slots.device)
-            distance = rows[:, None] - columns[None, :]
-            seen = distance >= 0
-            self.masks[key] = seen if window is None else seen & (distance < window)
+            self.masks[key] = sees(rows[:, None], columns[None, :], window)
         return self.masks[key]
+
+
+def sees(row: torch.Tensor, column: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether the token at index `row` sees the one at `column`: one of the last `window`. Both broadcast."""
+    distance = row - column
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+@dataclass(slots=True)
+class CurrentStep:
+    """What every module of one model reads while a step runs; each holds the same object.
+
+    Not every family hands the options of a call down to its attention, so the step lies within reach instead.
+    """
+
+    plan: AttentionPlan | None = None
+    is_long: bool = False  # its tokens run under the long rotary frequencies
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer, as the model's own masks have it
+    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, as the layer last stated it
+    masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, while masks are learnt
+
+    def reach(self, model: torch.nn.Module) -> None:
+        """Lay this step within reach of every module of a model."""
+        for module in model.modules():
+            module.logprobe_step = self  # type: ignore[assignment]
 
 
 def is_short(num_rows: int, context: int) -> bool:
@@ -98,20 +129,38 @@ def plan_attention(
     return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 
-def every_way(pool: KVPool, slots: torch.Tensor) -> Iterator[tuple[int, AttentionPlan]]:
-    """Plans of one prompt in `slots`, by each way of attention that steps may take, with their first tokens.
+def every_way(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], AttentionPlan]]:
+    """Plans of some prompts, each in its slots, by each way of attention that steps may take.
 
-    The first fills the pool, whole; those after it run the prompt again, or its last tokens.
+    The first fills the pool, whole; those after it run the prompts again, or the second half of each. With
+    each plan comes the first token that it runs of each prompt.
     """
-    whole = [Chunk(0, len(slots), slots)]
-    yield 0, AttentionPlan(pool, slots, whole, None)
+    whole, halves = [0] * len(prompts), [len(slots) // 2 for slots in prompts]
+    yield whole, _chunked(pool, prompts, whole, uses_kernels=False)
+    yield halves, _chunked(pool, prompts, halves, uses_kernels=False)
     if pool.is_readable_in_place:
         if can_attend_chunks():
-            yield 0, AttentionPlan(pool, slots, whole, None, uses_kernels=True)
-        start = len(slots) // 2
+            yield whole, _chunked(pool, prompts, whole, uses_kernels=True)
         rows = RowPlanBuilder()
-        rows.add(0, start, slots.numpy().astype(np.int32))
-        yield start, AttentionPlan(pool, slots[start:], [], rows.build())
+        first = 0
+        for slots, start in zip(prompts, halves, strict=True):
+            rows.add(first, start, slots.numpy().astype(np.int32))
+            first += len(slots) - start
+        yield halves, AttentionPlan(pool, _packed(prompts, halves), [], rows.build())
+
+
+def _chunked(
+    pool: KVPool, prompts: Sequence[torch.Tensor], starts: Sequence[int], *, uses_kernels: bool
+) -> AttentionPlan:
+    chunks: list[Chunk] = []
+    for slots, start in zip(prompts, starts, strict=True):
+        first = chunks[-1].end if chunks else 0
+        chunks.append(Chunk(first, first + len(slots) - start, slots))
+    return AttentionPlan(pool, _packed(prompts, starts), chunks, None, uses_kernels=uses_kernels)
+
+
+def _packed(prompts: Sequence[torch.Tensor], starts: Sequence[int]) -> torch.Tensor:
+    return torch.cat([slots[start:] for slots, start in zip(prompts, starts, strict=True)])
 
 
 def pooled_attention(
@@ -123,11 +172,13 @@ def pooled_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Serve transformers' attention interface: (1, num_tokens, heads, value_dim) and no weights."""
-    plan: AttentionPlan = options["logprobe_plan"]
-    layer = module.layer_idx
+    step: CurrentStep = module.logprobe_step
+    layer, plan = module.layer_idx, step.plan
+    check_call(query, key, options)
+    assert plan is not None, "a step runs under a plan"
     plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    plan.rules[layer] = _score_rule(query, options)
-    return attend(plan, layer, query[0].transpose(0, 1), plan.rules[layer])[None], None
+    rule = step.rules[layer] = _score_rule(query, options, step.windows.get(layer))
+    return attend(plan, layer, query[0].transpose(0, 1), rule)[None], None
 
 
 def attend(plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
@@ -148,18 +199,34 @@ def attend(plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule
     return out
 
 
-def _score_rule(query: torch.Tensor, options: dict[str, Any]) -> ScoreRule:
-    if options.get("s_aux") is not None:
-        raise UnsupportedModelError("attention sinks are not supported; use a model without them")
-    scale = options.get("scaling") or query.shape[3] ** -0.5
-    return ScoreRule(scale, options.get("sliding_window"), options.get("softcap"))
+def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse a call of the interface that is more than each token's own query, key and value.
+
+    Raises:
+        UnsupportedModelError: keys of another kind, or an option that may change the scores.
+    """
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedModelError("its attention reads keys that are not one for each token")
+    for name, option in options.items():
+        if name not in KNOWN_OPTIONS and isinstance(option, torch.Tensor):
+            raise UnsupportedModelError(f"its attention takes `{name}`, which this engine does not know")
+
+
+def _score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
+    scale = options.get("scaling")
+    return ScoreRule(
+        query.shape[3] ** -0.5 if scale is None else float(scale),
+        window,
+        options.get("softcap"),
+        options.get("s_aux"),
+    )
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, rule: ScoreRule
 ) -> torch.Tensor:
     """The plain twin of `attend_chunk`, on any device and in any dtype: (heads, rows, value_dim)."""
-    if rule.softcap is None:
+    if rule.softcap is None and rule.sinks is None:
         attended = functional.scaled_dot_product_attention(
             query[None], key[None], value[None],
             attn_mask=mask, is_causal=mask is None, scale=rule.scale, enable_gqa=True,
@@ -167,25 +234,31 @@ def _attend(
         return attended[0]
     groups = query.shape[0] // key.shape[0]
     heads = [
-        _attend_softcapped(rows, key[head // groups], value[head // groups], mask, rule)
+        _attend_head(rows, key[head // groups], value[head // groups], mask, rule, head)
         for head, rows in enumerate(query)
     ]
     return torch.stack(heads)
 
 
-def _attend_softcapped(
+def _attend_head(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     rule: ScoreRule,
+    head: int,
 ) -> torch.Tensor:
-    """One head, scores squashed by softcap · tanh(score / softcap) (Gemma 2)."""
-    assert rule.softcap is not None
-    scores = torch.tanh((query @ key.T) * (rule.scale / rule.softcap)) * rule.softcap
+    """One head: its scores may be squashed (Gemma 2), or share their weight with a sink (gpt-oss)."""
+    scores = (query @ key.T) * rule.scale
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if mask is None:
         mask = torch.ones_like(scores, dtype=torch.bool).tril()
-    return torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ value
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if rule.sinks is None:
+        return torch.softmax(scores, dim=-1) @ value
+    sink = rule.sinks[head].to(scores.dtype).expand(len(scores), 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[:, :-1] @ value
 
 
 def _to_device(slots: np.ndarray[Any, Any], device: str) -> torch.Tensor:

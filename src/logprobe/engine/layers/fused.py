@@ -2,7 +2,8 @@
 
 A layer as Llama's, Qwen's or Mistral's runs as one product for queries, keys and values, one kernel that
 rotates and stores them, attention, and products that add the residual themselves. A layer is replaced only
-where a trial gives the layer's own numbers; every other stays as it is.
+where its parts and its source are of a form that was read (`forms`), and where it then gives the layer's own
+numbers on what the model really sent through it; every other stays as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from torch import nn
 
 from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend
 from logprobe.engine.forward.pool import KVPool
-from logprobe.engine.layers.packed import JoinedPart, added, join
+from logprobe.engine.layers import forms
+from logprobe.engine.layers.packed import JoinedPart, added, as_packed_norm, is_gated_mlp, join
 from logprobe.kernels.layers.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
-    from logprobe.kernels.attention.api import ScoreRule
+    from collections.abc import Sequence
+
+    from logprobe.engine.forward.attention import CurrentStep
+    from logprobe.engine.forward.proof import Reference
 
     Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -26,14 +31,13 @@ LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ATTENTION_PARTS = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
-TRIAL_TOKENS = 6
 TRIAL_TOLERANCE = 1e-5  # of the largest number; two orders of summation differ by less
 
 
 class FusedAttention(nn.Module):
     """Self-attention over the pool, its three projections joined into one."""
 
-    def __init__(self, attention: Any, rule: ScoreRule, key_dim: int) -> None:
+    def __init__(self, attention: Any, step: CurrentStep) -> None:
         super().__init__()
         linears = [getattr(attention, name) for name in PROJECTIONS]
         self.layer_idx: int = attention.layer_idx
@@ -43,14 +47,15 @@ class FusedAttention(nn.Module):
         self.o_proj = attention.o_proj
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.widths = [linear.out_features for linear in linears]
-        self._key_dim = key_dim
-        self._kv_heads = self.widths[1] // key_dim
-        self.rule = rule
+        self._key_dim: int = attention.head_dim
+        self._kv_heads = self.widths[1] // self._key_dim
+        self.rule = step.rules[self.layer_idx]
+        self._step = step
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         """(num_tokens, hidden size) and what to add → (num_tokens, hidden size)."""
+        plan = self._step.plan
+        assert plan is not None, "a step runs under a plan"
         query, key, value = self._projected(x)
         pool = plan.pool.layer(self.layer_idx, self._by_head(key), self._by_head(value))
         query = rotate_and_store(Projections(query, key, value), *rotary, pool, plan.slots)
@@ -73,64 +78,73 @@ class FusedAttention(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer: attention and a feed-forward part, a norm before each, a residual around each."""
 
-    def __init__(self, layer: Any, attention: FusedAttention) -> None:
+    def __init__(self, layer: Any, step: CurrentStep) -> None:
         super().__init__()
-        self.self_attn = attention
+        self.self_attn = FusedAttention(layer.self_attn, step)
         self.mlp = layer.mlp
+        self._is_gated = is_gated_mlp(layer.mlp)  # else it may want the shape that transformers' layers have
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        position_embeddings: Rotary,
-        logprobe_plan: AttentionPlan,
-        **_: Any,
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Rotary, **_: Any) -> torch.Tensor:
         """(1, num_tokens, hidden size) → the same."""
         hidden = hidden_states[0]
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotary, logprobe_plan)
-        return added(self.mlp, self.post_attention_layernorm(hidden), hidden)[None]
+        hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotary)
+        normed = self.post_attention_layernorm(hidden)
+        return added(self.mlp, normed, hidden)[None] if self._is_gated else hidden + self.mlp(normed[None])
 
 
-def fuse_(model: Any) -> None:
-    """Replace the layers of a model that are of the usual form; its attention must be the pool's by now."""
-    decoder = model.base_model
-    layers, rotary = getattr(decoder, "layers", []), getattr(decoder, "rotary_emb", None)
-    for index, layer in enumerate(layers):
-        if rotary is not None and _has_usual_form(layer):
-            fused = _fused(layer, rotary)
-            if fused is not None:
-                layers[index] = fused
+def fuse_(model: nn.Module, step: CurrentStep, references: Sequence[Reference]) -> None:
+    """Replace the layers of a model that are of a known form; its attention must be the pool's by now."""
+    for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for index, layer in enumerate(layers):
+            if has_known_form(layer):
+                fused = FusedLayer(layer, step)
+                if all(_gives_the_same(fused, layer, step, reference) for reference in references):
+                    layers[index] = fused
 
 
-def _has_usual_form(layer: nn.Module) -> bool:
+def has_known_form(layer: Any) -> bool:
+    """Whether a decoder layer is one whose parts and source were read."""
+    if not forms.has_form(type(layer).forward, [forms.DECODER_LAYER]):
+        return False
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return False
-    attention: Any = layer.self_attn
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    return all(map(_is_known_norm, norms)) and _is_known_attention(layer.self_attn)
+
+
+def _is_known_norm(norm: nn.Module) -> bool:
+    return type(norm) is nn.LayerNorm or as_packed_norm(norm) is not None
+
+
+def _is_known_attention(attention: Any) -> bool:
     parts = dict(attention.named_children())
-    return parts.keys() - HEAD_NORMS == ATTENTION_PARTS and all(
-        type(parts[name]) is nn.Linear for name in ATTENTION_PARTS
+    head_norms = [parts[name] for name in HEAD_NORMS & parts.keys()]
+    forward = type(attention).forward
+    return (
+        parts.keys() - HEAD_NORMS == ATTENTION_PARTS
+        and all(type(parts[name]) is nn.Linear for name in ATTENTION_PARTS)
+        and all(
+            as_packed_norm(norm) is not None and norm.weight.numel() == attention.head_dim
+            for norm in head_norms
+        )
+        and forms.has_form(forward, forms.ATTENTION)
+        and forms.calls_form(forward, "apply_rotary_pos_emb", forms.ROTATE_HALVES)
+        and forms.calls_form(forward.__globals__["apply_rotary_pos_emb"], "rotate_half", forms.ROTATE_HALF)
+        and getattr(attention, "use_rope", True)
     )
 
 
-def _fused(layer: Any, rotary_embedding: nn.Module) -> FusedLayer | None:
-    """The fused form of a layer, where it gives the layer's own numbers."""
-    width = layer.self_attn.q_proj.in_features
-    x = torch.randn(1, TRIAL_TOKENS, width, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(TRIAL_TOKENS)
-    rotary = rotary_embedding(x, position_ids=positions[None])
-    plan = AttentionPlan(KVPool(TRIAL_TOKENS), positions, [Chunk(0, TRIAL_TOKENS, positions)], None)
-    options = {"attention_mask": None, "position_embeddings": rotary, "logprobe_plan": plan}
-    expected = layer(x, position_ids=positions[None], **options)
-    index = layer.self_attn.layer_idx
-    key_dim = plan.pool.keys[index].shape[2]
-    norms = [getattr(layer.self_attn, name, None) for name in sorted(HEAD_NORMS)]
-    is_by_head = all(norm is None or norm.weight.numel() == key_dim for norm in norms)
-    if not is_by_head or rotary[0].shape[2] != key_dim or not isinstance(expected, torch.Tensor):
-        return None
-    fused = FusedLayer(layer, FusedAttention(layer.self_attn, plan.rules[index], key_dim))
-    difference = (fused(x, **options) - expected).abs().max() / expected.abs().max()
-    return fused if difference <= TRIAL_TOLERANCE else None
+def _gives_the_same(fused: FusedLayer, layer: nn.Module, step: CurrentStep, reference: Reference) -> bool:
+    """Whether a fused layer makes what the layer itself made of the rows that the model sent through it."""
+    call = reference.layers[layer]
+    rotary = call.options["position_embeddings"]
+    hidden = call.args[0]
+    if rotary[0].shape[2] != layer.self_attn.head_dim:  # type: ignore[union-attr]
+        return False
+    slots = torch.arange(hidden.shape[1])
+    step.plan = AttentionPlan(KVPool(len(slots)), slots, [Chunk(0, len(slots), slots)], None)
+    difference = (fused(hidden, position_embeddings=rotary) - call.output).abs().max()
+    return bool(difference <= TRIAL_TOLERANCE * call.output.abs().max())

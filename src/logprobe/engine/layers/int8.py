@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from logprobe.engine.layers.packed import GatedMLP, JoinedPart, as_packed_norm, children, is_gated_mlp, join
+from logprobe.engine.layers.packed import (
+    SILU,
+    GatedMLP,
+    JoinedPart,
+    as_packed_norm,
+    children,
+    is_gated_mlp,
+    join,
+)
+from logprobe.errors import ParameterError
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.int8 import gate, quantise_rows, scale_products
 from logprobe.kernels.layers.int8_rows import Int8Weights, int8_stage
@@ -36,7 +45,6 @@ SHARE_OF_INPUTS = 0.65
 SHARE_WHERE_NARROWER = 0.5
 TINY = 1e-5
 _product = hooks.INT8_PRODUCT.find()
-SILU = {"SiLUActivation", "SiLU"}  # transformers' and torch's classes
 
 
 class Int8Linear(nn.Module):
@@ -104,6 +112,20 @@ class Int8GatedMLP(GatedMLP):
     def inner_stages(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[Stage]:
         """`inner` of a few rows into `out`, ready to run."""
         yield int8_stage(x, self.gate_up_proj.weights, out, is_gated=True)
+
+
+def check_int8(model: nn.Module) -> None:
+    """Raise `ParameterError` where a matrix of a decoder would stay as it is: 8 bits are not proven there."""
+    kinds = {
+        type(module).__name__
+        for module in model.modules()
+        for weight in module.parameters(recurse=False)
+        if weight.dim() > 1 and not isinstance(module, nn.Embedding) and type(module) is not nn.Linear
+    }
+    if kinds:
+        raise ParameterError(
+            "weights", f"int8 is not proven for {', '.join(sorted(kinds))}; use packed or plain"
+        )
 
 
 def quantise_(model: nn.Module, run: Callable[[], Any]) -> None:

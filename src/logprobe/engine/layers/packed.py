@@ -7,13 +7,14 @@ embedding excepted, which needs both). Whatever is swapped here is proven by the
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from logprobe.engine.layers import forms
 from logprobe.errors import ParameterError
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.norm import rms_norm
@@ -50,28 +51,27 @@ def join(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 PACK_ROWS = 32  # the number of rows that oneDNN is told to expect; any other number runs as well
-TRIAL_ROWS = (1, 8, 64)
-NUM_CALLS = 8
-CLEAR_LOSS = 1.5
-
 # transformers' activation class -> oneDNN's name and algorithm for it
 _ACTIVATIONS: Final = {
     "SiLUActivation": ("swish", ""),
     "SiLU": ("swish", ""),
     "GELUTanh": ("gelu", "tanh"),
+    "NewGELUActivation": ("gelu", "tanh"),
     "GELUActivation": ("gelu", "none"),
 }
+SILU = {"SiLUActivation", "SiLU"}  # transformers' and torch's classes
 _product, _reorder = hooks.LINEAR.find(), hooks.REORDER.find()
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` on a weight that oneDNN has reordered."""
+    """`nn.Linear`, or GPT-2's `Conv1D`, on a weight that oneDNN has reordered."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
         weight = linear.weight.detach()
+        weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
+        self.out_features, self.in_features = weight.shape
+        self.bias = linear.bias
         self._weight = _reorder(weight, PACK_ROWS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,12 +154,12 @@ def added(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:
-    """What `auto` means for a model here: `packed` unless a trial shows it clearly slower.
+    """What `auto` means for a model here, the same at every load: `packed` wherever oneDNN can.
 
     Raises:
         ParameterError: a layout was asked for that the device or the dtype does not allow.
     """
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears: list[Any] = [module for module in model.modules() if is_linear(module)]
     is_packable = bool(linears) and all(can_pack(linear.weight) for linear in linears)
     if weights in {"packed", "int8"} and not is_packable:
         raise ParameterError("weights", f"{weights} needs float32 on a CPU with oneDNN; use auto or plain")
@@ -169,7 +169,12 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
         )
     if weights != "auto":
         return weights
-    return "packed" if is_packable and _packed_wins(max(linears, key=_trial_order)) else "plain"
+    return "packed" if is_packable else "plain"
+
+
+def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether a module is a linear layer of torch's or GPT-2's kind, and none derived from them."""
+    return type(module) in {nn.Linear, Conv1D}
 
 
 def can_publish(linears: Sequence[nn.Linear]) -> bool:
@@ -186,10 +191,10 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack_(model: nn.Module) -> None:
     """Replace every linear layer and every known gated MLP of a model by its packed form."""
     for parent, name, module in list(children(model)):
-        if type(module) is nn.Linear:
+        if is_linear(module) and not forms.mentions(type(parent), f".{name}.weight"):
             setattr(parent, name, PackedLinear(module))
     for parent, name, module in list(children(model)):
-        if is_gated_mlp(module, _ACTIVATIONS, PackedLinear):
+        if is_gated_mlp(module, linear=PackedLinear):
             setattr(parent, name, PackedGatedMLP(module))
         elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
@@ -208,55 +213,35 @@ def _epsilon(norm: Any) -> float:
 
 @torch.inference_mode()
 def as_packed_norm(module: Any) -> PackedNorm | None:
-    """The packed form of a norm, where one of its two usual forms gives the module's own result."""
-    if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "weight"):
+    """The packed form of a norm that was read, where it also gives the module's own result."""
+    forward = type(module).forward
+    if forms.has_form(forward, forms.RMS_NORM):
+        offset = 0.0
+    elif forms.has_form(forward, forms.OFFSET_RMS_NORM) and forms.has_form(
+        type(module)._norm,  # noqa: SLF001
+        forms.OFFSET_RMS_NORM_PART,
+    ):
+        offset = 1.0
+    else:
         return None
     if not can_pack(module.weight):
         return None
+    packed = PackedNorm(module, offset=offset)
     x = torch.linspace(-3, 3, module.weight.numel())
-    x = torch.stack([x, x / 1000])  # in the second row epsilon counts
-    for packed in (PackedNorm(module, offset=0.0), PackedNorm(module, offset=1.0)):
-        if torch.allclose(packed(x), module(x), rtol=1e-5, atol=1e-5):
-            return packed
-    return None
+    x = torch.stack([x, x / 1000, x * 1000])  # in the second row epsilon counts
+    return packed if torch.allclose(packed(x), module(x), rtol=1e-5, atol=1e-5) else None
 
 
-def is_gated_mlp(module: Any, activations: Container[str], linear: type = nn.Linear) -> bool:
-    """Whether a module is `down(act(gate(x)) * up(x))` on linear layers of one kind."""
+def is_gated_mlp(
+    module: Any, activations: Container[str] = _ACTIVATIONS, *, linear: type = nn.Linear
+) -> bool:
+    """Whether a module is `down(act(gate(x)) * up(x))`, by its source, on linear layers of one kind."""
     parts = dict(module.named_children())
     if parts.keys() != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     activation = type(parts.pop("act_fn")).__name__
-    return activation in activations and all(type(part) is linear for part in parts.values())
-
-
-def _trial_order(linear: nn.Linear) -> int:
-    """The largest layer but the head: what a step spends its time in."""
-    size = linear.weight.numel()
-    return size if linear.out_features <= 16 * linear.in_features else 0
-
-
-@torch.inference_mode()
-def _packed_wins(linear: nn.Linear) -> bool:
-    """Whether packing is no clear loss, by the time of one processor: what else runs hardly changes it."""
-    packed = PackedLinear(linear)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        ratios = [_slowdown(packed, linear, num_rows) for num_rows in TRIAL_ROWS]
-    finally:
-        torch.set_num_threads(num_threads)
-    return sum(ratios) < CLEAR_LOSS * len(ratios)
-
-
-def _slowdown(layer: nn.Module, other: nn.Linear, num_rows: int) -> float:
-    """How many times as long a layer takes as another, both called in turn."""
-    x = torch.ones(num_rows, other.in_features)
-    seconds = [(_seconds(layer, x), _seconds(other, x)) for _ in range(NUM_CALLS)]
-    return min(own for own, _ in seconds) / min(theirs for _, theirs in seconds)
-
-
-def _seconds(layer: nn.Module, x: torch.Tensor) -> float:
-    start = time.thread_time()
-    layer(x)
-    return time.thread_time() - start
+    return (
+        activation in activations
+        and all(type(part) is linear for part in parts.values())
+        and forms.has_form(type(module).forward, forms.GATED_MLP)
+    )

@@ -1,8 +1,9 @@
 """The radix tree over token ids that owns the slots of every known prefix.
 
 A node holds a run of tokens and the slot of each. Sequences lock the path they stand on; what nobody
-locks may be evicted, least recently used leaves first. One tree serves all LoRA weights: each
-load has its own root. (The idea is SGLang's RadixAttention, Zheng et al. 2024, at the grain of one token.)
+locks may be evicted, least recently used leaves first. One tree serves all LoRA weights and both kinds
+of rotary frequencies: each load of weights, under each kind, has its own root. (The idea is SGLang's
+RadixAttention, Zheng et al. 2024, at the grain of one token.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from logprobe.records.values import IntArray
 
@@ -79,7 +80,7 @@ class RadixTree:
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
-        self._roots: dict[int | None, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         self._clock = 0
         self._step = 0
         self.num_evictable = 0  # slots in nodes that nobody locks
@@ -94,9 +95,9 @@ class RadixTree:
             if node.parent is not None and node.parent.born != self._step:
                 self._remove_branch(node)
 
-    def root(self, lora: int | None = None) -> Node:
-        """Where all prefixes under LoRA weights of this number begin; None: under the base model alone."""
-        return self._roots.setdefault(lora, Node(None, EMPTY, EMPTY))
+    def root(self, key: Hashable = None) -> Node:
+        """Where all prefixes of one kind begin; `key` is all but the tokens that their numbers depend on."""
+        return self._roots.setdefault(key, Node(None, EMPTY, EMPTY))
 
     def descend(self, node: Node, token_ids: IntArray) -> tuple[Node, IntArray]:
         """The deepest node below `node` on the way of `token_ids`, and the slots of the tokens passed."""

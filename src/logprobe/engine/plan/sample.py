@@ -50,6 +50,7 @@ class Sample:
         # Prompt rows delivered; row r holds the numbers of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
+        self.is_long = False  # it runs under the model's long rotary frequencies, where those differ
         self.is_paused = False  # its reader lags: it keeps its place and takes no step
         self.active: ActiveSample | None = None  # its logits processors, where it has any
         self.output_token_ids: list[int] = []  # generated; processors hold on to this list

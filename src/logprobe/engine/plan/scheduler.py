@@ -60,6 +60,7 @@ class StepPlan:
             context_slots=[span.sample.slots[: span.end] for span in spans],
             loras=[span.sample.lora for span in spans],
             draw_slots=np.array([sample.slots[-1] for sample in self.draws], dtype=np.int32),
+            are_long=[span.sample.is_long for span in spans],
         )
 
 
@@ -70,12 +71,15 @@ def _joined(parts: list[IntArray]) -> IntArray:
 class Scheduler:
     """Owns the waiting and the running samples, and every slot."""
 
-    def __init__(self, num_slots: int, *, max_batch_tokens: int, max_batch_rows: int) -> None:
+    def __init__(
+        self, num_slots: int, *, max_batch_tokens: int, max_batch_rows: int, rope_boundary: int | None = None
+    ) -> None:
         self.pool = SlotPool(num_slots)
         self.tree = RadixTree(self.pool)
         self.max_batch_tokens = max_batch_tokens
         # Each running sample can take one token a step, so that none waits for ever.
         self.max_running = min(max_batch_rows, max_batch_tokens)
+        self._rope_boundary = rope_boundary  # texts longer than this run under other rotary frequencies
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first
         self.num_preempted = 0
@@ -99,6 +103,7 @@ class Scheduler:
         """Plan one step and hand out its slots."""
         self.tree.begin_step()
         plan = StepPlan()
+        self._restart_outgrown()
         self._admit()
         # Those that were paused and go on again may be more than a step takes; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
@@ -151,13 +156,24 @@ class Scheduler:
                 locks[id(node)] = locks.get(id(node), 0) + 1
         assert all(node.num_locks == locks.get(id(node), 0) for node in nodes), "a lock is unaccounted for"
 
+    def _is_long(self, sample: Sample) -> bool:
+        return self._rope_boundary is not None and sample.num_tokens > self._rope_boundary
+
+    def _restart_outgrown(self) -> None:
+        """Send back what has outgrown its rotary frequencies: all its keys and rows change with them."""
+        for sample in reversed(self.running[:]):
+            if sample.is_long != self._is_long(sample):
+                self.release(sample)
+                self.waiting.appendleft(sample)
+
     def _admit(self) -> None:
         num_active = sum(not sample.is_paused for sample in self.running)
         while num_active < self.max_running:
             sample = next((one for one in self.waiting if not one.is_paused), None)
             if sample is None:
                 return
-            root = self.tree.root(None if sample.lora is None else sample.lora.number)
+            sample.is_long = self._is_long(sample)
+            root = self.tree.root((None if sample.lora is None else sample.lora.number, sample.is_long))
             todo = sample.token_ids[: sample.num_remaining]
             node, known = self.tree.descend(root, todo)
             self.tree.lock(node)

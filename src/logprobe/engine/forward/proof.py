@@ -1,0 +1,244 @@
+"""What is proven of a model at load: that pool, attention, masks, rotation and head give its own numbers.
+
+The model runs some tokens as transformers would, at its first positions, at its last and across every length
+at which its numbers may change. Then the engine runs the same tokens, by every way of attention, with the
+prompts packed into one step and with half of each in the cache; the logits have to agree.
+Before it: the loaded model. After it: the pool's layout, the layers' rules, and the engine's first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from logprobe.engine.forward import attention, masks
+from logprobe.engine.forward.attention import every_way, pooled_attention
+from logprobe.engine.forward.decoder import Decoder, DecoderPlace, OutputHead, WatchedRun
+from logprobe.engine.forward.pool import KVPool
+from logprobe.engine.forward.rope import follow_steps_, original_lengths, rope_boundary
+from logprobe.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from logprobe.engine.forward.attention import CurrentStep
+
+NUM_TOKENS = 12
+# What transformers calls the layers whose attention is followed here; others select or compress what they
+# see, some of them only once a text is longer than any proof.
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Relative to the largest logit: two orders of summation differ by far less, another formula by far more.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+AttentionInterface.register(attention.NAME, pooled_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a decoder layer by the model itself."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the model itself makes of some tokens."""
+
+    token_ids: NDArray[np.int64]  # (num_tokens,)
+    positions: NDArray[np.int64]  # (num_tokens,)
+    logits: torch.Tensor  # (num_tokens, vocabulary) float32
+    is_long: bool
+    layers: dict[torch.nn.Module, LayerCall] = field(default_factory=dict)
+
+
+class Proof:
+    """Runs a model by itself, then by the engine's ways, and compares."""
+
+    def __init__(self, model: Any, step: CurrentStep, *, context_len: int) -> None:
+        self.model = model
+        self.step = step
+        self.context_len = context_len
+        self.rope_boundary = rope_boundary(model)
+        self.largest_difference = 0.0  # nats, of what was proven last
+        self.hidden_size = 0
+        self.place: DecoderPlace
+        self.references: list[Reference] = []
+        step.reach(model)
+
+    def observe(self) -> Decoder:
+        """Run the model as transformers would; the engine's decoder, for it to follow from here on.
+
+        Raises:
+            UnsupportedModelError: it has layers of a kind that cannot be followed.
+        """
+        self._check_layer_types()
+        for start in self._starts():
+            self.references.append(self._reference(start))
+        self._learn_masks()
+        self.model.set_attn_implementation(attention.NAME)
+        if self.rope_boundary is not None:
+            follow_steps_(self.model, self.step, self.rope_boundary)
+        return Decoder(self.model, self.place, self.step)
+
+    def prove(self, decoder: Decoder) -> KVPool:
+        """Compare the logits of every way; the pool of the proof, which shows what each layer stores.
+
+        Raises:
+            UnsupportedModelError: the numbers differ.
+        """
+        self.largest_difference = 0.0
+        head = OutputHead(self.model, self.place)
+        pools = [
+            self._prove_together(decoder, head, references)
+            for is_long in (False, True)
+            if (references := [one for one in self.references if one.is_long == is_long])
+        ]
+        return pools[0]
+
+    def _prove_together(self, decoder: Decoder, head: OutputHead, references: list[Reference]) -> KVPool:
+        """Run references of one kind of rotation, packed into one step."""
+        lengths = [len(reference.token_ids) for reference in references]
+        pool = KVPool(sum(lengths))
+        prompts = list(torch.split(torch.arange(sum(lengths), device=self.model.device), lengths))
+        for starts, plan in every_way(pool, prompts):
+            pairs = list(zip(references, starts, strict=True))
+            hidden = decoder(
+                np.concatenate([reference.token_ids[start:] for reference, start in pairs]),
+                np.concatenate([reference.positions[start:] for reference, start in pairs]),
+                plan,
+                is_long=references[0].is_long,
+            )
+            self.hidden_size = hidden.shape[1]
+            expected = torch.cat([reference.logits[start:] for reference, start in pairs])
+            self._compare(head(hidden), expected)
+        return pool
+
+    def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        if expected.isnan().any() or not torch.isfinite(expected).any():
+            raise UnsupportedModelError("its own logits are not finite numbers")
+        is_finite = torch.isfinite(expected)  # some families hide padding entries of the vocabulary
+        scale = expected[is_finite].abs().max()
+        difference = float((logits - expected)[is_finite].abs().max() / scale)
+        if not difference <= TOLERANCE[self.model.dtype]:
+            raise UnsupportedModelError(self._why_not(difference))
+        nats = (logits.log_softmax(-1) - expected.log_softmax(-1))[is_finite].abs().max()
+        self.largest_difference = max(self.largest_difference, float(nats))
+
+    def _why_not(self, difference: float) -> str:
+        forward = self.model.get_submodule(self.place.path).forward
+        if "position_ids" not in inspect.signature(forward).parameters:
+            return "its decoder counts positions by itself, so that steps cannot mix texts"
+        return (
+            "it computes its logits in a way this engine does not follow "
+            f"(relative difference {difference:.1e})"
+        )
+
+    def _starts(self) -> list[int]:
+        """Where the references begin: at the first position, at the last that fits, across each boundary."""
+        last = self.context_len - NUM_TOKENS
+        across = {length - NUM_TOKENS // 2 for length in original_lengths(self.model)}
+        if self.rope_boundary is not None:
+            across.add(self.rope_boundary - NUM_TOKENS)  # the last under the short frequencies
+        return sorted({0, max(last, 0), *(start for start in across if 0 < start < last)})
+
+    def _reference(self, start: int) -> Reference:
+        count = min(NUM_TOKENS, self.context_len)
+        token_ids = _probe_ids(self.model, count, seed=start)
+        positions = np.arange(start, start + count)
+        inputs = {"input_ids": torch.from_numpy(token_ids)[None].to(self.model.device)}
+        if start:  # at the first positions the model is left to count by itself
+            inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.model.device)
+        layers: dict[torch.nn.Module, LayerCall] = {}
+        with WatchedRun(self.model) as watched, watched_layers(self.model, layers):
+            logits = self.model(**inputs, use_cache=False).logits[0].float()
+        self.place = watched.place
+        is_long = self.rope_boundary is not None and start + count > self.rope_boundary
+        return Reference(token_ids, positions, logits, is_long, layers)
+
+    def _check_layer_types(self) -> None:
+        kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        unknown = sorted(set(kinds) - LAYER_TYPES)
+        if unknown:
+            raise UnsupportedModelError(f"it has layers of the kind {', '.join(unknown)}")
+
+    def _learn_masks(self) -> None:
+        self.model.set_attn_implementation(masks.NAME)
+        self.step.masks.clear()
+        first = self.references[0]
+        self.model(input_ids=torch.from_numpy(first.token_ids)[None].to(self.model.device), use_cache=False)
+        config = self.model.config.get_text_config(decoder=True)
+        num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
+        if len(self.step.masks) != num_layers:
+            raise UnsupportedModelError(_other_layers(len(self.step.masks), num_layers))
+        self.step.windows = {
+            layer: masks.window_of(mask, self.context_len) for layer, mask in self.step.masks.items()
+        }
+        self.step.masks.clear()
+
+
+class watched_layers:  # noqa: N801 - used as a function
+    """Notes each decoder layer's calls while a model runs."""
+
+    def __init__(self, model: Any, calls: dict[torch.nn.Module, LayerCall]) -> None:
+        self._model, self._calls = model, calls
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, torch.nn.ModuleList):
+                self._hooks += [layer.register_forward_hook(self._note, with_kwargs=True) for layer in module]
+
+    def _note(self, layer: torch.nn.Module, args: Any, options: Any, output: Any) -> None:
+        self._calls[layer] = LayerCall(args, options, output)
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def refusing(model: Any, act: Callable[[], Any]) -> Any:
+    """What `act` gives; whatever the model's own code raises on the way says why it cannot be used here."""
+    name = type(model).__name__
+    remedy = "load it with engine='vllm'"
+    try:
+        return act()
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot run on the native engine: {error}; {remedy}") from error
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnsupportedModelError(
+            f"{name} cannot run on the native engine: its own code fails there ({reason:.200}); {remedy}"
+        ) from error
+
+
+def _other_layers(num_attending: int, num_layers: int) -> str:
+    if not num_attending:
+        return "none of its layers uses transformers' attention interface"
+    return (
+        f"{num_attending} of its {num_layers} layers use transformers' attention interface; the others keep "
+        "a state of another kind"
+    )
+
+
+def _probe_ids(model: Any, count: int, *, seed: int) -> NDArray[np.int64]:
+    """Some ids of the vocabulary, the same at every load, but none that stands for an image or a padding."""
+    config = model.config.get_text_config(decoder=True)
+    special = {
+        value
+        for source in (model.config, config)
+        for name, value in source.to_dict().items()
+        if name.endswith("token_id") and isinstance(value, int)
+    }
+    order = np.random.default_rng(seed).permutation(config.vocab_size)
+    return np.array(
+        [token_id for token_id in order[: count + len(special)] if token_id not in special][:count]
+    )
