@@ -66,8 +66,9 @@ bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then 
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-docs: $(VENV)/.base  ## docs/cli.md from the commands' own help
+docs: $(VENV)/.base  ## docs/cli.md from the commands' own help, docs/models.md from the tests' table of families
 	$(BIN)/python docs/cli_help.py > docs/cli.md
+	$(BIN)/python docs/models_page.py > docs/models.md
 
 format: $(VENV)/.check
 	$(BIN)/ruff format .

@@ -1,0 +1,79 @@
+"""docs/models.md from the table that the tests of families prove."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from families.outcomes import FUSED, PLAIN, REFUSED, UNBUILT
+from families.rows import RIGHT
+
+HEADER = """# Models
+
+What the native engine does with each family of causal language models that transformers {version} knows.
+This page is written by `python docs/models_page.py`, from the table that `tests/families/` proves on tiny
+random models: each variant below gives transformers' float32 log-probabilities to 2e-4 nats for a text
+alone, in a batch, in chunks, on cached prefixes and while it grows, below, across and beyond its window and
+the length at which its rotary frequencies change; with plain and with packed weights.
+
+At load every model is followed, then proven: its decoder is found by watching it run, each layer's window
+is read from the mask that transformers makes for it, and the logits of every way of attention are compared
+with the model's own, at its first positions, at its last and across each length at which they may change.
+`logprobe info MODEL` tells what came of it. A model that cannot be followed is refused with
+`UnsupportedModelError`; `engine='vllm'` may run it.
+
+- **fused**: with packed weights, whole decoder layers run as few, large operations. A layer is fused only
+  where the source of its `forward` is one that was read (`engine/layers/forms.py`).
+- **plain**: the layers are transformers' own, on packed products where a CPU has oneDNN.
+- `weights="int8"` is taken where every matrix of the decoder is a linear layer (no experts, not GPT-2), and
+  where a short text loses at most .1 nats (mean KL from the plain weights); what it loses stands in
+  `logprobe info MODEL`.
+- Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
+  text. A text that outgrows the short ones is computed again from its start.
+"""
+
+
+def page() -> str:
+    """The page as it should stand."""
+    listed = {row.kind for row in RIGHT}
+    rows = [f"| {row.name} | `{row.kind}` | {row.layers} |" for row in RIGHT]
+    others = [
+        f"| `{kind}` | {'fused' if kind in FUSED else 'plain'} |"
+        for kind in sorted([*FUSED, *PLAIN])
+        if kind not in listed
+    ]
+    refused = [f"| {reason} | {_named(kinds)} |" for reason, kinds in REFUSED.items()]
+    return "\n".join(
+        [
+            HEADER.format(version=_minor(transformers.__version__)),
+            "## Proven variants\n",
+            "| family | `model_type` | layers |",
+            "| --- | --- | --- |",
+            *rows,
+            "\n## Other families that are right in their default variant\n",
+            "| `model_type` | layers |",
+            "| --- | --- |",
+            *others,
+            "\n## Refused\n",
+            "| why | `model_type` |",
+            "| --- | --- |",
+            *refused,
+            f"\nNo tiny model could be made of {_named(UNBUILT)}; most are wrappers of a family above.\n",
+        ]
+    )
+
+
+def _named(kinds: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,88 @@
+"""What becomes of every family in transformers' mapping of causal language models, by its default variant."""
+
+from __future__ import annotations
+
+
+def _kinds(text: str) -> list[str]:
+    return text.split()
+
+
+# Model types whose decoder layers run fused where the weights are packed.
+FUSED = _kinds("""
+arcee aria_text cwm dots1 gemma got_ocr2 internlm3 iquestcoder jais2 llama mellum ministral
+mistral moss_transcribe_diarize qwen2 qwen2_moe qwen3 qwen3_moe smollm3 solar_open starcoder2
+""")
+
+# Those whose layers are their own, on packed products.
+PLAIN = _kinds("""
+afmoe apertus axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl deepseek_v2 deepseek_v3
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma2 gemma3 gemma3_text
+gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2
+gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
+helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2
+longcat_flash mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mixtral mllama
+modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
+phi4_multimodal phimoe seed_oss stablelm vaultgemma youtu
+""")
+
+# Reason of the refusal → those that it holds for.
+REFUSED = {
+    "none of its layers uses transformers' attention interface": _kinds("""
+        big_bird codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert mvp openai-gpt
+        prophetnet rembert roformer rwkv trocr xglm xlm xlnet
+    """),
+    "its tokens see those after them": _kinds("""
+        bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm
+        roc_bert xlm-roberta xlm-roberta-xl
+    """),
+    "it has layers of the kind linear_attention": _kinds("""
+        bamba granitemoehybrid jamba kimi_linear minimax olmo_hybrid qwen3_5_moe_text
+        qwen3_5_text qwen3_next qwen4_exp_text
+    """),
+    "its positions have no end (it keeps a state of its own, or biases scores by distance)": _kinds("""
+        bloom cpmant falcon_mamba mamba mamba2 mpt recurrent_gemma whisper xlstm
+    """),
+    "its decoder counts positions by itself, so that steps cannot mix texts": _kinds("""
+        bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart
+    """),
+    "it has layers of the kind indexed_attention": _kinds("""
+        axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4
+    """),
+    "its layer 0 attends more than once in a forward pass": _kinds("""
+        diffllama hrm_text
+    """),
+    "it has layers of the kind hybrid": _kinds("""
+        falcon_h1 zaya
+    """),
+    "it has layers of the kind hybrid_sliding": _kinds("""
+        inkling2_text inkling_text
+    """),
+    "it has layers of the kind conv": _kinds("""
+        lfm2_moe lfm3
+    """),
+    "it has layers of the kind heavily_compressed_attention": _kinds("""
+        deepseek_v4
+    """),
+    "its masks add to the scores (as ALiBi does) rather than hide tokens": _kinds("""
+        doge
+    """),
+    "its masks depend on the tokens, not on their places alone": _kinds("""
+        gemma4_unified
+    """),
+    "it has layers of the kind chunked_attention": _kinds("""
+        llama4_text
+    """),
+    "it has layers of the kind linear_attention, mlp, moe": _kinds("""
+        nemotron_h
+    """),
+    "it computes its logits in a way this engine does not follow": _kinds("""
+        xmod
+    """),
+}
+
+# No tiny model of these could be made; those of the same source are above under another name.
+UNBUILT = _kinds("""
+bailing_hybrid blt cohere_compass_text dbrx dots3_note emu3 gemma3n gemma4_assistant
+gemma4_unified_assistant llama4 musicgen musicgen_melody qwen3_5 qwen3_5_moe qwen4_exp reformer
+zamba zamba2
+""")

@@ -1,0 +1,57 @@
+"""Every family and variant of the table gives transformers' numbers, however its tokens reach the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from families.rows import RIGHT, Row
+from families.tiny import model_of
+from families.trials import TOLERANCE, Truth, differences, how_layers_run, load, prompts
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from logprobe.text.edge import TextEdge
+
+
+@pytest.mark.parametrize("row", RIGHT, ids=lambda row: row.name)
+def test_a_family_gives_the_numbers_of_transformers_in_every_layout(row: Row, text: TextEdge) -> None:
+    model = model_of(row.kind, **row.special)
+    truth = Truth(model)
+    for weights in ("plain", "packed"):
+        forward = load(model, weights)
+        assert how_layers_run(forward) == (row.layers if weights == "packed" else "plain")
+        for way, difference in differences(truth, forward, text):
+            assert difference <= TOLERANCE, f"{weights}, {way}: {difference:.1e} nats"
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "gpt_neox"]
+)
+def test_8_bits_say_what_they_lose(kind: str) -> None:
+    layout = load(model_of(kind), "int8").layout
+    assert layout.int8_kl is not None
+    assert 0 < layout.int8_kl < 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "qwen2_moe", "olmoe", "deepseek_v2", "gpt_oss"])
+def test_8_bits_are_refused_where_they_were_never_proven(kind: str) -> None:
+    with pytest.raises(ParameterError, match="int8 is not proven for") as error:
+        load(model_of(kind), "int8")
+    assert error.value.parameter == "weights"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "Gemma 2", "Mixtral", "gpt-oss", "Phi-3 with longrope"])
+def test_16_bits_are_as_near_to_float32_as_transformers_own(name: str, dtype: str, text: TextEdge) -> None:
+    (row,) = [row for row in RIGHT if row.name == name]
+    model = model_of(row.kind, **row.special)
+    truth, rounded = Truth(model), Truth(model_of(row.kind, **row.special).to(getattr(torch, dtype)))
+    texts = prompts(model.config.vocab_size).values()
+    own = max(np.abs(truth.rows(ids) - rounded.rows(ids)).max() for ids in texts)
+    ways = dict(differences(truth, load(model, "auto", dtype=dtype), text))
+    # Greedy growth leaves the texts that `own` was measured on; experts may then be chosen by a rounding.
+    assert max(difference for way, difference in ways.items() if "grown" not in way) <= 1.5 * own
