@@ -47,8 +47,8 @@ class EngineConfig:
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes 1 GiB.
         weights: `auto` (`packed` where a CPU has oneDNN, `plain` elsewhere), `plain`, `packed` (float32 in
-            the layout of small-batch matrix products), `published` (the bytes of the model's own file, widened
-            to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
+            the layout of small-batch matrix products), `published` (the bytes of the model's own file,
+            widened to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
         seed: base of the seeds of requests that bring none.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),

@@ -133,7 +133,7 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
                 if _gives_the_same(published, module):
                     setattr(parent, name, published)
     for parent, name, module in list(children(model)):
-        if is_gated_mlp(module, _ACTIVATIONS, PublishedLinear) and _is_of_one_form(module):
+        if is_gated_mlp(module, _ACTIVATIONS, linear=PublishedLinear) and _is_of_one_form(module):
             setattr(parent, name, PublishedGatedMLP(module))
         elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
