@@ -45,9 +45,8 @@ class Runner:
         slots = [
             np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)
         ]
-        request = SimpleNamespace(lora=None)
         sequences: list[Any] = [
-            SimpleNamespace(token_ids=ids, slots=own, request=request, is_long=False)
+            SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
             for ids, own in zip(prompts, slots, strict=True)
         ]
         for start in range(0, max(map(len, prompts)), split):

@@ -53,9 +53,8 @@ def run(forward: NativeForward, prompts: list[Any], *, split: int) -> Any:
     """Log-probabilities of all tokens of all prompts, `split` tokens of each prompt a step."""
     ends = np.cumsum([len(ids) for ids in prompts])
     places = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
-    request = SimpleNamespace(lora=None)
     sequences: list[Any] = [
-        SimpleNamespace(token_ids=ids, slots=own, request=request, is_long=False)
+        SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
         for ids, own in zip(prompts, places, strict=True)
     ]
     for start in range(0, max(map(len, prompts)), split):

@@ -51,11 +51,10 @@ class Prompts:
     def __init__(self, forward: NativeForward, count: int, length: int = 20) -> None:
         rng = np.random.default_rng(count)
         slots = rng.permutation(forward.num_slots)[: count * length].reshape(count, length).astype(np.int32)
-        request = SimpleNamespace(lora=None)
         self.forward, self.slots = forward, slots
         token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
         self.sequences: list[Any] = [
-            SimpleNamespace(token_ids=ids, slots=own, request=request, is_long=False)
+            SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
             for ids, own in zip(token_ids, slots, strict=True)
         ]
 
@@ -118,10 +117,10 @@ def test_rows_under_an_adapter_take_the_layers_own_way(
     runs = count_runs(monkeypatch)
     prompts = Prompts(forward, 2)
     prompts.step(0, 15)
-    prompts.sequences[1].request = SimpleNamespace(lora="other")
+    prompts.sequences[1].lora = SimpleNamespace(number=7, parts={})
     prompts.step(15, 16)
     assert runs == []
-    prompts.sequences[1].request = SimpleNamespace(lora=None)
+    prompts.sequences[1].lora = None
     prompts.step(16, 17)
     assert runs == [2]
 
