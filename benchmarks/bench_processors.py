@@ -84,7 +84,8 @@ def stepper(facts: ModelFacts, name: str, params: dict[str, Any], logits: torch.
         )
         for place, output in enumerate(outputs)
     ]
-    samples = [sample for sample in map(pipeline.open, rows) if sample is not None]
+    opened = [pipeline.open(row, pipeline.admit(row.params)) for row in rows]
+    samples = [sample for sample in opened if sample is not None]
 
     def step() -> None:
         pipeline.prepare(samples)
