@@ -133,7 +133,7 @@ def test_every_ask_ends_in_its_own_row(
             assert owners.setdefault(place, tuple(ids)) == tuple(ids)
     cache = bounded_lm._cache
     assert cache.num_bytes <= cache.max_bytes
-    assert cache.num_bytes == sum(row.nbytes + len(key[1]) for key, (row, _) in cache._kept.items())
+    assert cache.num_bytes == sum(row.nbytes + len(key[-1]) for key, (row, _) in cache._kept.items())
 
 
 def test_afterwards_every_slot_has_one_owner_and_nothing_is_in_flight(bounded_lm: AsyncLM) -> None:
