@@ -119,6 +119,54 @@ def test_the_disk_cache_notices_a_change_in_any_source_file(tmp_path: Path) -> N
     assert run(step=5) == "False [5, 6, 7]"
 
 
+ONE_OF_SEVERAL = """
+import sys
+import numpy as np
+from logprobe.kernels.threads.parallel import compiled, compiled_worker, int64_at, next_item, parallel_for
+
+def adding(number):
+    @compiled(f"times_fibonacci_{number}")
+    def times_fibonacci(n):  # it calls itself, so that it stays a function of its own
+        if n < 2:
+            return number
+        return times_fibonacci(n - 1) + times_fibonacci(n - 2)
+
+    @compiled_worker(name=f"adding_{number}")
+    def worker(task):
+        item = next_item(task)
+        while item >= 0:
+            int64_at(task[2], task[1])[item] += times_fibonacci(task[3])
+            item = next_item(task)
+
+    return worker
+
+def total(numbers):
+    values = np.zeros(3, dtype=np.int64)
+    for worker in [adding(number)() for number in numbers]:
+        parallel_for(worker, [values.ctypes.data, 4], 3)
+    return values.tolist()
+"""
+
+
+def test_workers_that_several_processes_have_cached_do_not_run_in_each_others_place(tmp_path: Path) -> None:
+    (tmp_path / "several.py").write_text(ONE_OF_SEVERAL)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(numbers: list[int]) -> str:
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); import several; print(several.total({numbers}))"
+        return subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+
+    assert run([1]) == "[5, 5, 5]"
+    assert run([10]) == "[50, 50, 50]"
+    assert run([1, 10]) == "[55, 55, 55]"
+
+
 def test_a_worker_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_cache(signature: str, *, cache: bool) -> Any:
         if cache:

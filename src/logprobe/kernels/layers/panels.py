@@ -19,7 +19,7 @@ from logprobe.kernels.layers import activations, widen
 from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
 from logprobe.kernels.layers.widen import FLOAT32, FORMS, GROUP, PANEL, Form, tile, widener
 from logprobe.kernels.threads.intrinsics import FLOAT
-from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
+from logprobe.kernels.threads.parallel import Stage, compiled, compiled_worker, float32_at, next_item
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +115,7 @@ def _multiplier(form: Form) -> Any:
     widen_piece = widener(form)
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
 
-    @njit
+    @compiled(f"multiply_{form.name}")
     def multiply(task: Any, x: Any, panel: Any, out: Any, piece: Any) -> None:
         num_inputs = task[NUM_INPUTS]
         num_rows = x.size // num_inputs
@@ -141,7 +141,7 @@ def _tiles(form: Form) -> Any:
     """Compiled `run(num_rows, ...)`: the tile of one to eight rows."""
     one, two, three, four, five, six, seven, eight = (tile(form, num_rows) for num_rows in range(1, 9))
 
-    @njit
+    @compiled(f"tile_{form.name}")
     def run(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
         if num_rows == 1:
             one(panel, inputs, x, out)

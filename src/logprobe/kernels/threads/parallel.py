@@ -73,7 +73,8 @@ def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[
 
     Args:
         modules: those besides the body's own and this folder's whose code or constants the body is made of.
-        name: told apart by it are workers whose bodies are the same lines of one file.
+        name: told apart by it are workers whose bodies are the same lines of one file; what such a body
+            calls and is made anew for each worker needs `compiled(name)`.
     """
     sources = [str(module.__file__) for module in modules]
 
@@ -84,6 +85,21 @@ def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[
 
         worker.__doc__ = body.__doc__
         return worker
+
+    return decorate
+
+
+def compiled(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`njit` for a function that is made several times from the same lines, under a name of its own.
+
+    Numba tells such functions apart by a number that counts within a process. Machine code that two processes
+    have written to the disk cache may thus hold two functions of one name, and a third process, which loads
+    both, would call the first for the second.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = name
+        return njit(function)
 
     return decorate
 
@@ -121,7 +137,7 @@ def _start_function(body: FunctionType, name: str, digest: int) -> FunctionType:
         co_name=name,
         co_qualname=name,
     )
-    names = {"__name__": body.__module__, "_body": njit(body), "task_at": task_at}
+    names = {"__name__": body.__module__, "_body": compiled(f"{name}_body")(body), "task_at": task_at}
     return FunctionType(code, names, name, closure=start.__closure__)
 
 
