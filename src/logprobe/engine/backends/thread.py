@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted, Command, News, Request
 
 CHECK_AFTER_IDLE_S = 1.0
+EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
 WIDE = 1024  # alternatives from which each row is folded at once
@@ -68,7 +69,7 @@ class ThreadEngine:
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
         # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -219,7 +220,14 @@ class ThreadEngine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Let the thread end before the interpreter does; a step that hangs must not keep the process."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join(EXIT_WAIT_S)
 
     def _send(self, command: Command) -> None:
         with self._wake:
