@@ -28,7 +28,6 @@ FLAGS = [
     (["scor"], "scor"),
     (["score"], "give either a file (- is standard input) or --text"),
     (["score", "a.txt", "--text", "hi"], "give either a file (- is standard input) or --text"),
-    (["score", "a.txt", "b.txt"], "b.txt"),
 ]
 
 
