@@ -67,7 +67,7 @@ def test_an_async_model_asks_it_for_rows(model: LoadedModel, forward: FakeForwar
 def test_it_takes_no_lora_weights(model: LoadedModel) -> None:
     with pytest.raises(ParameterError, match="fake model"):
         model.engine.add_lora("a", "b")
-    with pytest.raises(ParameterError, match="no adapter 'a'"):
+    with pytest.raises(ParameterError, match="no LoRA weights 'a'"):
         asyncio.run(Client(model.engine, model.text).generate("x", SamplingParams(lora="a")))
 
 

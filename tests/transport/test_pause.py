@@ -15,6 +15,8 @@ from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Abort, Pause, Request, Resume, Submit
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from logprobe import LLM
 
 
@@ -66,6 +68,15 @@ class Stepped:
 
     def ids(self, name: str) -> list[int]:
         return self.folds[name].output.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def tiny_llm(tiny_model_folder: Path) -> LLM:
+    """One of its own, its thread ended: engines driven by hand write to its slots what they like."""
+    from logprobe import LLM
+
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
+        return llm
 
 
 @pytest.fixture(scope="module")
