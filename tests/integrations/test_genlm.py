@@ -164,7 +164,7 @@ def test_what_cannot_be_done_is_an_error(lm: LogprobeLM) -> None:
 
     with pytest.raises(ValueError, match="outside the vocabulary"):
         asyncio.run(lm.next_token_logprobs([10**6]))
-    with pytest.raises(ValueError, match="no adapter 'absent'"):
+    with pytest.raises(ValueError, match="no LoRA weights 'absent'"):
         asyncio.run(lm.batch_next_token_logprobs([[5]], lora_name="absent"))
     with pytest.raises(RuntimeError, match="lora_name"):  # as genlm-backend has it
         lm.set_lora("here", "absent")

@@ -42,6 +42,8 @@ def test_a_known_model_is_fetched_converted_and_loaded(
         "config.json",
         "logprobe.json",
         "model.safetensors",
+        "panels.bin",
+        "panels.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
