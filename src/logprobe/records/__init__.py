@@ -9,6 +9,7 @@ from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.lists import GivenLists, LogprobsLists
+from logprobe.records.padded import PaddedLogprobs, to_padded
 from logprobe.records.steps import (
     GivenLogprobs,
     LogprobsTensors,
@@ -52,6 +53,7 @@ __all__ = [
     "LogprobsOnePosition",
     "LogprobsTensors",
     "ModelRunnerOutput",
+    "PaddedLogprobs",
     "ParquetWriter",
     "PromptLogprobs",
     "SampleLogprobs",
@@ -67,6 +69,7 @@ __all__ = [
     "iter_parquet",
     "read_parquet",
     "to_arrow",
+    "to_padded",
     "write_parquet",
 ]
 

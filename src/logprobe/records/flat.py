@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, MutableSequence, Seque
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from logprobe.records.forms import wire
+from logprobe.records.forms import frames, html, picture, wire
 from logprobe.records.store.columns import Array, ColumnView
-from logprobe.records.store.entries import Entries, RowLists, with_holes
+from logprobe.records.store.entries import Entries, RowLists, entry_view, texts_of, with_holes
 from logprobe.records.store.inputs import (
     checked,
     given_columns,
@@ -24,12 +24,14 @@ from logprobe.records.store.inputs import (
     step_rows,
 )
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import Side
+from logprobe.records.store.side import IdRuns, Side
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import pyarrow as pa
 
+    from logprobe.records.forms.picture import Picture
     from logprobe.records.forms.wire import Precision
     from logprobe.records.info import LogprobsInfo
     from logprobe.records.values import TokenTable
@@ -63,13 +65,14 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         cls,
         rows: Rows,
         *,
-        entropy: Array | None = None,
         given: Rows | None = None,
+        kept: tuple[Array, Array] | None = None,
         info: LogprobsInfo | None = None,
+        **numbers: Array | None,
     ) -> FlatLogprobs:
-        """Wrap rows and the columns beside them, without a copy."""
+        """Wrap rows and the columns beside them (of one number a position: `NUMBERS`), without a copy."""
         record = cls(info=info)
-        record.rows, record._side = rows, Side(entropy, given)
+        record.rows, record._side = rows, Side(numbers, given, None if kept is None else IdRuns(*kept))
         return record
 
     @classmethod
@@ -94,22 +97,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         record.rows.append_given(spans_of(entries, start_indices, end_indices))
         return record
 
-    # -- growing -----------------------------------------------------------------------------------------
-
     def append(self, logprobs_one_position: LogprobsOnePosition | None) -> None:
         """Add one position from a dict, or a position without values from None.
 
         Raises:
             ParameterError: negative ids or ranks, +inf. Nothing is added then.
         """
-        row = None if logprobs_one_position is None else row_from_position(logprobs_one_position)
-        entries = None if row is None else row_entries(row)
-        if not self._side.is_empty:
-            self._side.append(len(self), 1, None, None)
-        if row is None or entries is None:
+        if logprobs_one_position is None:
+            self._side.append_nothing(len(self), 1)
             self.rows.append_none()
-        else:
-            self.rows.append_position(row, entries)
+            return
+        entries = row_entries(row := row_from_position(logprobs_one_position))
+        self._side.append_nothing(len(self), 1)
+        self.rows.append_position(row, entries)
 
     def append_fast(
         self,
@@ -124,8 +124,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: a column yields too few values; negative ids or ranks; +inf. Nothing is added.
         """
         ids = list(token_ids)
-        n = len(ids)
-        # This is called once a position, so each step counts: a list of the right length is not copied.
+        n = len(ids)  # each step counts here: a list of the right length is not copied
         values = logprobs if type(logprobs) is list and len(logprobs) == n else list(islice(logprobs, n))
         of_rank = ranks if type(ranks) is list and len(ranks) == n else list(islice(ranks, n))
         texts = list(islice(decoded_tokens, n))
@@ -135,7 +134,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 return
         self.append_entries(row_entries(row_from_columns(ids, values, of_rank, texts)))
 
-    def append_rows(
+    def append_rows(  # noqa: PLR0913 - the columns of a step
         self,
         token_ids: npt.ArrayLike,
         logprobs: npt.ArrayLike,
@@ -143,29 +142,34 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         *,
         entropy: npt.ArrayLike | None = None,
         given: Sequence[npt.ArrayLike] | None = None,
+        log_kept_mass: npt.ArrayLike | None = None,
+        kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
         """Add n positions from a step's arrays.
 
         `token_ids` and `logprobs` are (n, k + 1), column 0 the chosen token and then the k best; `ranks` (n,)
         are the chosen tokens'. A chosen token that is among the k best is kept once. `entropy` (n,) is in
-        nats; `given` holds offsets (n + 1,), ids, logprobs and ranks (N,) of ids that the caller named.
+        nats, as is `log_kept_mass` (n,); `given` holds offsets (n + 1,), ids, logprobs and ranks (N,) of ids
+        that the caller named, `kept` offsets and ascending ids of what was kept.
 
         Raises:
             ParameterError: shapes that do not agree, negative ids or ranks, +inf. Nothing is added then.
         """
-        has_side = entropy is not None or given is not None or not self._side.is_empty
+        # By name, not in a loop, which would cost a third of the row: this is called once a token.
+        is_bare = entropy is None and log_kept_mass is None and given is None and kept is None
+        has_side = not (is_bare and self._side.is_empty)
         if not has_side and self.rows.append_one(token_ids, logprobs, ranks):
             return
         rows = checked(step_rows(token_ids, logprobs, ranks))
         if has_side:
             named = None if given is None else given_columns(given)
-            self._side.append(len(self), len(rows.ranks), entropy, named)
+            numbers = {"entropy": entropy, "log_kept_mass": log_kept_mass}
+            self._side.append(len(self), len(rows.ranks), numbers, named, kept)
         self.rows.append_step(rows)
 
     def append_entries(self, entries: Entries) -> None:
         """Add a run of positions exactly as given."""
-        if not self._side.is_empty:
-            self._side.append(len(self), len(entries.offsets) - 1, None, None)
+        self._side.append_nothing(len(self), len(entries.offsets) - 1)
         self.rows.append_entries(entries)
 
     def extend(self, values: Iterable[LogprobsOnePosition | None]) -> None:
@@ -175,29 +179,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 self.append(position)
             return
         added = values[:]
-        if not self._side.is_empty or added.entropy is not None or added.given is not None:
-            named = None if added.given is None else added.given.entries()
-            self._side.append(len(self), len(added), added.entropy, named)
+        beside = added._side  # noqa: SLF001 - of this class
+        if not (self._side.is_empty and beside.is_empty):
+            numbers, given, kept = beside.columns(len(added))
+            named = None if given is None else given.entries(0, given.num_rows)
+            self._side.append(len(self), len(added), numbers, named, kept)
         self.rows.extend(added.rows)
-
-    def insert(self, index: int, value: LogprobsOnePosition | None) -> NoReturn:
-        """Refuse: the container only grows."""
-        self._refuse(index, value)
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        self._refuse(index, value)
-
-    def __delitem__(self, index: Any) -> NoReturn:
-        self._refuse(index)
 
     def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
             "FlatLogprobs only grows: no setting, deleting, inserting, popping or reversing; slice it"
         )
 
-    pop = remove = clear = reverse = _refuse
-
-    # -- reading -----------------------------------------------------------------------------------------
+    insert = __setitem__ = __delitem__ = pop = remove = clear = reverse = _refuse
 
     def __len__(self) -> int:
         return self.rows.num_rows
@@ -216,15 +210,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return map(self._position, range(self.rows.num_rows))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, FlatLogprobs):
-            if len(self) != len(other):
-                return False
-            return all(mine == theirs for mine, theirs in zip(self, other, strict=True))
-        if not isinstance(other, list):
+        if not isinstance(other, FlatLogprobs | list):
             return NotImplemented
-        return len(self) == len(other) and all(
-            mine == theirs for mine, theirs in zip(self, other, strict=True)
-        )
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     def __add__(self, other: Iterable[LogprobsOnePosition | None]) -> FlatLogprobs:
         joined = self.copy()
@@ -233,6 +221,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def __repr__(self) -> str:
         return f"<FlatLogprobs: {len(self)} positions, {self.num_entries} entries>"
+
+    def _repr_html_(self) -> str:
+        return html.shaded([self])
 
     def copy(self) -> FlatLogprobs:
         """A container of its own; the rows so far are shared."""
@@ -249,7 +240,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         row = self._row(range(self.rows.num_rows)[operator.index(index)])
         if row is None or not row.token_ids:
             return None
-        return row.token_ids[0], Logprob(row.logprobs[0], row.ranks[0], self._text(row, 0))
+        (text,) = texts_of(row.token_ids[:1], row.texts, self.table)
+        return row.token_ids[0], Logprob(row.logprobs[0], row.ranks[0], text)
 
     def _row(self, place: int) -> RowLists | None:
         return None if self.rows.store.is_none(place) else self.rows.row(place)
@@ -260,22 +252,13 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             return None
         if self.table is None and row.texts is None:
             return dict(zip(row.token_ids, map(Logprob, row.logprobs, row.ranks), strict=True))
-        texts = [self._text(row, entry) for entry in range(len(row.token_ids))]
+        texts = texts_of(row.token_ids, row.texts, self.table)
         return dict(zip(row.token_ids, map(Logprob, row.logprobs, row.ranks, texts), strict=True))
-
-    def _text(self, row: RowLists, entry: int) -> str | None:
-        given = None if row.texts is None else row.texts[entry]
-        if given is None and self.table is not None:
-            return self.table.token_text(row.token_ids[entry])
-        return given
 
     def _cut(self, places: range) -> FlatLogprobs:
         part = FlatLogprobs(table=self.table, info=self.info)
-        part.rows = self.rows.cut(places)
-        part._side = self._side.cut(places, len(self))
+        part.rows, part._side = self.rows.cut(places), self._side.cut(places, len(self))
         return part
-
-    # -- carrying ----------------------------------------------------------------------------------------
 
     def to_bytes(self, precision: Precision = "float32") -> bytes:
         """Header and columns as bytes; exact unless a smaller `precision` is asked for.
@@ -283,7 +266,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: an unknown precision; one below float32 for NaN or positive values.
         """
-        return wire.encode(wire.Parts(self.rows, self.entropy, self._side.given, self.info), precision)
+        parts = wire.Parts(self.rows, *self._side.columns(len(self)), self.info)
+        return wire.encode(parts, precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
@@ -292,13 +276,35 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             InputError: not such bytes, a later version, or bytes cut short.
         """
-        rows, entropy, given, info = wire.decode(data)
-        return cls.of(rows, entropy=entropy, given=given, info=info)
+        parts = wire.decode(data)
+        return cls.of(parts.rows, given=parts.given, kept=parts.kept, info=parts.info, **parts.numbers)
+
+    def to_arrow(self) -> pa.Table:
+        """One row a position with the texts of tokens, for people (`records.to_arrow` is for files)."""
+        return frames.table(self)
+
+    def to_pandas(self) -> Any:
+        """`to_arrow` as a pandas data frame; a `ParameterError` where pandas is not installed."""
+        return frames.to_pandas(self)
+
+    def to_polars(self) -> Any:
+        """`to_arrow` as a polars data frame; a `ParameterError` where polars is not installed."""
+        return frames.to_polars(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`info`, and the rows of `to_arrow` under `positions`, as plain values."""
+        return frames.to_dict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON, with -9999 for -inf."""
+        return frames.to_json(self)
+
+    def plot(self) -> Picture:
+        """Surprisals as a picture (extra `plot`); a `ParameterError` where there is nothing to draw."""
+        return picture.drawn(self)
 
     def __reduce__(self) -> tuple[Callable[[bytes], FlatLogprobs], tuple[bytes]]:
         return FlatLogprobs.from_bytes, (self.to_bytes(),)
-
-    # -- whole columns -----------------------------------------------------------------------------------
 
     @property
     def start_indices(self) -> ColumnView:
@@ -315,46 +321,41 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def token_ids(self) -> ColumnView:
         """Token id of each entry."""
-        return self._entry_column(lambda entries: entries.token_ids.tolist())
+        return entry_view(self.rows, lambda entries: entries.token_ids.tolist())
 
     @property
     def logprobs(self) -> ColumnView:
         """Log-probability of each entry, nats."""
-        return self._entry_column(lambda entries: entries.logprobs.tolist())
+        return entry_view(self.rows, lambda entries: entries.logprobs.tolist())
 
     @property
     def ranks(self) -> ColumnView:
         """1-based rank of each entry; None where none was given."""
-        return self._entry_column(Entries.rank_list)
+        return entry_view(self.rows, Entries.rank_list)
 
     @property
     def decoded_tokens(self) -> ColumnView:
         """Text of each entry: the one given with it, else the table's, else None."""
-        return self._entry_column(self._texts)
-
-    def _entry_column(self, pick: Callable[[Entries], list[Any]]) -> ColumnView:
-        store = self.rows.store
-
-        def read(start: int, stop: int) -> list[Any]:
-            if start == stop:
-                return []
-            first = store.row_of(start)
-            base = store.first_entry(first)
-            return pick(self.rows.entries(first, store.row_of(stop - 1) + 1))[start - base : stop - base]
-
-        return ColumnView(store.first_entry(store.num_rows), read)
-
-    def _texts(self, entries: Entries) -> list[str | None]:
-        texts = entries.texts or [None] * len(entries.token_ids)
-        if self.table is None:
-            return texts
-        read, ids = self.table.token_text, entries.token_ids.tolist()
-        return [read(token_id) if text is None else text for token_id, text in zip(ids, texts, strict=True)]
+        return entry_view(self.rows, lambda entries: entries.text_list(self.table))
 
     @property
     def entropy(self) -> Array | None:
         """Entropy of each position's whole distribution, (T,) float32, nats; NaN where it was not given."""
-        return self._side.entropy(len(self))
+        return self._side.number("entropy", len(self))
+
+    @property
+    def log_kept_mass(self) -> Array | None:
+        """Log of the mass that each processed position kept of its raw distribution at its temperature, nats.
+
+        (T,) float32; None for raw records. Where masks and truncation alone changed the row, a kept token's
+        raw logprob at that temperature (1 for a greedy request) is its processed one plus this.
+        """
+        return self._side.number("log_kept_mass", len(self))
+
+    @property
+    def kept(self) -> IdRuns | None:
+        """The ids that masks and truncation kept at each position, ascending; None where not asked for."""
+        return self._side.kept
 
     @property
     def given(self) -> FlatLogprobs | None:
@@ -390,9 +391,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def nbytes(self) -> int:
         """Bytes of the values held; texts and spare room not counted."""
-        named, entropy = self._side.given, self.entropy
-        side = (0 if named is None else named.store.nbytes) + (0 if entropy is None else entropy.nbytes)
-        return self.rows.store.nbytes + side
+        return self.rows.store.nbytes + self._side.nbytes(len(self))
 
     @property
     def num_entries(self) -> int:

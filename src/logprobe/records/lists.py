@@ -63,6 +63,41 @@ class GivenLists:
         return [self.offsets, self.token_ids, self.logprobs, self.ranks]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLists:
+    """The ids that masks and truncation kept of each row's distribution, on the host."""
+
+    offsets: Array  # (N + 1,) int64: row n owns entries [offsets[n], offsets[n + 1])
+    token_ids: Array  # (M,) ascending within a row; the narrowest integers that hold the vocabulary
+
+    @classmethod
+    def of(cls, runs: Sequence[Array]) -> KeptLists:
+        """One run of ids a row."""
+        return cls(offsets=np.cumsum([0, *map(len, runs)]), token_ids=np.concatenate(runs))
+
+    @classmethod
+    def joined(cls, parts: Sequence[LogprobsLists]) -> KeptLists:
+        """The kept ids of several parts of a step; a part without any has rows without any."""
+        runs = [
+            run
+            for part in parts
+            for run in (
+                [np.empty(0, np.uint16)] * part.total_tokens() if part.kept is None else part.kept.runs()
+            )
+        ]
+        return cls.of(runs)
+
+    def runs(self) -> list[Array]:
+        """The ids of each row."""
+        return np.split(self.token_ids, self.offsets[1:-1])
+
+    def rows(self, start: int, stop: int) -> KeptLists:
+        """Rows [start, stop); shares no memory, so that one row does not keep a step."""
+        offsets = self.offsets[start : stop + 1]
+        ids = self.token_ids[int(offsets[0]) : int(offsets[-1])]
+        return KeptLists(offsets=offsets - offsets[0], token_ids=ids.copy())
+
+
 class LogprobsLists:
     """Rows of log-probabilities in host arrays, each as wide as its own k; any thread may append or read.
 
@@ -71,7 +106,8 @@ class LogprobsLists:
 
     __slots__ = (
         "_lock", "_num_sequences", "_positions", "_sequences", "_size", "_texts",
-        "entropy", "given", "is_valid", "logprobs", "lse", "num_logprobs", "ranks", "token_ids",
+        "entropy", "given", "is_valid", "kept", "log_kept_mass", "logprobs", "lse", "num_logprobs", "ranks",
+        "token_ids",
     )  # fmt: skip
 
     token_ids: Array  # (N, k + 1) int32; row n holds num_logprobs[n] + 1 entries, column 0 the chosen token
@@ -82,6 +118,8 @@ class LogprobsLists:
     is_valid: Array  # (N,) bool; False where the row held NaN or +inf, or nothing but -inf
     entropy: Array | None  # (N,) float32, nats; None where it was not asked for
     given: GivenLists | None  # ids that the caller named; None where there are none
+    log_kept_mass: Array | None  # (N,) float32, nats, of processed rows; None where they are raw
+    kept: KeptLists | None  # the ids that masks and truncation kept; None where they were not asked for
 
     def __init__(self, num_sequences: int = 1) -> None:
         if num_sequences < 0:
@@ -95,7 +133,10 @@ class LogprobsLists:
         self.token_ids, self.logprobs = np.zeros((0, 1), np.int32), np.zeros((0, 1))
         self.ranks, self.lse = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self.num_logprobs, self.is_valid = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-        self.entropy = self.given = None
+        self.entropy = self.given = self.log_kept_mass = self.kept = None
+
+    def __repr__(self) -> str:
+        return f"<LogprobsLists: {self._size} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @classmethod
     def of_rows(  # noqa: PLR0913 (the columns of a step)
@@ -109,10 +150,12 @@ class LogprobsLists:
         is_valid: Array,
         entropy: Array | None = None,
         given: GivenLists | None = None,
+        log_kept_mass: Array | None = None,
+        kept: KeptLists | None = None,
     ) -> Self:
         """Wrap a step's arrays, one row a sequence; nothing is copied."""
-        lists = cls(len(ranks))
-        lists._size, lists._sequences, lists._positions, lists._texts = len(ranks), None, None, None
+        lists = cls.__new__(cls)  # each row of each step is one: no empty columns are made to be replaced
+        lists._begin(len(ranks))  # noqa: SLF001 - of this class
         lists.token_ids, lists.logprobs, lists.ranks, lists.lse = token_ids, logprobs, ranks, lse
         lists.num_logprobs, lists.is_valid, lists.entropy, lists.given = (
             num_logprobs,
@@ -120,6 +163,7 @@ class LogprobsLists:
             entropy,
             given,
         )
+        lists.log_kept_mass, lists.kept = log_kept_mass, kept
         return lists
 
     @classmethod
@@ -131,22 +175,23 @@ class LogprobsLists:
         columns = {
             name: np.concatenate([_widened(getattr(part, name), width) for part in parts]) for name in COLUMNS
         }
-        has_entropy = any(part.entropy is not None for part in parts)
-        entropy = [
-            np.full(part.total_tokens(), np.nan, np.float32) if part.entropy is None else part.entropy
-            for part in parts
-        ]
         return cls.of_rows(
             **columns,
-            entropy=np.concatenate(entropy) if has_entropy else None,
+            entropy=_joined_numbers(parts, "entropy"),
             given=GivenLists.joined(parts) if any(part.given is not None for part in parts) else None,
+            log_kept_mass=_joined_numbers(parts, "log_kept_mass"),
+            kept=KeptLists.joined(parts) if any(part.kept is not None for part in parts) else None,
         )
+
+    def _begin(self, num_rows: int) -> None:
+        self._lock = Lock()
+        self._num_sequences = self._size = num_rows
+        self._sequences = self._positions = self._texts = None
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
         """These rows of a step with `num_positions` positions a sequence, sequence after sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
-        entropy = None if self.entropy is None else self.entropy[rows]
-        lists = self.of_rows(**columns, entropy=entropy)
+        lists = self.of_rows(**columns, entropy=None if self.entropy is None else self.entropy[rows])
         lists._place(num_sequences, *np.divmod(rows, max(num_positions, 1)))  # noqa: SLF001 - of this class
         return lists
 
@@ -179,6 +224,8 @@ class LogprobsLists:
             is_valid=self.is_valid[own],
             entropy=None if self.entropy is None else self.entropy[own],
             given=None if self.given is None else self.given.rows(start, stop),
+            log_kept_mass=None if self.log_kept_mass is None else self.log_kept_mass[own],
+            kept=None if self.kept is None else self.kept.rows(start, stop),
         )
 
     def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
@@ -277,6 +324,19 @@ class LogprobsLists:
                 grown[tuple(map(slice, column.shape))] = column
                 setattr(self, name, grown)
         return size
+
+
+def _joined_numbers(parts: Sequence[LogprobsLists], name: str) -> Array | None:
+    """A column of one number a row; NaN in parts without it, None where no part has it."""
+    columns = [getattr(part, name) for part in parts]
+    if all(column is None for column in columns):
+        return None
+    return np.concatenate(
+        [
+            np.full(part.total_tokens(), np.nan, np.float32) if column is None else column
+            for part, column in zip(parts, columns, strict=True)
+        ]
+    )
 
 
 def _widened(column: Array, width: int) -> Array:

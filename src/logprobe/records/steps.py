@@ -6,24 +6,25 @@ requests.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logprobe.errors import ParameterError
+from logprobe.records.host import arriving, on_host, peak_memory_bytes
 from logprobe.records.lists import GivenLists, LogprobsLists, token_texts
 from logprobe.records.values import TokenLogprob, TopLogprobs, top_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
     import torch
     from torch import Tensor
 
     from logprobe.records.flat import FlatLogprobs
+    from logprobe.records.host import Send
     from logprobe.records.store.columns import Array
 
 
@@ -56,6 +57,9 @@ class LogprobsTensors:
     max_seq_len: int = 1  # rows of each sequence
     is_set: Tensor | None = None  # (B,) bool, rows that hold a position; None: all
     dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None: sparse
+
+    def __repr__(self) -> str:
+        return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @property
     def is_sparse(self) -> bool:
@@ -142,14 +146,25 @@ class LogprobsTensors:
         From a GPU all arrays come in one copy. A flagged row keeps its place: its logprob is NaN, its rank 0,
         its top list empty.
         """
+        return self._as_lists(on_host(list(self._parts().values())), tokenizer)
+
+    def arriving(self, send: Send) -> Callable[[], LogprobsLists]:
+        """`to_lists` in two: the copy begins now, and what is returned waits for it."""
+        arrive = arriving(list(self._parts().values()), send)
+        return lambda: self._as_lists(arrive(), None)
+
+    def _parts(self) -> dict[str, Tensor]:
         names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
-        tensors = {name: getattr(self, name) for name in names}
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names}
         if self.entropy is not None:
             tensors["entropy"] = self.entropy
         if self.given is not None:
             for name in ("offsets", "token_ids", "logprobs", "ranks"):
                 tensors[f"given.{name}"] = getattr(self.given, name)
-        arrays = dict(zip(tensors, on_host(list(tensors.values())), strict=True))
+        return tensors
+
+    def _as_lists(self, values: Sequence[Array], tokenizer: Any) -> LogprobsLists:
+        arrays: dict[str, Any] = dict(zip(self._parts(), values, strict=True))
         given = {name[6:]: arrays.pop(name) for name in list(arrays) if name.startswith("given.")}
         lists = LogprobsLists.of_rows(**arrays, given=GivenLists(**given) if given else None)
         if self.is_set is not None or self.max_seq_len != 1:
@@ -221,6 +236,10 @@ class SamplerOutput:
     is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
     whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
 
+    def __repr__(self) -> str:
+        reported = "no logprobs" if self.logprobs is None else repr(self.logprobs)
+        return f"<SamplerOutput: {self.batch_size} sequences, {reported}>"
+
     @classmethod
     def joined(cls, parts: Sequence[SamplerOutput]) -> SamplerOutput:
         """Several parts of a step, one after another."""
@@ -245,6 +264,15 @@ class SamplerOutput:
                 for row, whole in part.whole_rows.items()
             },
         )
+
+    def on_host(self) -> SamplerOutput:
+        """The same with the raw numbers on the host."""
+        return self.arriving(None)()
+
+    def arriving(self, send: Send | None) -> Callable[[], SamplerOutput]:
+        """`on_host` in two: copies begin now where they can be sent, and what is returned waits for them."""
+        raw = _arriving(self.logprobs, send)
+        return lambda: replace(self, logprobs=raw())
 
     @property
     def batch_size(self) -> int:
@@ -273,6 +301,9 @@ class ModelRunnerOutput:
     forward_time_ns: int = 0
     sample_time_ns: int = 0
     peak_memory_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"<ModelRunnerOutput: {len(self.req_ids)} requests, {self.sampler_output!r}>"
 
     @classmethod
     def create(
@@ -350,37 +381,9 @@ def _joined_rows(parts: Sequence[tuple[Any, Array | None]]) -> tuple[LogprobsLis
     return LogprobsLists.joined(present) if present else None, np.concatenate(places)
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Tensors as arrays: views of what lies on the CPU, one packed copy of what lies elsewhere."""
-    import torch
-
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.numpy() for tensor in tensors]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    # Each begins at a multiple of 8 bytes, so that its view is aligned.
-    starts = np.cumsum([0, *(-(-size // 8) * 8 for size in sizes)]).tolist()
-    packed = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
-    for tensor, start, size in zip(tensors, starts, sizes, strict=False):
-        packed[start : start + size] = tensor.contiguous().view(-1).view(torch.uint8)
-    data = packed.cpu()
-    return [
-        data[start : start + size].view(tensor.dtype).view(tensor.shape).numpy()
-        for tensor, start, size in zip(tensors, starts, sizes, strict=False)
-    ]
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that was in use so far: the GPU's by torch where there is one, else the process's.
-
-    0 where the system does not tell (Windows).
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        import resource
-    except ImportError:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _arriving(
+    rows: LogprobsLists | LogprobsTensors | None, send: Send | None
+) -> Callable[[], LogprobsLists | None]:
+    if not isinstance(rows, LogprobsTensors):
+        return lambda: rows
+    return rows.to_lists if send is None else rows.arriving(send)

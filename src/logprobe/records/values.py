@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
-IntArray: TypeAlias = "npt.NDArray[np.int32]"
+IntArray: TypeAlias = npt.NDArray[np.int32]
 """Token ids, or slots of the key/value pool."""
 
 

@@ -18,10 +18,18 @@ import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, ParameterError
 from logprobe.records.flat import FlatLogprobs
+from logprobe.records.forms.arrow_validity import (
+    as_input_error,
+    check_columns,
+    check_counts,
+    check_names,
+    valid_column,
+)
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.store.columns import narrowed
 from logprobe.records.store.entries import NO_RANK, Entries, StepRows
 from logprobe.records.store.rows import Rows
+from logprobe.records.store.side import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 16_384
+LATER = ("log_kept_mass", "kept_ids")  # columns that older files lack
 
 _FIELDS = [
     pa.field("request_id", pa.string(), nullable=False),
@@ -47,9 +56,11 @@ _FIELDS = [
     pa.field("top_logprobs", pa.list_(pa.float32())),
     pa.field("byte_start", pa.int64()),
     pa.field("byte_end", pa.int64()),
+    pa.field("log_kept_mass", pa.float32()),  # nats; null where the row is not processed
     pa.field("given_ids", pa.list_(pa.int64())),
     pa.field("given_logprobs", pa.list_(pa.float64())),
     pa.field("given_ranks", pa.list_(pa.int64())),
+    pa.field("kept_ids", pa.list_(pa.int32())),  # what they kept; null where it was not asked for
     pa.field("entry_ids", pa.list_(pa.int64())),
     pa.field("entry_logprobs", pa.list_(pa.float64())),
     pa.field("entry_ranks", pa.list_(pa.int64())),
@@ -81,11 +92,13 @@ def to_arrow(
         "token_id": _spread(chosen.token_ids, has_chosen),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
-        "entropy": _entropy(record.entropy, length),
+        "entropy": _numbers(record.entropy, length),
+        "log_kept_mass": _numbers(record.log_kept_mass, length),
         "other_logprob": pa.array(record.other_logprob, mask=_none_of(entries)),
         **_top_columns(record, entries),
         **_byte_columns(byte_offsets, length),
         **_list_columns("given", None if record.given is None else record.given.entries(), length),
+        **_kept_column(record),
         **_list_columns("entry", None if is_regular else entries, length),
     }
     target = schema(record.info)
@@ -98,15 +111,15 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
     Raises:
         InputError: a column is missing, or the rows belong to several requests.
     """
-    missing = [field.name for field in _FIELDS if field.name not in batch.schema.names]
-    if missing:
-        raise InputError(f"no record: the columns {', '.join(missing)} are missing")
-    found = set(batch.column("request_id").unique().to_pylist())
+    fields = [field for field in _FIELDS if field.name not in LATER or field.name in batch.schema.names]
+    check_names(batch.schema, fields)
+    with as_input_error("the record"):
+        columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
+        found = set(columns["request_id"].unique().to_pylist())
     if len(found) > 1:
         raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet tell them apart")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
-    columns = {name: _one_array(batch.column(name)) for name in batch.schema.names}
     return _record_of(columns, info)
 
 
@@ -133,17 +146,23 @@ def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
 
 
 def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
-    """Records of a file one by one, in the memory of a row group and one record."""
+    """Records of a file one by one, in the memory of a row group and one record.
+
+    Raises:
+        InputError: not such a file, or not such columns.
+    """
     waiting: list[pa.RecordBatch] = []
-    with pq.ParquetFile(path) as file:
+    with as_input_error(path), pq.ParquetFile(path) as file:
+        check_names(file.schema_arrow, [field for field in _FIELDS if field.name not in LATER])
+        check_counts(file.metadata)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
             for request_id, part in _split(batch):
                 if waiting and waiting[0].column("request_id")[0].as_py() != request_id:
                     yield _joined(waiting)
                     waiting = []
                 waiting.append(part)
-    if waiting:
-        yield _joined(waiting)
+        if waiting:
+            yield _joined(waiting)
 
 
 class ParquetWriter:
@@ -201,8 +220,15 @@ def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.A
     return pa.array(spread, mask=is_null)
 
 
-def _entropy(entropy: Array | None, length: int) -> pa.Array:
-    return pa.nulls(length, pa.float32()) if entropy is None else pa.array(entropy, mask=np.isnan(entropy))
+def _numbers(values: Array | None, length: int) -> pa.Array:
+    return pa.nulls(length, pa.float32()) if values is None else pa.array(values, mask=np.isnan(values))
+
+
+def _kept_column(record: FlatLogprobs) -> dict[str, pa.Array]:
+    if record.kept is None:
+        return {}
+    offsets, ids = record.kept.arrays()
+    return {"kept_ids": _lists(offsets, ids.astype(np.int32), np.zeros(len(record), np.bool_))}
 
 
 def _none_of(entries: Entries) -> Array:
@@ -264,17 +290,27 @@ def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatL
     record = FlatLogprobs(info=info)
     has_entries = np.asarray(columns["entry_ids"].is_valid())
     is_none = ~has_entries & np.asarray(columns["top_ids"].is_null())
+    check_columns(columns, has_entries, is_none)
     if has_entries.any():
         record.append_entries(_entries_of(columns, "entry", is_none))
     else:
         _append_regular(record, columns, is_none)
-    entropy = columns["entropy"]
-    given = None
+    given = kept = None
     if columns["given_ids"].null_count < len(is_none):
         given = Rows()
         given.append_entries(_entries_of(columns, "given", np.asarray(columns["given_ids"].is_null())))
-    values = None if entropy.null_count == len(entropy) else np.asarray(entropy.fill_null(np.nan))
-    return FlatLogprobs.of(record.rows, entropy=values, given=given, info=info)
+    ids = columns.get("kept_ids")
+    if ids is not None and ids.null_count < len(is_none):
+        widths = np.asarray(ids.value_lengths().fill_null(0))
+        kept = (np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), np.asarray(ids.flatten()))
+    numbers = {name: _numbers_of(columns.get(name)) for name in NUMBERS}
+    return FlatLogprobs.of(record.rows, given=given, kept=kept, info=info, **numbers)
+
+
+def _numbers_of(column: pa.Array | None) -> Array | None:
+    if column is None or column.null_count == len(column):
+        return None
+    return np.asarray(column.fill_null(np.nan))
 
 
 def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none: Array) -> None:
@@ -307,10 +343,6 @@ def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> En
         is_none=is_none if is_none.any() else None,
         texts=texts,
     )
-
-
-def _one_array(column: Any) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:

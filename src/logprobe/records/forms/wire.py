@@ -7,14 +7,26 @@ Before it: the rows of a record and what stands beside them. After it: pickle, m
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError
+from logprobe.records.forms.headers import ColumnHeader, StoreHeader
+from logprobe.records.forms.validity import (
+    GROUP,
+    MAX_COUNTED,
+    check_places,
+    check_rows,
+    check_runs,
+    check_scale,
+    require,
+)
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
 from logprobe.records.store.rows import Rows
+from logprobe.records.store.side import NUMBERS
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
@@ -24,7 +36,7 @@ MAGIC, VERSION, ALIGNMENT = b"LGPB", 2, 8
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 
 LOSSY_COLUMNS = ("logprobs", "outside_logprobs", "given.logprobs", "given.outside_logprobs")
-GROUP = 256  # scalars that share one scale
+KEPT = ("kept.offsets", "kept.token_ids")
 NUM_STEPS = 254  # 8-bit codes 0..254 span a group's finite values; 255 is -inf
 INFINITE = 255
 
@@ -33,29 +45,10 @@ class Parts(NamedTuple):
     """What of a record travels."""
 
     rows: Rows
-    entropy: Array | None  # (T,) float32, nats
+    numbers: dict[str, Array | None]  # of `NUMBERS`, (T,) float32, nats
     given: Rows | None
+    kept: tuple[Array, Array] | None  # offsets (T + 1,) and ids
     info: LogprobsInfo | None
-
-
-class ColumnHeader(msgspec.Struct, frozen=True):
-    """Where one column lies: bytes from the end of the header, NumPy type string, shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-class StoreHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The scalars of one store."""
-
-    form: Literal["top", "ragged"]
-    num_rows: int
-    num_none: int = 0
-    k: int = 0
-    repeats_chosen: bool = False
-    texts: list[str | None] = []
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -76,10 +69,11 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     Raises:
         ParameterError: an unknown precision; one below float32 for NaN or positive values.
     """
-    scalars, columns = parts.rows.state()
+    scalars, columns = _carried(parts.rows).state()
     given_header = None
-    if parts.entropy is not None:
-        columns["entropy"] = parts.entropy
+    columns |= {name: column for name, column in parts.numbers.items() if column is not None}
+    if parts.kept is not None:
+        columns |= dict(zip(KEPT, parts.kept, strict=True))
     if parts.given is not None:
         given_scalars, given = parts.given.state()
         given_header = StoreHeader(**given_scalars)
@@ -100,19 +94,45 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     return b"".join([MAGIC, len(head).to_bytes(4, "little"), head, *body])
 
 
+def _carried(rows: Rows) -> Rows:
+    """The rows, or the same ones in a form in which each None takes bytes, where there are many."""
+    return Rows(rows.store.as_ragged(), rows.texts) if rows.store.num_none > MAX_COUNTED else rows
+
+
 def decode(data: bytes | memoryview) -> Parts:
     """Read what `encode` wrote; exact columns are read in place, without a copy.
 
+    Whoever sent the bytes: nothing is made that they do not hold, and what is returned can be read whole.
+
     Raises:
-        InputError: not such bytes, another version, or a column that is cut short.
+        InputError: not such bytes, another version, or columns that contradict each other.
     """
     header, body = read_header(data)
+    check_places(header.columns, len(body), ALIGNMENT)
     columns = _restore(_read_columns(header, body))
-    try:
-        given = None if header.given is None else _rows_from(header.given, columns, "given.")
-        return Parts(_rows_from(header.rows, columns, ""), columns.get("entropy"), given, header.info)
-    except KeyError as error:
-        raise InputError(f"the record lacks the column {error}") from error
+    numbers = {name: columns.pop(name, None) for name in NUMBERS}
+    for name, values in numbers.items():
+        is_fitting = values is None or values.shape == (header.rows.num_rows,)
+        require(is_fitting, f"{name} of another number than the rows")
+    kept = _kept_of(columns, header.rows.num_rows)
+    named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
+    require(not named or header.given is not None, "columns of named ids, but none were named")
+    rows, given = _rows_from(header.rows, columns, ""), None
+    if header.given is not None:
+        require(header.given.num_rows == header.rows.num_rows, "named ids of another number than the rows")
+        given = _rows_from(header.given, named, "given.")
+    return Parts(rows, numbers, given, kept, header.info)
+
+
+def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | None:
+    offsets, ids = (columns.pop(name, None) for name in KEPT)
+    if offsets is None and ids is None:
+        return None
+    require(offsets is not None and ids is not None, "one of the columns of kept ids is missing")
+    assert offsets is not None
+    assert ids is not None
+    check_runs(offsets, ids, num_rows)
+    return offsets, ids
 
 
 def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
@@ -128,7 +148,7 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
     stop = start + int.from_bytes(view[len(MAGIC) : start], "little")
     try:
         header = msgspec.json.decode(view[start:stop], type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
     if header.version != VERSION:
         raise InputError(f"the record has version {header.version}; this program reads {VERSION}")
@@ -136,7 +156,10 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
 
 
 def _rows_from(header: StoreHeader, columns: dict[str, Array], prefix: str) -> Rows:
-    own = {name.removeprefix(prefix): column for name, column in columns.items() if name.startswith(prefix)}
+    own = {name.removeprefix(prefix): column for name, column in columns.items()}
+    check_rows(header, own)
+    if header.num_rows == header.num_none == 0:
+        return Rows()  # how wide its rows would be is only said
     return Rows.from_state(msgspec.structs.asdict(header), own)
 
 
@@ -151,14 +174,14 @@ def _place(columns: dict[str, Array]) -> tuple[list[ColumnHeader], list[bytes]]:
 
 
 def _read_columns(header: Header, body: memoryview) -> dict[str, Array]:
-    columns: dict[str, Any] = {}
+    columns: dict[str, Array] = {}
     for column in header.columns:
-        try:
-            count = int(np.prod(column.shape, dtype=np.int64))
-            flat = np.frombuffer(body, np.dtype(column.dtype), count, column.offset)
-            columns[column.name] = flat.reshape(column.shape)
-        except (ValueError, TypeError) as error:
-            raise InputError(f"the record's column {column.name} cannot be read: {error}") from error
+        size = prod(column.shape) * np.dtype(column.dtype).itemsize
+        flat: Array = np.frombuffer(body[column.offset : column.offset + size], np.dtype(column.dtype))
+        # Of all that is not a number one form is kept: the others warn when they are converted.
+        if flat.dtype.kind == "f" and (is_nan := np.isnan(flat)).any():
+            flat = np.where(is_nan, flat.dtype.type(np.nan), flat)
+        columns[column.name] = flat.reshape(column.shape)
     return columns
 
 
@@ -196,6 +219,8 @@ def _restore(columns: dict[str, Array]) -> dict[str, Array]:
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
     for name in LOSSY_COLUMNS:
         if name in columns and columns[name].dtype not in (np.float32, np.float64):
+            if columns[name].dtype == np.uint8:
+                check_scale(name, columns[name], columns.get(f"{name}.scale"))
             restored[name] = _restored(name, columns)
     return restored
 
@@ -226,7 +251,8 @@ def _restored(name: str, columns: dict[str, Array]) -> Array:
         return np.float32(0) - column.astype(np.float32)
     scale = columns[f"{name}.scale"]
     groups = _groups(column)
-    values = np.where(groups == INFINITE, np.float32(np.inf), scale[:, :1] + groups * scale[:, 1:])
+    with np.errstate(over="ignore"):  # an infinite value, where a sender's scale says so
+        values = np.where(groups == INFINITE, np.float32(np.inf), scale[:, :1] + groups * scale[:, 1:])
     return np.float32(0) - values.ravel()[: column.size].reshape(column.shape).astype(np.float32)
 
 

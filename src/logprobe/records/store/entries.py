@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from logprobe.records.store.columns import ColumnView
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from logprobe.records.store.columns import Array
+    from logprobe.records.store.rows import Rows
+    from logprobe.records.values import TokenTable
 
 NO_RANK = -1  # in the typed rank columns only; readers see None
 
@@ -50,6 +57,35 @@ class Entries:
         """Ranks as Python values, None where none was given."""
         ranks: list[int | None] = self.ranks.tolist()
         return [None if rank == NO_RANK else rank for rank in ranks] if NO_RANK in ranks else ranks
+
+    def text_list(self, table: TokenTable | None) -> list[str | None]:
+        """Texts as Python values, None where none is known."""
+        return texts_of(self.token_ids.tolist(), self.texts, table)
+
+
+def texts_of(
+    token_ids: Sequence[int], texts: Sequence[str | None] | None, table: TokenTable | None
+) -> list[str | None]:
+    """The text of each entry: the one given with it, else the table's, else None."""
+    given = list(texts or repeat(None, len(token_ids)))[: len(token_ids)]
+    if table is None:
+        return given
+    read = table.token_text
+    return [read(token_id) if text is None else text for token_id, text in zip(token_ids, given, strict=True)]
+
+
+def entry_view(rows: Rows, pick: Callable[[Entries], list[Any]]) -> ColumnView:
+    """What `pick` takes of the entries of all positions, read when asked for."""
+    store = rows.store
+
+    def read(start: int, stop: int) -> list[Any]:
+        if start == stop:
+            return []
+        first = store.row_of(start)
+        base = store.first_entry(first)
+        return pick(rows.entries(first, store.row_of(stop - 1) + 1))[start - base : stop - base]
+
+    return ColumnView(store.first_entry(store.num_rows), read)
 
 
 def with_holes(entries: Entries) -> Entries:

@@ -15,7 +15,7 @@ import numpy as np
 from logprobe.records.store.columns import chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists, StepRows
 from logprobe.records.store.inputs import as_step_rows
-from logprobe.records.store.pending import ANY_WIDTH, MAX_ENTRIES, Pending
+from logprobe.records.store.pending import MAX_ENTRIES, Pending, PendingSteps
 from logprobe.records.store.ragged_rows import RaggedRows
 from logprobe.records.store.texts import Texts
 from logprobe.records.store.top_rows import TopRows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
 
-MAX_LIST_WIDTH = 65  # up to here one row is quicker as Python values than as an array
+MAX_ROWS = 1024  # that wait
 
 Store: TypeAlias = RaggedRows | TopRows
 
@@ -43,7 +43,7 @@ class Rows:
 
     def __init__(self, store: Store | None = None, texts: Texts | None = None) -> None:
         self._store: Store = RaggedRows() if store is None else store
-        self._pending = Pending()
+        self._pending: Pending | PendingSteps = Pending()
         self._lock = Lock()
         self.texts = texts  # None: no text was given so far
         self.num_rows = self._store.num_rows  # published last: a reader that sees a row finds all of it
@@ -51,7 +51,7 @@ class Rows:
     @property
     def store(self) -> Store:
         """All rows, packed; it may grow, but never moves."""
-        if self._pending.ends:
+        if self._pending.num_rows:
             with self._lock:
                 self._pack()
         return self._store
@@ -75,11 +75,18 @@ class Rows:
         """`append_step` of one narrow row in a few microseconds; False where that should look."""
         if not type(token_ids) is type(logprobs) is type(ranks) is np.ndarray:
             return False
-        shape = token_ids.shape
-        is_one = len(shape) == 2 and shape[0] == 1 and logprobs.shape == shape and ranks.shape == (1,)
-        if not is_one or not 0 < shape[1] <= MAX_LIST_WIDTH:
+        pending = self._pending
+        kind = (token_ids.shape, logprobs.shape, ranks.shape, token_ids.dtype, logprobs.dtype, ranks.dtype)
+        if not isinstance(pending, PendingSteps) or pending.kind != kind or pending.num_rows >= MAX_ROWS:
+            if not PendingSteps.takes(kind):
+                return False
+            with self._lock:
+                self._pack()
+                self._pending = pending = PendingSteps(kind)
+        if not pending.add(token_ids.tobytes(), logprobs.tobytes(), ranks.tobytes()):
             return False
-        return self.add_soon(token_ids.tolist()[0], logprobs.tolist()[0], ranks.tolist(), None, shape[1])
+        self.num_rows += 1
+        return True
 
     def append_position(self, row: RowLists, entries: Entries) -> None:
         """Add one row of different tokens, whose `row_entries` these are."""
@@ -170,18 +177,16 @@ class Rows:
         logprobs: list[float],
         ranks: list[Any],
         texts: list[str | None] | None,
-        width: int = ANY_WIDTH,
     ) -> bool:
-        """Let one row wait, exactly as given or with its `width` as a step's; False where it is unusual."""
+        """Let one row wait, exactly as given; False where it is unusual."""
         if inf in logprobs:
             return False
         with self._lock:
             pending = self._pending
-            before = len(pending.ids)
-            if pending.width != width or before >= MAX_ENTRIES:
+            if not isinstance(pending, Pending) or len(pending.ids) >= MAX_ENTRIES:
                 self._pack()
-                pending, before = Pending(width), 0
-                self._pending = pending
+                self._pending = pending = Pending()
+            before = len(pending.ids)
             try:
                 pending.ids.fromlist(ids)
                 pending.logprobs.fromlist(logprobs)
@@ -198,24 +203,34 @@ class Rows:
     def _pack(self) -> None:
         """Move what waits into the store; the caller holds the lock."""
         pending, store = self._pending, self._store
-        num_rows = len(pending.ends)
-        if not num_rows or (num_rows == 1 and self._pack_one(pending.row(), is_step=pending.width > 0)):
-            self._pending = Pending(pending.width)
+        count = pending.num_rows
+        if not count:
             return
+        is_done = count == 1 and self._pack_one(pending)
+        if isinstance(pending, PendingSteps):
+            if not is_done:
+                self._add(store, pending.rows(count), repeats_chosen=False, texts=None)
+            pending.forget(count)
+            return
+        if not is_done:
+            self._pack_given(store, pending)
+        self._pending = Pending()
+
+    def _pack_given(self, store: Store, pending: Pending) -> None:
         entries = pending.entries()
-        rows = _step_of(entries, pending.width) if pending.width else _regular(entries)
+        rows = _regular(entries)
         if rows is None:
             if entries.texts is not None or self.texts is not None:
                 self._write_texts(store, entries.token_ids.tolist(), entries.texts)
             self._store = ragged = store.as_ragged()
             ragged.append_entries(entries)
         else:
-            ids = None if pending.width or entries.texts is None else pending.ids.tolist()
-            self._add(store, rows, repeats_chosen=not pending.width, texts=entries.texts, ids=ids)
-        self._pending = Pending(pending.width)
+            ids = None if entries.texts is None else pending.ids.tolist()
+            self._add(store, rows, repeats_chosen=True, texts=entries.texts, ids=ids)
 
-    def _pack_one(self, row: RowLists, *, is_step: bool) -> bool:
+    def _pack_one(self, pending: Pending | PendingSteps) -> bool:
         """Pack one row without arrays, which would cost most of it; False where it is not as simple."""
+        row, is_step = pending.row(), isinstance(pending, PendingSteps)
         if not row.ranks or row.texts is not None or self.texts is not None:
             return False
         ids, logprobs, (rank, *others), _ = row
@@ -273,12 +288,6 @@ class Rows:
         return cls(STORES[scalars["form"]].from_state(scalars, columns), texts)
 
 
-def _step_of(entries: Entries, width: int) -> StepRows:
-    """Rows of a step that waited, one rank each."""
-    ids, logprobs = entries.token_ids.reshape(-1, width), narrowed(entries.logprobs).reshape(-1, width)
-    return StepRows(ids, logprobs, entries.ranks)
-
-
 def _regular(entries: Entries) -> StepRows | None:
     """Rows as given as chosen + k best, if they are; None otherwise."""
     widths = np.diff(entries.offsets)
@@ -288,4 +297,5 @@ def _regular(entries: Entries) -> StepRows | None:
     ranks = entries.ranks.reshape(-1, width)
     if ranks[:, 0].min() < 0 or (ranks[:, 1:] != np.arange(1, width)).any():
         return None
-    return _step_of(entries, width)._replace(ranks=ranks[:, 0])
+    logprobs = narrowed(entries.logprobs).reshape(-1, width)
+    return StepRows(entries.token_ids.reshape(-1, width), logprobs, ranks[:, 0])

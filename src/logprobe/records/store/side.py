@@ -1,6 +1,6 @@
-"""What stands beside a record's positions: entropy, and ids that the caller named.
+"""What stands beside a record's positions: single numbers, ids that the caller named, ids that were kept.
 
-Before it: a step's arrays. After it: `FlatLogprobs`; neither costs anything until one is given.
+Before it: a step's arrays. After it: `FlatLogprobs`; none of it costs anything until it is given.
 """
 
 from __future__ import annotations
@@ -14,51 +14,172 @@ from logprobe.records.store.columns import Column
 from logprobe.records.store.rows import Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import Entries
 
+NUMBERS = ("entropy", "log_kept_mass")
+"""The columns of one number a position, (T,) float32, nats; NaN where it was not given."""
+
+
+class IdRuns:
+    """Ascending token ids position by position, packed: one array of ids, and where each run ends."""
+
+    __slots__ = ("_ends", "_token_ids", "length")
+
+    def __init__(self, offsets: Array | None = None, token_ids: Array | None = None) -> None:
+        self._ends = Column(np.int64)
+        self._token_ids: Column | None = None
+        self.length = 0
+        if offsets is not None and token_ids is not None:
+            self.append(offsets, token_ids)
+
+    def append(self, offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> None:
+        """Add n positions: offsets (n + 1,), and the ids between them.
+
+        Raises:
+            ParameterError: offsets that do not end where the ids do.
+        """
+        bounds, ids = np.asarray(offsets, np.int64), np.asarray(token_ids)
+        if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
+            raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
+        if self._token_ids is None:
+            self._token_ids = Column(ids.dtype)
+        start = self.end(self.length)
+        if ids.dtype.itemsize > self._token_ids.dtype.itemsize:
+            self._token_ids.widen(ids.dtype, start)
+        self._token_ids.write(start, ids)
+        self._ends.write(self.length, bounds[1:] - bounds[0] + start)
+        self.length += len(bounds) - 1
+
+    def end(self, num_positions: int) -> int:
+        """Where the ids of the first positions end."""
+        return int(self._ends.row(num_positions - 1)) if num_positions else 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, position: int) -> Array:
+        """The ids of one position, ascending."""
+        place = range(self.length)[position]
+        assert self._token_ids is not None
+        return self._token_ids.read(self.end(place), self.end(place + 1))
+
+    def arrays(self) -> tuple[Array, Array]:
+        """Offsets (T + 1,) int64, and all ids."""
+        offsets = np.concatenate([np.zeros(1, np.int64), self._ends.read(0, self.length)])
+        if self._token_ids is None:
+            return offsets, np.empty(0, np.int32)
+        return offsets, self._token_ids.read(0, int(offsets[-1]))
+
+    def cut(self, places: range) -> IdRuns:
+        """The ids of these positions."""
+        runs = [self[place] for place in places]
+        offsets = np.cumsum([0, *map(len, runs)])
+        return IdRuns(offsets, np.concatenate(runs) if runs else np.empty(0, np.int32))
+
 
 class Side:
     """The columns beside the rows of one record, as many positions as these."""
 
-    __slots__ = ("_entropy", "given", "is_empty")
+    __slots__ = ("_numbers", "given", "is_empty", "kept")
 
-    def __init__(self, entropy: Array | None = None, given: Rows | None = None) -> None:
-        self._entropy = None if entropy is None else Column.of(entropy)  # (T,) float32, nats; NaN: not given
+    def __init__(
+        self,
+        numbers: Mapping[str, Array | None] | None = None,
+        given: Rows | None = None,
+        kept: IdRuns | None = None,
+    ) -> None:
+        self._numbers = {
+            name: Column.of(values) for name, values in (numbers or {}).items() if values is not None
+        }
         self.given = given  # the named ids, position by position; None: none so far
-        self.is_empty = entropy is None and given is None
+        self.kept = kept  # the ids that truncation and masks kept; None: none so far
+        self.is_empty = not self._numbers and given is None and kept is None
 
-    def entropy(self, length: int) -> Array | None:
-        """Entropy of the first `length` positions; None where none was given."""
-        return None if self._entropy is None else self._entropy.read(0, length)
+    def number(self, name: str, length: int) -> Array | None:
+        """One of `NUMBERS` for the first `length` positions; None where none was given."""
+        column = self._numbers.get(name)
+        return None if column is None else column.read(0, length)
 
-    def append(self, at: int, num_new: int, entropy: npt.ArrayLike | None, given: Entries | None) -> None:
+    def numbers(self, length: int) -> dict[str, Array | None]:
+        """All of `NUMBERS` for the first `length` positions."""
+        return {name: self.number(name, length) for name in NUMBERS}
+
+    def columns(self, length: int) -> tuple[dict[str, Array | None], Rows | None, tuple[Array, Array] | None]:
+        """The numbers of the first `length` positions, the named ids, and the kept ids."""
+        return self.numbers(length), self.given, None if self.kept is None else self.kept.arrays()
+
+    def nbytes(self, length: int) -> int:
+        """Bytes of the values held."""
+        numbers, given, kept = self.columns(length)
+        arrays = [*numbers.values(), *(kept or ())]
+        own = sum(int(array.nbytes) for array in arrays if array is not None)
+        return own if given is None else own + given.store.nbytes
+
+    def append_nothing(self, at: int, num_new: int) -> None:
+        """Add positions of which nothing was given."""
+        if not self.is_empty:
+            self.append(at, num_new, {})
+
+    def append(
+        self,
+        at: int,
+        num_new: int,
+        numbers: Mapping[str, npt.ArrayLike | None],
+        given: Entries | None = None,
+        kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+    ) -> None:
         """Add what belongs to `num_new` positions from `at` on; None: nothing was given for them.
 
         Raises:
             ParameterError: another number of values than of positions. Nothing is added then.
         """
-        values = None if entropy is None else np.asarray(entropy, np.float32)
-        if values is not None and values.shape != (num_new,):
-            raise ParameterError("entropy", f"{values.shape} values for {num_new} positions")
-        if given is not None and len(given.offsets) != num_new + 1:
-            raise ParameterError("given", f"{len(given.offsets)} offsets for {num_new} positions; give n + 1")
-        self.is_empty = self.is_empty and values is None and given is None
-        if values is not None or self._entropy is not None:
-            column = self._entropy or Column.of(np.full(at, np.nan, np.float32))
-            column.write(at, np.full(num_new, np.nan, np.float32) if values is None else values)
-            self._entropy = column
+        values = {
+            name: np.asarray(column, np.float32) for name, column in numbers.items() if column is not None
+        }
+        for name, column in values.items():
+            if column.shape != (num_new,):
+                raise ParameterError(name, f"{column.shape} values for {num_new} positions")
+        ends = {"given": None if given is None else given.offsets, "kept": None if kept is None else kept[0]}
+        for name, offsets in ends.items():
+            if offsets is not None and len(np.asarray(offsets)) != num_new + 1:
+                raise ParameterError(
+                    name, f"{len(np.asarray(offsets))} offsets for {num_new} positions; give n + 1"
+                )
+        self.is_empty = self.is_empty and not values and given is None and kept is None
+        self._append_numbers(at, num_new, values)
         if given is not None or self.given is not None:
             named = self.given or Rows()
             named.append_none(at + (num_new if given is None else 0) - named.num_rows)
             if given is not None:
                 named.append_entries(given)
             self.given = named
+        if kept is not None or self.kept is not None:
+            runs = self.kept or IdRuns()
+            num_missing = at + (num_new if kept is None else 0) - len(runs)
+            runs.append(np.zeros(num_missing + 1, np.int64), np.empty(0, np.uint16))
+            if kept is not None:
+                runs.append(*kept)
+            self.kept = runs
+
+    def _append_numbers(self, at: int, num_new: int, values: Mapping[str, Array]) -> None:
+        for name in self._numbers.keys() | values.keys():
+            column = self._numbers.get(name) or Column.of(np.full(at, np.nan, np.float32))
+            column.write(at, values.get(name, np.full(num_new, np.nan, np.float32)))
+            self._numbers[name] = column
 
     def cut(self, places: range, length: int) -> Side:
         """What belongs to the positions named, of the `length` that there are."""
-        entropy = self.entropy(length)
-        picked = None if entropy is None else entropy[np.array(places, np.intp)]
-        return Side(picked, None if self.given is None else self.given.cut(places))
+        picked = np.array(places, np.intp)
+        return Side(
+            {
+                name: None if values is None else values[picked]
+                for name, values in self.numbers(length).items()
+            },
+            None if self.given is None else self.given.cut(places),
+            None if self.kept is None else self.kept.cut(places),
+        )

@@ -1,0 +1,131 @@
+"""Records as tables for people: one row a position, with the texts of tokens, and no column of nulls.
+
+`arrow` holds what travels and comes back exactly; this is what is looked at. Before it: `FlatLogprobs`. After
+it: notebooks, data frames, JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.errors import ParameterError
+from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from logprobe.records.flat import FlatLogprobs
+
+ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
+# Shown where a position has something there; `entry_*` says the same again for records of any shape.
+OFTEN: Final = (
+    "entropy",
+    "log_kept_mass",
+    "other_logprob",
+    "top_ids",
+    "top_tokens",
+    "top_logprobs",
+    "given_ids",
+    "given_tokens",
+    "given_logprobs",
+    "given_ranks",
+    "kept_ids",
+)
+
+
+def table(record: FlatLogprobs) -> pa.Table:
+    """One row a position: `ALWAYS`, and what there is of `OFTEN`; `info` in the metadata."""
+    import pyarrow as pa
+
+    from logprobe.records.forms.arrow import to_arrow
+
+    batch = to_arrow(record)
+    columns = {name: batch.column(name) for name in batch.schema.names}
+    columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(record, columns).items()}
+    names = [name for name in OFTEN if name in columns and _holds_something(columns[name])]
+    shown = pa.table({name: columns[name] for name in (*ALWAYS, *names)})
+    return shown.replace_schema_metadata(batch.schema.metadata)
+
+
+def to_pandas(record: FlatLogprobs) -> Any:
+    """`table` as a pandas data frame; whole numbers stay whole beside a missing one."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise _missing("pandas") from error
+    import pyarrow as pa
+
+    whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
+    return table(record).to_pandas(types_mapper=whole.get)
+
+
+def to_polars(record: FlatLogprobs) -> Any:
+    """`table` as a polars data frame."""
+    try:
+        import polars as pl
+    except ImportError as error:
+        raise _missing("polars") from error
+    return pl.from_arrow(table(record))
+
+
+def to_dict(record: FlatLogprobs) -> dict[str, Any]:
+    """`info`, and the rows of `table` under `positions`."""
+    info = None if record.info is None else record.info.to_dict()
+    return {"info": info, "positions": table(record).to_pylist()}
+
+
+def to_json(record: FlatLogprobs) -> str:
+    """`to_dict` as JSON; -inf is written as the `floor` that stands beside, NaN as null."""
+    values = to_dict(record)
+    positions = [finite_fields(row) for row in values["positions"]]
+    return json.dumps(
+        {"info": values["info"], "floor": IMPOSSIBLE, "positions": positions}, ensure_ascii=False
+    )
+
+
+def _missing(library: str) -> ParameterError:
+    return ParameterError(f"to_{library}", f"needs {library}: pip install 'logprobe[frames]'")
+
+
+def _holds_something(column: pa.Array) -> bool:
+    """Whether a position has a value there, or a list that is not empty."""
+    import pyarrow as pa
+
+    return len(column.flatten() if pa.types.is_list(column.type) else column.drop_null()) > 0
+
+
+def _texts(record: FlatLogprobs, columns: dict[str, pa.Array]) -> dict[str, tuple[list[Any], Any]]:
+    """The columns of texts, each with its type; a text that is not known is None."""
+    import pyarrow as pa
+
+    known = _known_texts(record)
+    table_of = record.table
+    own = [
+        texts.get(token_id) for texts, token_id in zip(known, columns["token_id"].to_pylist(), strict=True)
+    ]
+    top = [
+        ids and [texts.get(token_id) for token_id in ids]
+        for texts, ids in zip(known, columns["top_ids"].to_pylist(), strict=True)
+    ]
+    made: dict[str, tuple[list[Any], Any]] = {"token": (own, pa.string())}
+    if any(text is not None for text in own):
+        made["top_tokens"] = (top, pa.list_(pa.string()))
+    if table_of is not None:
+        given = [
+            ids and [table_of.token_text(token_id) for token_id in ids]
+            for ids in columns["given_ids"].to_pylist()
+        ]
+        made["given_tokens"] = (given, pa.list_(pa.string()))
+    return made
+
+
+def _known_texts(record: FlatLogprobs) -> list[dict[int, str | None]]:
+    """The texts of each position's entries, by id."""
+    entries = record.entries()
+    ids, texts = entries.token_ids.tolist(), record.decoded_tokens.tolist()
+    return [
+        dict(zip(ids[start:stop], texts[start:stop], strict=True))
+        for start, stop in pairwise(entries.offsets.tolist())
+    ]

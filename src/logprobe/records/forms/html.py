@@ -1,0 +1,91 @@
+"""Records as a shaded text for notebooks: each token by its surprisal, its numbers under the pointer.
+
+One shade a nat, from Brewer's YlOrBr: their lightness alone tells them apart. Before it: `FlatLogprobs`.
+After it: `_repr_html_` of records, outputs and scores.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from logprobe.records.values import LogprobsOnePosition
+
+MAX_TOKENS: Final = 4000  # shown; a page of more is none that people read
+MAX_TOP: Final = 5  # alternatives under the pointer
+# Shade → background, text; the last one is for all above.
+SHADES: Final = (
+    ("transparent", "inherit"),
+    ("#fff7c9", "#1b1d21"),
+    ("#fee9a3", "#1b1d21"),
+    ("#fed676", "#1b1d21"),
+    ("#febb47", "#1b1d21"),
+    ("#f79a34", "#1b1d21"),
+    ("#e5761d", "#1b1d21"),
+    ("#b34b07", "#ffffff"),
+    ("#7a2c05", "#ffffff"),
+)
+_TEXT_STYLE: Final = "white-space:pre-wrap;line-height:1.7;overflow-wrap:anywhere"
+_NOTE_STYLE: Final = "font-size:85%;opacity:.75"
+
+
+def shaded(records: Iterable[Iterable[LogprobsOnePosition | None]], *, num_marked: int = 0) -> str:
+    """The chosen tokens of records, one after another, as HTML; the last `num_marked` records are underlined.
+
+    A position's first entry is its chosen token; an empty one, such as a prompt's first, has no text here.
+    """
+    parts = list(records)
+    first_marked = len(parts) - num_marked
+    spans: list[str] = []
+    surprisals: list[float] = []
+    for place, record in enumerate(parts):
+        for position in filter(None, record):
+            surprisals.append(-next(iter(position.values())).logprob)
+            if len(surprisals) <= MAX_TOKENS:
+                spans.append(_span(position, is_marked=place >= first_marked))
+    hidden = len(surprisals) - len(spans)
+    more = f" … and {hidden} tokens more" if hidden else ""
+    return f'<div style="{_TEXT_STYLE}">{"".join(spans)}{more}</div>{_totals(surprisals)}'
+
+
+def _span(position: LogprobsOnePosition, *, is_marked: bool) -> str:
+    token_id, entry = next(iter(position.items()))
+    text = entry.decoded_token or f"⟨{token_id}⟩"
+    background, color = SHADES[shade_of(entry.logprob)]
+    line = ";border-bottom:2px solid #0b5cad" if is_marked else ""
+    told = [f"{text!r}, id {token_id}", _numbers(entry.logprob)]
+    if entry.rank is not None:
+        told[1] += f", rank {entry.rank}"
+    ranked = sorted(position.values(), key=lambda each: -each.logprob)[:MAX_TOP]
+    if len(position) > 1:
+        told += [f"  {each.decoded_token!r} {_percent(each.logprob)}" for each in ranked]
+    title = escape("\n".join(told), quote=True)
+    return f'<span title="{title}" style="background:{background};color:{color}{line}">{escape(text)}</span>'
+
+
+def shade_of(logprob: float) -> int:
+    """Index of a token's shade: its surprisal in whole nats, at most the last."""
+    return len(SHADES) - 1 if logprob == -math.inf else min(int(-min(logprob, 0.0)), len(SHADES) - 1)
+
+
+def _numbers(logprob: float) -> str:
+    return f"logprob {logprob:.4f} nats ({_percent(logprob)})"
+
+
+def _percent(logprob: float) -> str:
+    return f"{100 * math.exp(logprob):.2f} %"
+
+
+def _totals(surprisals: list[float]) -> str:
+    if not surprisals:
+        return f'<div style="{_NOTE_STYLE}">no tokens</div>'
+    total = math.fsum(surprisals)
+    mean = total / len(surprisals)
+    perplexity = math.exp(mean) if mean < math.log(1e300) else math.inf
+    means = f"mean surprisal {mean:.3f} nats, perplexity {perplexity:.3f}"
+    told = f"{len(surprisals)} tokens, logprob {-total:.3f} nats, {means}"
+    return f'<div style="{_NOTE_STYLE}">{told}; shade: surprisal, a nat each step</div>'

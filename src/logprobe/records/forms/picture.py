@@ -1,0 +1,158 @@
+"""Records as a picture: the text in shades, surprisal and entropy by position, and how sure the model was.
+
+Before it: `FlatLogprobs`. After it: notebooks and image files. Needs the extra `plot`.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.forms.html import SHADES, shade_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from logprobe.records.flat import FlatLogprobs
+    from logprobe.records.store.columns import Array
+
+TOKENS_A_LINE: Final = 12
+MAX_LINES: Final = 16  # of the strip; what is longer says how much is left out
+NUM_BINS: Final = 10
+FONT: Final = "DejaVu Sans"
+IMPOSSIBLE_NATS: Final = 30.0  # where a point of infinite surprisal is drawn
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn figure: a notebook shows it, `save` writes it, `figure` is matplotlib's own."""
+
+    figure: Any
+
+    def save(self, path: str | Path) -> None:
+        """Write it in the format that the name ends with (png, svg, pdf)."""
+        self.figure.savefig(path)
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.figure.savefig(data, format="png", dpi=100)
+        return data.getvalue()
+
+
+def drawn(record: FlatLogprobs) -> Picture:
+    """The strip, the line and, where the best token of each position is known, the calibration.
+
+    Raises:
+        ParameterError: matplotlib is not installed, or no position has a token.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
+    chosen = record.rows.store.chosen_entries(0, len(record))
+    if not len(chosen.token_ids):
+        raise ParameterError("record", "holds no token to draw; ask for logprobs=0 or more")
+    positions = np.flatnonzero(np.diff(chosen.offsets) > 0)
+    sure = _confidence(record, positions, chosen.token_ids)
+    num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
+    heights = [0.4 * num_lines + 0.4, 2.6]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+    strip, below = parts
+    _draw_strip(strip.subplots(), record, positions, chosen.logprobs)
+    axes = np.atleast_1d(
+        below.subplots(1, 1 if sure is None else 2, width_ratios=None if sure is None else (2, 1))
+    )
+    _draw_lines(axes[0], record, positions, chosen.logprobs)
+    if sure is not None:
+        _draw_calibration(axes[1], *sure)
+    return Picture(figure)
+
+
+def _draw_strip(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Array) -> None:
+    """Each token in its shade, line after line."""
+    shown = positions[: TOKENS_A_LINE * MAX_LINES]
+    for place, position in enumerate(shown.tolist()):
+        line, column = divmod(place, TOKENS_A_LINE)
+        background, color = SHADES[shade_of(float(logprobs[place]))]
+        is_plain = background == "transparent"
+        axes.fill_between(
+            [column, column + 0.96], line, line + 0.9, color="#f4f4f4" if is_plain else background
+        )
+        axes.text(
+            column + 0.48,
+            line + 0.45,
+            _label(record, position),
+            ha="center",
+            va="center",
+            fontsize=8,
+            family=FONT,
+            color="black" if color == "inherit" else color,
+            parse_math=False,
+        )
+    left_out = len(positions) - len(shown)
+    note = f", the first {len(shown)} tokens, {left_out} more" if left_out else ""
+    axes.set(xlim=(0, TOKENS_A_LINE), ylim=(-(-len(shown) // TOKENS_A_LINE), 0))
+    axes.set_title(f"surprisal, a shade each nat{note}", fontsize=9, loc="left")
+    axes.axis("off")
+
+
+def _label(record: FlatLogprobs, position: int) -> str:
+    chosen = record.chosen(position)
+    assert chosen is not None
+    token_id, entry = chosen
+    text = f"<{token_id}>" if entry.decoded_token is None else entry.decoded_token
+    text = text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "→")
+    return "".join(_drawable(text if len(text) <= 12 else f"{text[:11]}…"))
+
+
+def _drawable(text: str) -> list[str]:
+    """Its characters; one that the font lacks by its code point."""
+    glyphs = _glyphs()
+    return [mark if ord(mark) in glyphs else f"U+{ord(mark):X}" for mark in text]
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    """Code points of the font that comes with matplotlib."""
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(font_manager.findfont(FONT)).get_charmap())
+
+
+def _draw_lines(axes: Any, record: FlatLogprobs, positions: Array, logprobs: Array) -> None:
+    surprisals = np.minimum(-logprobs.astype(float), IMPOSSIBLE_NATS)
+    axes.plot(positions, surprisals, ".-", linewidth=0.8, label="surprisal")
+    if record.entropy is not None:
+        axes.plot(positions, record.entropy[positions], linewidth=1.2, label="entropy")
+        axes.legend(fontsize=8)
+    axes.set(xlabel="position", ylabel="nats", ylim=(0, None))
+
+
+def _confidence(record: FlatLogprobs, positions: Array, token_ids: Array) -> tuple[Array, Array] | None:
+    """The best token's probability at each position, and whether it was the chosen one."""
+    top = record.top_entries()
+    widths = np.diff(top.offsets)[positions]
+    if not widths.all():
+        return None
+    first = top.offsets[:-1][positions]
+    return np.exp(top.logprobs[first].astype(float)), top.token_ids[first] == token_ids
+
+
+def _draw_calibration(axes: Any, confidence: Array, is_hit: Array) -> None:
+    """How often the best token came, by its probability; the area of a point is how many there are."""
+    bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
+    counts = np.bincount(bins, minlength=NUM_BINS)
+    used = counts > 0
+    sure = np.bincount(bins, confidence, NUM_BINS)[used] / counts[used]
+    hits = np.bincount(bins, is_hit.astype(float), NUM_BINS)[used] / counts[used]
+    axes.plot([0, 1], [0, 1], linewidth=0.8, color="gray")
+    axes.scatter(sure, hits, s=20 + 180 * counts[used] / math.sqrt(len(bins) * counts.max()))
+    axes.set(xlim=(0, 1), ylim=(-0.05, 1.05), xlabel="probability of the best token", ylabel="it came")
