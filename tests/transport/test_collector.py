@@ -10,6 +10,7 @@ import pytest
 
 from logprobe.errors import ParameterError
 from logprobe.transport import StreamingLogprobsCollector
+from logprobe.transport.collector import Parcel
 
 
 def collector(size: int = 100, **told: Any) -> StreamingLogprobsCollector[int]:
@@ -142,42 +143,62 @@ def test_leaving_a_stream_forgets_the_request_and_lets_it_go_on() -> None:
     assert rows.num_waiting("a") == 0
 
 
-def test_sixty_four_slow_readers_stay_within_their_bound() -> None:
-    """A fast source that heeds the pause, and readers far slower than it."""
-    size, total, burst = 8, 60, 3
-    paused: set[str] = set()
-    rows = collector(size, pause=paused.add, resume=paused.discard)
-    names = [str(number) for number in range(64)]
-    most = 0
+class Clock:
+    """Seconds that pass when a test says so."""
 
-    async def make(name: str) -> None:
-        nonlocal most
-        number = 0
-        while number < total:
-            if name in paused:
-                await asyncio.sleep(0.001)
-                continue
-            for _ in range(min(burst, total - number)):
-                rows.add(name, number)
-                number += 1
-            most = max(most, rows.num_waiting(name))
+    def __init__(self) -> None:
+        self._ticks = asyncio.Condition()
+        self.now_s = 0
+
+    async def sleep(self, seconds: int) -> None:
+        end = self.now_s + seconds
+        async with self._ticks:
+            await self._ticks.wait_for(lambda: self.now_s >= end)
+
+    async def tick(self) -> None:
+        async with self._ticks:
+            self.now_s += 1
+            self._ticks.notify_all()
+        for _ in range(4):  # turns of the loop: a reader that was woken reads and sleeps again
             await asyncio.sleep(0)
-        rows.finish(name)
 
-    async def read(name: str) -> list[int]:
+
+def test_sixty_four_slow_readers_stay_within_their_bound() -> None:
+    """A source of three rows a step that makes a hundred steps a second, and readers of a row a second."""
+    size, total, burst = 8, 60, 3
+    names = [str(number) for number in range(64)]
+
+    async def read(rows: StreamingLogprobsCollector[int], name: str, clock: Clock) -> list[int]:
         found: list[int] = []
         async for items in rows.stream(name):
-            found += items
-            await asyncio.sleep(0.01)
+            assert len(items) <= size
+            for item in items:
+                await clock.sleep(1)
+                found.append(item)
         return found
 
-    async def run() -> list[list[int]]:
-        readers = [asyncio.create_task(read(name)) for name in names]
-        await asyncio.gather(*map(make, names))
-        return await asyncio.gather(*readers)
+    async def run() -> tuple[list[list[int]], int]:
+        clock, paused, most = Clock(), set[str](), 0
+        rows = collector(size, pause=paused.add, resume=paused.discard)
+        readers = [asyncio.create_task(read(rows, name, clock)) for name in names]
+        await asyncio.sleep(0)
+        left = {name: list(range(total)) for name in names}
+        while any(left.values()):
+            for _ in range(100):
+                going = [name for name in names if left[name] and name not in paused]
+                new = {name: [left[name].pop(0) for _ in range(burst)] for name in going}
+                rows.add_many(Parcel(name, number) for name, numbers in new.items() for number in numbers)
+                most = max(most, *map(rows.num_waiting, names))
+            await clock.tick()
+        for name in names:
+            rows.finish(name)
+        while not all(reader.done() for reader in readers):
+            await clock.tick()
+        return [reader.result() for reader in readers], most
 
-    assert asyncio.run(run()) == [list(range(total))] * 64
-    assert most < size + burst
+    found, most = asyncio.run(run())
+    assert found == [list(range(total))] * 64
+    assert size <= most < size + burst
 
 
 def test_a_bound_below_one_is_refused() -> None:

@@ -76,6 +76,7 @@ def tiny_llm(tiny_model_folder: Path) -> LLM:
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
+        llm.engine._engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 
 

@@ -1,5 +1,17 @@
-"""From who makes rows to who reads them, at the reader's speed."""
+"""From who makes rows to who reads them, at the reader's speed; each name loads when first used."""
 
-from logprobe.transport.collector import StreamingLogprobsCollector
+from __future__ import annotations
 
-__all__ = ["StreamingLogprobsCollector"]
+from typing import TYPE_CHECKING
+
+from logprobe._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from logprobe.transport.collector import StreamingLogprobsCollector
+    from logprobe.transport.copy import AsyncCPUTransfer
+
+__all__ = ["AsyncCPUTransfer", "StreamingLogprobsCollector"]
+
+_HOMES = {"AsyncCPUTransfer": ".copy", "StreamingLogprobsCollector": ".collector"}
+
+__getattr__ = lazy_names(__name__, _HOMES)

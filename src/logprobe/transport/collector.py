@@ -1,24 +1,25 @@
 """`StreamingLogprobsCollector`: each request's rows to its own consumer, at that consumer's speed.
 
 Before it: whoever follows the engine. After it: callbacks, or an async stream. It carries rows and reads
-none. A request whose consumer lags is paused at the source, so what waits here stays bounded and no other
-request is slowed.
+none. A request whose consumer lags is paused at the source, or its source made to wait, so what waits here
+stays bounded and no other request is slowed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+import time
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from logprobe.errors import ParameterError, require
+from logprobe.errors import BusyError, ParameterError, require
+from logprobe.transport.inbox import Inbox, Reader, wake_all
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
 T = TypeVar("T")
+
+CHECK_S = 1.0  # between two looks at whether a consumer can still come
 
 
 class Parcel(NamedTuple, Generic[T]):
@@ -30,37 +31,14 @@ class Parcel(NamedTuple, Generic[T]):
     is_urgent: bool = False  # its reader is woken however few rows wait, such as at the end
 
 
-@dataclass(slots=True)
-class _Reader:
-    """Who follows a stream: an event of the reader's own loop, set once `min_rows` rows wait."""
-
-    min_rows: int
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    thread: int = field(default_factory=threading.get_ident)
-
-
-@dataclass(slots=True)
-class _Channel(Generic[T]):
-    """What waits for one request's consumer; guarded by the collector's lock."""
-
-    buffer_size: int
-    items: list[T] = field(default_factory=list)
-    num_rows: int = 0
-    callback: Callable[[list[T]], object] | None = None
-    delivering: bool = False
-    is_paused: bool = False
-    is_done: bool = False
-    error: BaseException | None = None
-    reader: _Reader | None = None
-
-
 class StreamingLogprobsCollector(Generic[T]):
     """Rows in order, exactly once, to callbacks (in batches) or to an async stream (as they come).
 
-    Any thread may add. A callback gets the list of what was added since the last call; it runs outside the
-    lock and may call back into the collector. Rows that no consumer has taken yet wait, and their request is
-    paused once `buffer_size` rows do.
+    Any thread may add. A consumer gets lists of what was added since the last one, of at most `buffer_size`
+    rows each. Where the source can be paused, `add` never waits: callbacks run on threads of their own, and a
+    request is paused once `buffer_size` rows wait for its consumer. Where it cannot, the thread that fills a
+    buffer runs the callback, and who finds a full one waits, or is told that it is busy where nobody is
+    bound to empty it. Callbacks run outside the lock and may call back into the collector.
     """
 
     def __init__(
@@ -69,119 +47,139 @@ class StreamingLogprobsCollector(Generic[T]):
         *,
         pause: Callable[[str], object] | None = None,
         resume: Callable[[str], object] | None = None,
+        fail: Callable[[str, BaseException], object] | None = None,
     ) -> None:
         """Bound each request to `buffer_size` rows waiting.
 
-        `pause` is told a request's id when so many wait, `resume` when its consumer has taken them.
+        `pause` is told a request's id when so many wait, `resume` when its consumer has taken them, `fail`
+        also what its callback raised.
 
         Raises:
             ParameterError: `buffer_size` is below 1.
         """
         require(buffer_size >= 1, "buffer_size", f"must be at least 1, got {buffer_size}")
         self.buffer_size = buffer_size
+        self._can_pause = pause is not None
         self._pause = pause or _ignore
         self._resume = resume or _ignore
+        self._fail = fail
         self._lock = threading.Lock()
-        self._channels: defaultdict[str, _Channel[T]] = defaultdict(lambda: _Channel(buffer_size))
+        self._room = threading.Condition(self._lock)  # somebody took, or nobody will any more
+        self._inboxes: dict[str, Inbox[T]] = {}
+        self._failures: dict[str, BaseException] = {}  # of callbacks on threads of their own, not yet told
 
     def open(self, req_id: str) -> None:
         """Make a request known, so that `add_many` keeps what comes for it before its consumer does."""
         with self._lock:
-            _ = self._channels[req_id]
+            self._inbox(req_id)
 
     def register_callback(self, req_id: str, callback: Callable[[list[T]], object]) -> None:
         """Let `callback` take the request's rows: when `buffer_size` wait, and at each flush.
 
-        A callback that raises ends its request: it is unregistered and the error goes to whoever added.
+        It gets at once what fills a buffer already. One that raises ends its request: it is unregistered, and
+        the error goes to `fail`, and to whoever adds, flushes or finishes.
 
         Raises:
             ParameterError: the request has a consumer already.
         """
         with self._lock:
-            channel = self._channels[req_id]
-            is_free = channel.callback is None and channel.reader is None
+            inbox = self._inbox(req_id)
+            is_free = inbox.callback is None and inbox.reader is None
             require(is_free, "req_id", f"{req_id!r} has a consumer already; unregister it first")
-            channel.callback = callback
+            inbox.callback, inbox.wants_all = callback, inbox.is_done
+            batch = self._claim(inbox)
+        if batch:
+            self._begin(inbox, batch)
+        elif inbox.is_done:
+            self._forget(inbox)
 
     def unregister(self, req_id: str) -> None:
         """Forget a request and what waits for it; one that is unknown is no error."""
         with self._lock:
-            channel = self._channels.pop(req_id, None)
-            was_paused = channel is not None and channel.is_paused
-            if channel is not None:
-                channel.is_done = True
-        if was_paused:
-            self._resume(req_id)
-        if channel is not None and channel.reader is not None:
-            _wake_all([channel.reader])
+            self._failures.pop(req_id, None)
+            inbox = self._inboxes.get(req_id)
+        if inbox is not None:
+            self._forget(inbox)
 
-    def add(self, req_id: str, logprobs: T, *, num_rows: int = 1) -> None:
-        """Add what is new of a request: one item that carries `num_rows` rows."""
+    def add(self, req_id: str, logprobs: T, *, num_rows: int = 1, timeout: float | None = None) -> None:
+        """Add what is new of a request: one item that carries `num_rows` rows.
+
+        Without a `pause` this waits, up to `timeout` seconds, while the buffer is full.
+
+        Raises:
+            BusyError: the buffer is full and nobody is bound to empty it, or nobody did in time.
+            BaseException: what the request's callback raised; the request is unregistered then.
+        """
         with self._lock:
-            channel = self._channels[req_id]
-            must_pause = self._put(channel, logprobs, num_rows)
-            is_full, reader = channel.num_rows >= channel.buffer_size, channel.reader
-            has_callback = channel.callback is not None
-        if must_pause:
-            self._pause(req_id)
+            self._raise_failure(req_id)
+            inbox = self._inbox(req_id)
+            if not self._can_pause:
+                self._wait_for_room(inbox, timeout)
+            inbox.put(logprobs, num_rows)
+            reader, batch = inbox.reader, self._claim(inbox)
+        self._tell(inbox)
         if reader is not None:
-            _wake_all([reader])
-        if is_full and has_callback:
-            self.flush(req_id)
+            wake_all([reader])
+        if batch:
+            self._begin(inbox, batch)
 
     def add_many(self, parcels: Iterable[Parcel[T]]) -> list[str]:
         """Add what is new of many requests, and wake each event loop once.
 
-        What comes for a request that is unknown, or was forgotten, is dropped. Only streams read it.
+        What comes for a request that is unknown, or was forgotten, is dropped. The source must heed `pause`.
 
         Returns:
             The requests whose readers can never come back, since their event loops were closed.
+
+        Raises:
+            ParameterError: the collector cannot pause its source.
         """
-        woken: dict[str, _Reader] = {}
-        paused: list[str] = []
+        require(self._can_pause, "pause", "add_many needs a source that can be paused; give pause and resume")
+        woken: dict[str, Reader] = {}
+        changed: dict[str, Inbox[T]] = {}
+        due: list[tuple[Inbox[T], list[T]]] = []
         with self._lock:
             for req_id, item, num_rows, is_urgent in parcels:
-                channel = self._channels.get(req_id)
-                if channel is None:
+                inbox = self._inboxes.get(req_id)
+                if inbox is None:
                     continue
-                if self._put(channel, item, num_rows):
-                    paused.append(req_id)
-                reader = channel.reader
-                if reader is not None and (is_urgent or channel.num_rows >= reader.min_rows):
+                inbox.put(item, num_rows)
+                if inbox.is_paused:
+                    changed[req_id] = inbox
+                if batch := self._claim(inbox):
+                    due.append((inbox, batch))
+                reader = inbox.reader
+                if reader is not None and (is_urgent or inbox.num_rows >= reader.min_rows):
                     woken[req_id] = reader
-        for req_id in paused:
-            self._pause(req_id)
-        closed = _wake_all(woken.values())
+        for inbox in changed.values():
+            self._tell(inbox)
+        for inbox, batch in due:
+            self._begin(inbox, batch)
+        closed = wake_all(woken.values())
         return [req_id for req_id, reader in woken.items() if reader.loop in closed]
-
-    def _put(self, channel: _Channel[T], item: T, num_rows: int) -> bool:
-        """Add to a channel; whether its request must be paused now."""
-        channel.items.append(item)
-        channel.num_rows += num_rows
-        is_full = channel.num_rows >= channel.buffer_size
-        must_pause = is_full and channel.callback is None and not channel.is_paused
-        channel.is_paused |= must_pause
-        return must_pause
 
     def flush(self, req_id: str) -> None:
         """Hand over now what waits for a request's callback; one without rows or callback is left alone.
 
+        The callback runs on this thread; where another one runs it already, that one goes on to the last row.
+
         Raises:
-            Exception: what the callback raised; the request is unregistered then.
+            BaseException: what the callback raised; the request is unregistered then.
         """
-        while (batch := self._take_for_callback(req_id)) is not None:
-            callback, items = batch
-            try:
-                callback(items)
-            except BaseException:
-                self.unregister(req_id)
-                raise
-            self._delivered(req_id)
+        with self._lock:
+            self._raise_failure(req_id)
+            inbox = self._inboxes.get(req_id)
+            if inbox is None or inbox.callback is None:
+                return
+            inbox.wants_all = True
+            batch = self._claim(inbox)
+        if batch:
+            self._deliver(inbox, batch)
 
     def flush_all(self) -> None:
         """Flush every request; the first error of a callback is raised once all were flushed."""
         with self._lock:
-            names = list(self._channels)
+            names = [*self._inboxes, *self._failures]
         errors: list[Exception] = []
         for req_id in names:
             try:
@@ -192,37 +190,48 @@ class StreamingLogprobsCollector(Generic[T]):
             raise errors[0]
 
     def finish(self, req_id: str, error: BaseException | None = None) -> None:
-        """Say that no more comes: the stream ends after what waits, with `error` if one is given."""
+        """Say that no more comes: the stream ends after what waits, with `error` if one is given.
+
+        A callback gets the rest and is unregistered.
+
+        Raises:
+            BaseException: what the callback raised.
+        """
         with self._lock:
-            channel = self._channels[req_id]
-            channel.is_done, channel.error = True, error
-            reader = channel.reader
+            self._raise_failure(req_id)
+            inbox = self._inbox(req_id)
+            inbox.is_done, inbox.error, inbox.wants_all = True, error, True
+            reader, batch = inbox.reader, self._claim(inbox)
+            is_over = inbox.callback is not None and not inbox.is_delivering
         if reader is not None:
-            _wake_all([reader])
-        self.flush(req_id)
+            wake_all([reader])
+        if batch:
+            self._begin(inbox, batch)
+        elif is_over:
+            self._forget(inbox)
 
     def num_waiting(self, req_id: str) -> int:
         """Rows that the request's consumer has not taken."""
         with self._lock:
-            return self._channels[req_id].num_rows if req_id in self._channels else 0
+            return self._inboxes[req_id].num_rows if req_id in self._inboxes else 0
 
     async def stream(
         self, req_id: str, *, buffer_size: int | None = None, min_rows: int = 1
     ) -> AsyncGenerator[list[T]]:
-        """What was added, each time in one list, until `finish`; leaving early forgets the request.
+        """What was added, up to a buffer at a time, until `finish`; leaving early forgets the request.
 
         `buffer_size` bounds this request in place of the collector's own bound. A reader who needs no step at
-        once is woken when `min_rows` rows wait.
+        once is woken when `min_rows` rows wait, or a full buffer.
 
         Raises:
             ParameterError: the request has a consumer already.
             BaseException: the error that `finish` was given.
         """
-        reader = _Reader(min_rows)
-        channel = self._open_stream(req_id, reader, buffer_size)
+        reader = Reader(min_rows)
+        inbox = self._open_stream(req_id, reader, buffer_size)
         try:
             while True:
-                items, is_done = self._take(req_id, channel)
+                items, is_done = self._take(inbox)
                 if items:
                     yield items
                 elif is_done:
@@ -230,70 +239,125 @@ class StreamingLogprobsCollector(Generic[T]):
                 else:
                     await reader.news.wait()
                     reader.news.clear()
-            if channel.error is not None:
-                raise channel.error
+            if inbox.error is not None:
+                raise inbox.error
         finally:
-            self.unregister(req_id)
+            self._forget(inbox)
 
-    def _open_stream(self, req_id: str, reader: _Reader, buffer_size: int | None) -> _Channel[T]:
+    def _inbox(self, req_id: str) -> Inbox[T]:
+        if req_id not in self._inboxes:
+            self._inboxes[req_id] = Inbox(req_id, self.buffer_size)
+        return self._inboxes[req_id]
+
+    def _raise_failure(self, req_id: str) -> None:
+        if (error := self._failures.pop(req_id, None)) is not None:
+            raise error
+
+    def _wait_for_room(self, inbox: Inbox[T], timeout: float | None) -> None:
+        """Return once the inbox has room; the lock is held, and let go while this waits."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        name = inbox.req_id
+        while self._is_known(inbox) and inbox.is_full and inbox.is_taken_elsewhere():
+            left = CHECK_S if deadline is None else min(deadline - time.monotonic(), CHECK_S)
+            if left <= 0:
+                raise BusyError(f"{name!r}: its consumer took no row within {timeout} s; add it again later")
+            self._room.wait(left)  # not for ever: a reader's event loop may be closed without a word
+        if not self._is_known(inbox):
+            raise inbox.error or BusyError(f"{name!r} was unregistered while its rows waited; add no more")
+        if inbox.is_full:
+            raise BusyError(
+                f"{name!r}: {inbox.num_rows} rows wait and nobody takes them; register a callback, read the "
+                "stream on another thread, or give the collector a pause"
+            )
+
+    def _is_known(self, inbox: Inbox[T]) -> bool:
+        return self._inboxes.get(inbox.req_id) is inbox
+
+    def _claim(self, inbox: Inbox[T]) -> list[T]:
+        """What an idle callback is to have now, if anything; it counts as running from here on."""
+        if inbox.callback is None or inbox.is_delivering or not self._is_known(inbox):
+            return []
+        inbox.wants_all &= bool(inbox.items) or inbox.is_done
+        if not inbox.items or not (inbox.is_full or inbox.wants_all):
+            return []
+        inbox.deliverer = threading.get_ident()
+        inbox.is_delivering = True
+        self._room.notify_all()
+        return inbox.take()
+
+    def _begin(self, inbox: Inbox[T], batch: list[T]) -> None:
+        """Have the callback run: here, or on a thread of its own where the source must not wait."""
+        if not self._can_pause:
+            self._deliver(inbox, batch)
+            return
+        name = f"logprobe-callback-{inbox.req_id}"
+        threading.Thread(target=self._deliver_aside, args=(inbox, batch), name=name, daemon=True).start()
+
+    def _deliver_aside(self, inbox: Inbox[T], batch: list[T]) -> None:
+        try:
+            self._deliver(inbox, batch)
+        except BaseException as error:  # noqa: BLE001 - it is told to whoever adds, since nobody waits here
+            if self._fail is None:
+                with self._lock:
+                    self._failures[inbox.req_id] = error
+
+    def _deliver(self, inbox: Inbox[T], batch: list[T]) -> None:
+        """Run the callback on what was claimed, and then a buffer at a time until nothing is due."""
+        assert inbox.callback is not None
+        while batch:
+            try:
+                inbox.callback(batch)
+            except BaseException as error:
+                inbox.error = error  # for those who wait for room
+                self._forget(inbox)
+                if self._fail is not None:
+                    self._fail(inbox.req_id, error)
+                raise
+            with self._lock:
+                inbox.is_delivering = False
+                batch = self._claim(inbox)
+                self._room.notify_all()
+            self._tell(inbox)
+        if inbox.is_done:
+            self._forget(inbox)
+
+    def _open_stream(self, req_id: str, reader: Reader, buffer_size: int | None) -> Inbox[T]:
         with self._lock:
-            channel = self._channels[req_id]
-            if channel.callback is not None or channel.reader is not None:
+            inbox = self._inbox(req_id)
+            if inbox.callback is not None or inbox.reader is not None:
                 raise ParameterError("req_id", f"{req_id!r} has a consumer already")
-            channel.reader = reader
-            channel.buffer_size = buffer_size or channel.buffer_size
-            return channel
+            inbox.reader = reader
+            inbox.buffer_size = buffer_size or inbox.buffer_size
+            reader.min_rows = min(reader.min_rows, inbox.buffer_size)
+            return inbox
 
-    def _take(self, req_id: str, channel: _Channel[T]) -> tuple[list[T], bool]:
+    def _take(self, inbox: Inbox[T]) -> tuple[list[T], bool]:
         with self._lock:
-            items, channel.items = channel.items, []
-            channel.num_rows = 0
-            was_paused, channel.is_paused = channel.is_paused, False
-            is_done = channel.is_done
-        if was_paused:
-            self._resume(req_id)
+            items, is_done = inbox.take(), inbox.is_done
+            self._room.notify_all()
+        self._tell(inbox)
         return items, is_done
 
-    def _take_for_callback(self, req_id: str) -> tuple[Callable[[list[T]], object], list[T]] | None:
+    def _forget(self, inbox: Inbox[T]) -> None:
         with self._lock:
-            channel = self._channels.get(req_id)
-            # While a callback runs, what it or another thread adds waits for it: rows stay in order.
-            if channel is None or channel.callback is None or channel.delivering or not channel.items:
-                return None
-            items, channel.items = channel.items, []
-            channel.num_rows = 0
-            channel.delivering = True
-            return channel.callback, items
+            if self._is_known(inbox):
+                del self._inboxes[inbox.req_id]
+            inbox.items.clear()
+            inbox.num_rows, inbox.is_paused, inbox.is_done = 0, False, True
+            self._room.notify_all()
+        self._tell(inbox)
+        if inbox.reader is not None:
+            wake_all([inbox.reader])
 
-    def _delivered(self, req_id: str) -> None:
-        with self._lock:
-            if req_id in self._channels:
-                self._channels[req_id].delivering = False
-
-
-def _wake_all(readers: Iterable[_Reader]) -> set[asyncio.AbstractEventLoop]:
-    """Tell readers that there is news, each event loop once; the loops that were closed under theirs."""
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Reader]] = defaultdict(list)
-    for reader in readers:
-        by_loop[reader.loop].append(reader)
-    closed = set()
-    for loop, members in by_loop.items():
-        if members[0].thread == threading.get_ident():
-            _set_all(members)  # costs a fraction of what waking a loop from outside costs
-            continue
-        try:
-            loop.call_soon_threadsafe(_set_all, members)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
-            closed.add(loop)
-    return closed
+    def _tell(self, inbox: Inbox[T]) -> None:
+        """Tell the source whether the request is paused, unless it knows; its last word is always true."""
+        if inbox.is_paused == inbox.was_told:
+            return
+        with inbox.telling:
+            while (is_paused := inbox.is_paused) != inbox.was_told:
+                inbox.was_told = is_paused
+                (self._pause if is_paused else self._resume)(inbox.req_id)
 
 
-def _set_all(readers: Sequence[_Reader]) -> None:
-    for reader in readers:
-        reader.news.set()
-
-
-def _ignore(_: str) -> None:
+def _ignore(*_: Any) -> None:
     """Stand in where nothing is to be paused."""

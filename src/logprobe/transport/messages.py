@@ -1,23 +1,26 @@
 """What crosses the wall between front doors and an engine: requests one way, what is new of them the other.
 
-A thread passes these objects by reference. Nothing in them is shared with the engine once they are sent.
+A thread passes these objects by reference, a process as bytes (`channel`). Nothing in them is shared with the
+engine once they are sent.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable  # noqa: TC003
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
-if TYPE_CHECKING:
-    from logprobe.errors import LogprobeError
-    from logprobe.processors import ProcessorEffect
-    from logprobe.records import LogprobsLists
-    from logprobe.records.store.columns import Array
-    from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
+# msgspec reads the annotations when messages cross to another process.
+from logprobe.errors import LogprobeError  # noqa: TC001
+from logprobe.processors.effects import ProcessorEffect  # noqa: TC001
+from logprobe.records.lists import LogprobsLists  # noqa: TC001
+from logprobe.records.store.columns import Array  # noqa: TC001
+from logprobe.records.values import IntArray  # noqa: TC001
+from logprobe.sampling import SamplingParams  # noqa: TC001
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+PausedBy: TypeAlias = Literal["caller", "reader"]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -28,6 +31,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     params: SamplingParams
     first_scored: int = 1  # the first prompt position whose logprobs are wanted (nothing predicts position 0)
     wants_row: bool = False  # end with the whole next-token distribution in place of a token
+    forced_token_ids: IntArray | None = None  # (max_tokens,) int32: taken in place of what would be drawn
+    call: str = ""  # what was asked at once: calls share the engine, whatever each of them asks
+    scores_processed: bool = False  # prompt rows are of what `params` would draw from, not the model's own
 
     @property
     def lora(self) -> str | None:
@@ -35,6 +41,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.params.lora
 
 
+@runtime_checkable  # msgspec checks what it made
 class NumberedLora(Protocol):
     """LoRA weights; each load has a number of its own, also where a name is loaded again."""
 
@@ -43,56 +50,76 @@ class NumberedLora(Protocol):
         """Of the load."""
 
 
+class LoraNumber(msgspec.Struct, frozen=True, weakref=True):
+    """Stands for LoRA weights where they lie in another process."""
+
+    number: int
+
+
 class Admitted(msgspec.Struct, frozen=True, eq=False):
     """A request that an engine has said yes to, with what it found out by the way."""
 
     request: Request
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
     lora: NumberedLora | None = None  # what the name stood for then; held, so that it lasts as long
+    weights_number: int = 0  # how often the model's weights had been replaced then
 
 
-class Submit(msgspec.Struct, frozen=True, eq=False):
+class Submit(msgspec.Struct, tag=True, frozen=True, eq=False):
     """Take these in; they enter the same step where they fit."""
 
     requests: tuple[Admitted, ...]
 
 
-class Abort(msgspec.Struct, frozen=True):
+class Abort(msgspec.Struct, tag=True, frozen=True):
     """Give a request up."""
 
     request_id: str
 
 
-class Pause(msgspec.Struct, frozen=True):
+class Pause(msgspec.Struct, tag=True, frozen=True):
     """Let a request take no step; what it has computed stays."""
 
     request_id: str
+    by: PausedBy = "caller"
 
 
-class Resume(msgspec.Struct, frozen=True):
-    """Let a paused request go on."""
+class Resume(msgspec.Struct, tag=True, frozen=True):
+    """Let a paused request go on, once all who paused it have said so."""
 
     request_id: str
+    by: PausedBy = "caller"
 
 
-class AddLora(msgspec.Struct, frozen=True):
+class AddLora(msgspec.Struct, tag=True, frozen=True):
     """Load LoRA weights from a folder; may be handled on any thread."""
 
     name: str
     path: str
 
 
-class RemoveLora(msgspec.Struct, frozen=True):
+class RemoveLora(msgspec.Struct, tag=True, frozen=True):
     """Refuse new requests for LoRA weights, which go once none runs on them; may be handled on any thread."""
 
     name: str
 
 
-class ForgetPrefixes(msgspec.Struct, frozen=True):
+class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
     """Let go of every cached prefix that no request stands on."""
 
 
-Command: TypeAlias = Submit | Abort | Pause | Resume | AddLora | RemoveLora | ForgetPrefixes
+class ReplaceForward(msgspec.Struct, frozen=True, eq=False):
+    """Run what comes from now on through another forward pass of the same shape; no cache outlives it.
+
+    What runs is ended by `WeightsReplacedError`, or finishes first, and what comes meanwhile waits.
+    """
+
+    forward: Any
+    finishes: bool
+    on_done: Callable[[], None]  # called on the engine's own thread once it has taken over
+
+
+Command: TypeAlias = Submit | Abort | Pause | Resume | AddLora | RemoveLora | ForgetPrefixes | ReplaceForward
 
 
 class Finish(msgspec.Struct, frozen=True, eq=False):
@@ -104,7 +131,7 @@ class Finish(msgspec.Struct, frozen=True, eq=False):
     error: LogprobeError | None = None
 
 
-class Delta(msgspec.Struct, kw_only=True, eq=False):
+class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True):
     """What one step found for one completion of a request."""
 
     request_id: str
@@ -118,7 +145,7 @@ class Delta(msgspec.Struct, kw_only=True, eq=False):
     finish: Finish | None = None  # None while it goes on
 
 
-class Failure(msgspec.Struct, frozen=True, eq=False):
+class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):
     """The engine cannot go on with a request."""
 
     request_id: str

@@ -1,0 +1,126 @@
+"""`Channel`: messages to another process of this machine, and from it, over two one-way ZeroMQ sockets.
+
+Before it: whoever sends, on any thread. After it: one thread of the other side.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+import zmq
+
+from logprobe.errors import EngineError
+from logprobe.transport.codec import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
+    from logprobe.transport.codec import Codec
+
+T = TypeVar("T")
+
+COPIED_BYTES: Final = 1 << 16  # of a message, up to which a copy is cheaper than to wait for its end
+DRAIN_S: Final = 0.1  # for what a process had sent before it ended
+GONE: Final = "the process on the other side has ended"
+ENDS: Final = ("to-engine", "to-front")
+
+
+class PeerGoneError(EngineError):
+    """The process on the other side has ended."""
+
+
+class Channel(Generic[T]):
+    """One side of two one-way sockets in a private folder; `lifeline` reads an end when the other is gone.
+
+    Any thread may send; one receives.
+    """
+
+    def __init__(
+        self, sockets: tuple[Any, Any], codec: Codec[T], lifeline: socket.socket, flags: int
+    ) -> None:
+        self._outgoing, self._incoming = sockets
+        self._codec = codec
+        self._lifeline = lifeline
+        self._flags = flags  # of sending
+        self._poller = zmq.Poller()
+        for own in (self._incoming, lifeline):
+            self._poller.register(own, zmq.POLLIN)
+        self._lock = threading.Lock()
+        self._is_closed = False  # guarded by `_lock`, as is what is sent
+
+    @classmethod
+    def bind(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
+        """The front's side, which makes the sockets in `folder`; it never waits to send."""
+        sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
+        sockets[0].setsockopt(zmq.SNDHWM, 0)
+        for own, name in zip(sockets, ENDS, strict=True):
+            own.bind(f"ipc://{folder / name}")
+        return cls(sockets, codec, lifeline, zmq.NOBLOCK)
+
+    @classmethod
+    def connect(cls, context: Any, folder: Path, codec: Codec[T], lifeline: socket.socket) -> Channel[T]:
+        """The engine's side; it waits where its front has not taken a thousand messages."""
+        sockets = _socket(context, zmq.PUSH), _socket(context, zmq.PULL)
+        for own, name in zip(sockets, reversed(ENDS), strict=True):
+            own.connect(f"ipc://{folder / name}")
+        return cls(sockets, codec, lifeline, 0)
+
+    def wait_for_peer(self) -> None:
+        """Wait until the other side is connected.
+
+        Raises:
+            PeerGoneError: it ended before.
+        """
+        poller = zmq.Poller()
+        poller.register(self._outgoing, zmq.POLLOUT)
+        poller.register(self._lifeline, zmq.POLLIN)
+        if self._outgoing not in dict(poller.poll()):
+            raise PeerGoneError(GONE)
+
+    def send(self, message: Any) -> None:
+        """Send, or wait to.
+
+        Raises:
+            ParameterError: as `Codec.encode` does.
+            PeerGoneError: this side was closed, or the other is gone.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise PeerGoneError(GONE)
+            data = self._codec.encode(message)
+            try:
+                self._outgoing.send(data, self._flags, copy=len(data) <= COPIED_BYTES)
+            except zmq.Again as error:
+                raise PeerGoneError(GONE) from error
+
+    def receive(self, timeout_s: float | None = None) -> T | None:
+        """The next message; None where none came in time.
+
+        Raises:
+            PeerGoneError: the other side has ended, and all that it had sent was received.
+        """
+        ready = dict(self._poller.poll(None if timeout_s is None else round(timeout_s * 1000)))
+        if self._incoming in ready or (ready and self._incoming.poll(round(DRAIN_S * 1000))):
+            return self._codec.decode(self._incoming.recv(copy=False).buffer)
+        if ready:
+            raise PeerGoneError(GONE)
+        return None
+
+    def close(self) -> None:
+        """Let the sockets go; what was sent still goes out while the process lives."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._outgoing.close()
+        self._incoming.close()
+        self._lifeline.close()
+
+
+def _socket(context: Any, kind: int) -> Any:
+    own = context.socket(kind)
+    own.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    own.setsockopt(zmq.LINGER, 0)
+    return own
