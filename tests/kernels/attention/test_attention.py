@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from logprobe.kernels.attention import chunk
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 
@@ -126,6 +127,44 @@ def test_queries_may_be_a_transposed_view() -> None:
     assert torch.equal(outs[0], outs[1])
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    num_rows=st.integers(1, 200),
+    prefix=st.sampled_from([0, 1, 40, 63, 64, 300, 1030]),
+    window=st.sampled_from([None, 1, 7, 100]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_a_chunk_of_any_length_attends_to_its_own_context(
+    num_rows: int, prefix: int, window: int | None, softcap: float | None
+) -> None:
+    heads, kv_heads, dim, context = 4, 2, 16, prefix + num_rows
+    generator = torch.Generator().manual_seed(num_rows)
+    keys, values = torch.randn(2, context, kv_heads, dim, generator=generator)
+    query = 3 * torch.randn(num_rows, heads, dim, generator=generator)
+    rule = ScoreRule(0.25, window, softcap)
+    out = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        seen = prefix + row + 1
+        want = plain_attention(query[row], keys[:seen], values[:seen], rule)
+        torch.testing.assert_close(out[:, row].double(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_chunks_of_many_lengths_take_products_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, product = set(), chunk._product
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.add((x.shape, weight.shape))
+        result: torch.Tensor = product(x, weight, *rest)
+        return result
+
+    monkeypatch.setattr(chunk, "_product", noted)
+    for context in range(5, 2000, 3):
+        num_rows = min(context, 5 + context % 90)
+        query, keys = torch.zeros(2, num_rows, 4), torch.zeros(1, context, 4)
+        attend_chunk(query, keys, keys, ScoreRule(1.0))
+    assert len(shapes) < 200, "one shape of each product for a length would be 1,330"
+
+
 def test_large_scores_do_not_overflow() -> None:
     keys, values = pools(1, 8, 8)
     builder = RowPlanBuilder()
@@ -160,12 +199,12 @@ def test_a_sink_takes_its_share_of_the_weight_in_every_kernel(
     assert plan is not None
     by_rows = torch.empty(context, heads, dim)
     attend_rows(query, keys, values, plan, by_rows, rule)
-    chunk = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
+    by_chunk = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
     for row in range(context):
         seen = slice(0 if window is None else max(0, row + 1 - window), row + 1)
         want = with_sinks(query[row], keys[seen], values[seen], rule)
         torch.testing.assert_close(by_rows[row].double(), want, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(chunk[:, row].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(by_chunk[:, row].double(), want, atol=2e-5, rtol=2e-5)
 
 
 def with_sinks(

@@ -16,6 +16,7 @@ from numba import njit
 
 from logprobe.kernels import hooks
 from logprobe.kernels.attention.api import NO_WINDOW
+from logprobe.kernels.shapes import block_filled, width_filled, with_zeros
 from logprobe.kernels.threads.intrinsics import maximum
 from logprobe.kernels.threads.parallel import compiled_worker, float32_at, next_item, parallel_for
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, greatest
@@ -56,31 +57,35 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -
         end = min(start + QUERY_BLOCK, num_rows)
         last = context - num_rows + end  # the context of the block's last row
         first = 0 if rule.window is None else max(0, context - num_rows + start + 1 - rule.window)
+        more_rows = block_filled(end - start) - (end - start)
+        more_width = width_filled(last - first) - (last - first)
         for head in range(num_kv_heads):
             heads = slice(head * groups, (head + 1) * groups)
-            rows = query[heads, start:end].reshape(groups * (end - start), -1)
-            scores = _product(rows, keys[head, first:last].contiguous(), None, "none", [], "")
-            soften_(scores, end - start, rule.of_heads(heads))
-            block_values = values[head, first:last].t().contiguous()
+            rows = with_zeros(query[heads, start:end], rows_before=more_rows).flatten(0, 1)
+            block_keys = with_zeros(keys[head, first:last], rows=more_width)
+            scores = _product(rows, block_keys, None, "none", [], "")
+            soften_(scores, len(rows) // groups, last - first, rule.of_heads(heads))
+            block_values = with_zeros(values[head, first:last].t(), columns=more_width)
             attended = _product(scores, block_values, None, "none", [], "")
-            out[heads, start:end] = attended.view(groups, end - start, value_dim)
+            out[heads, start:end] = attended.view(groups, -1, value_dim)[:, more_rows:]
     return out
 
 
-def soften_(scores: Tensor, block_rows: int, rule: ScoreRule) -> None:
+def soften_(scores: Tensor, block_rows: int, num_seen: int, rule: ScoreRule) -> None:
     """Turn scores into attention weights, in place.
 
-    Row r stands for position r % block_rows of a block whose last row may see every column.
+    Row r stands for position r % block_rows of a block whose last row may see `num_seen` columns.
 
     Args:
         scores: (rows, columns) float32, contiguous; rows a multiple of block_rows.
-        block_rows: positions of the block.
+        block_rows: positions of the block; those that would see nothing get zeros.
+        num_seen: columns that hold context; zeros are written into those beyond.
         rule: how scores are made; the rows of one head after another, where it has sinks.
     """
     num_rows, width = scores.shape
     settings = rule.settings
     window = NO_WINDOW if rule.window is None else rule.window
-    first_seen = width - block_rows + 1  # columns that the block's first row may see
+    first_seen = num_seen - block_rows + 1  # columns that the block's first row may see
     context = [scores.data_ptr(), num_rows, width, block_rows, first_seen, window, settings.ctypes.data]
     parallel_for(worker(), context, (num_rows + ITEM_ROWS - 1) // ITEM_ROWS)
 
@@ -122,6 +127,9 @@ def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
     width, sink = task[WIDTH], _sink(task, row)
     x = float32_at(task[SCORES] + 4 * width * row, width)
     end = task[FIRST_SEEN] + row % task[BLOCK_ROWS]
+    if end <= 0:
+        x[:] = ZERO
+        return
     start = max(0, end - task[WINDOW])
     seen = x[start:end]
     if softcap > 0:
