@@ -9,7 +9,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fuzzing import fuzz
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import lora as module
 from logprobe.models.lora import load_lora
@@ -103,5 +106,35 @@ def test_a_broken_configuration_is_refused_or_unread(
     folder: Path, changes: dict[str, Any], model: Any
 ) -> None:
     spoil(folder, **changes)
+    with contextlib.suppress(UnsupportedModelError):
+        load_lora("x", folder, model)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = ["peft_type", "r", "lora_alpha", "target_modules", "rank_pattern", "layers_to_transform", "bias"]
+FIELDS += ["task_type", "use_rslora", "fan_in_fan_out", "modules_to_save", "init_lora_weights", "revision"]
+
+
+@pytest.mark.fuzz
+@fuzz(0.3)
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=2),
+    alterations=st.lists(st.tuples(st.integers(0, 4000), st.binary(min_size=1, max_size=9)), max_size=3),
+)
+@pytest.mark.filterwarnings("ignore")  # peft warns of much that it then refuses
+def test_an_altered_folder_is_read_or_refused(
+    adapter_folders: dict[str, Path], tmp_path: Path, model: Any, changes: Any, alterations: Any
+) -> None:
+    folder = shutil.copytree(adapter_folders["narrow"], tmp_path / "altered", dirs_exist_ok=True)
+    spoil(folder, **changes)
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    for place, value in alterations:
+        data[place % 900 : place % 900 + len(value)] = value
+    weights.write_bytes(data)
     with contextlib.suppress(UnsupportedModelError):
         load_lora("x", folder, model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
-from logprobe.models.loading import load_model, load_panels, load_tokenizer, text_config
+from logprobe.models.loading import load_config, load_model, load_tokenizer, text_config
 from logprobe.models.resolution import ModelFiles, resolve
 from logprobe.models.vocabulary import Vocabulary
 
@@ -12,8 +12,8 @@ __all__ = [
     "KNOWN_MODELS",
     "ModelFiles",
     "Vocabulary",
+    "load_config",
     "load_model",
-    "load_panels",
     "load_tokenizer",
     "resolve",
     "text_config",

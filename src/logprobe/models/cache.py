@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from platformdirs import user_cache_path
 
-from logprobe.errors import DownloadError
+from logprobe.errors import DownloadError, OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +48,23 @@ def entries() -> list[Path]:
 def entry_size_bytes(folder: Path) -> int:
     """Add up the sizes of an entry's files."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def remove_entry(folder: Path) -> None:
+    """Remove a finished entry, whole: it is out of the way before its files go.
+
+    Raises:
+        OutputError: it cannot be removed; then it is still there.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        with _locked(folder):
+            _remove(partial)
+            folder.replace(partial)
+            _remove(partial)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OutputError(f"{folder}: cannot be removed ({reason}); remove it by hand") from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from logprobe.errors import ChecksumError, DownloadError, ModelNotFoundError
 from logprobe.models.cache import say
+from logprobe.models.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from logprobe.models.known import KnownModel, Package
@@ -130,13 +131,14 @@ def snapshot(repository: str, *, download: bool) -> Path:
         ModelNotFoundError: the hub has no such repository, or `download` is False and it is not in the cache.
         DownloadError: the hub cannot be reached, refuses access, or the cache cannot be written.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-    )
+    with quiet_imports():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            RepositoryNotFoundError,
+        )
 
     try:
         return Path(

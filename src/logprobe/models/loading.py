@@ -5,16 +5,19 @@ Follows `resolve`; the engine takes the module and the tokenizer from here.
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from logprobe.errors import UnsupportedModelError
+from logprobe.errors import ModelNotFoundError, UnsupportedModelError
 from logprobe.models.resolution import checked_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-    from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
 
 
@@ -51,11 +54,87 @@ def load_model(
     return ready
 
 
-def load_panels(files: ModelFiles) -> dict[str, PanelWeights]:
-    """Map the matrices that a GGUF file was published with, by the name of their module; none elsewhere."""
-    from logprobe.models.gguf.panels import read_panels
+def load_state(
+    model: PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> PreTrainedModel:
+    """A model of the same class and shape with other weights; they are copied, so that training may go on.
 
-    return read_panels(files.folder)
+    Raises:
+        UnsupportedModelError: a weight is missing, unknown, or of another shape.
+    """
+    load: Any = type(model).from_pretrained
+    loaded, info = load(
+        None,
+        config=deepcopy(model.config),
+        state_dict={name: weight.detach().to("cpu", copy=True) for name, weight in state.items()},
+        dtype=dtype,
+        attn_implementation="eager",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    wrong = {
+        "missing": sorted(info["missing_keys"]),
+        "unknown": sorted(info["unexpected_keys"]),
+        "of another shape": sorted(str(one[0]) for one in info["mismatched_keys"]),
+    }
+    listed = [f"{len(names)} {kind} ({names[0]})" for kind, names in wrong.items() if names]
+    if listed:
+        raise UnsupportedModelError(
+            f"the weights do not fit the model: {', '.join(listed)}; give all of the same model's"
+        )
+    ready: PreTrainedModel = loaded.to(device).eval().requires_grad_(requires_grad=False)
+    return ready
+
+
+def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder's safetensors files by name, mapped from the disk.
+
+    Raises:
+        ModelNotFoundError: there are none.
+        UnsupportedModelError: a file cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ModelNotFoundError(f"{folder}: no *.safetensors there; name the folder that holds the weights")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            state |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise UnsupportedModelError(f"{file}: cannot be read ({_first_line(error)})") from error
+    return state
+
+
+def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Write weights by name as `read_state` reads them."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    places: set[int] = set()
+    for name, weight in state.items():
+        tensor = weight.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        # The format has no tensors that share memory, as those of a tied head do.
+        tensors[name] = tensor.clone() if place in places else tensor
+        places.add(place)
+    save_file(tensors, Path(folder) / "model.safetensors")
+
+
+def load_config(files: ModelFiles) -> PreTrainedConfig:
+    """Load the model's configuration alone."""
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        files.folder, local_files_only=True, trust_remote_code=False
+    )
+    return config
 
 
 def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:

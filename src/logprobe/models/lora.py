@@ -7,6 +7,7 @@ the weights; the engine takes the matrices from here.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import subprocess
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."  # that peft writes before the names of modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 PATTERN_LIMIT_S = 10
+MOST_ID = 2**31 - 1  # that a signed 32-bit number holds
 # A pattern that is none is peft's to tell.
 TRY_PATTERNS = """
 import contextlib, json, re, sys
@@ -64,6 +66,12 @@ class LoraWeights:
     path: str  # resolved
     number: int  # of the load: a name that is loaded again has another, for the caches to tell
     parts: dict[str, LowRank]  # by the full name of the linear layer
+
+
+def stable_id(name: str) -> int:
+    """A number for LoRA weights, where an engine wants one: the same in every process, in [1, 2**31 - 1]."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % MOST_ID + 1
 
 
 def resolved_folder(path: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""What other libraries say while a model loads, kept from standard error."""
+"""What other libraries say while they and a model load, kept from standard error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Import what imports tqdm, which in a notebook asks for ipywidgets for bars that nobody wants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        yield
+
+
+@contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep transformers' progress bar and advice from standard error while a model loads."""
-    from transformers.utils import logging as transformers_logging
+    with quiet_imports():
+        from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging  # its functions carry no types
     verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import struct
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fuzzing import fuzz
 from logprobe.errors import InputError, ModelError
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.convert import convert
@@ -111,3 +115,22 @@ def _is_refused(path: Path, folder: Any) -> bool:
     except (InputError, ModelError):
         return True
     return False
+
+
+@pytest.mark.fuzz
+@fuzz(0.5)
+@given(alterations=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=9)), max_size=4))
+def test_a_header_altered_anywhere_is_read_or_refused(
+    alterations: list[tuple[int, bytes]], tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    if not path.exists():
+        write_gguf(path)
+    data = bytearray(path.read_bytes())
+    header_end = data.index(b"token_embd.weight") + 200
+    for place, value in alterations:
+        data[place % header_end : place % header_end + len(value)] = value
+    altered = tmp_path / "altered.gguf"
+    altered.write_bytes(data)
+    with contextlib.suppress(InputError, ModelError):
+        build_config(GgufFile(altered))

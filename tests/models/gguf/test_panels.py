@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from logprobe.kernels.layers.widen import LAYOUT
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.panels import INDEX, PANELS, read_panels, write_panels
+from logprobe.models.gguf.panels import write_panels
 from logprobe.models.gguf.weights import write_weights
+from logprobe.models.stored.panels import INDEX, PANELS, read_panels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

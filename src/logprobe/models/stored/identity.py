@@ -1,0 +1,84 @@
+"""What stored files are valid for: the source they came from, the code and the machine that made them.
+
+A key changes with each of them, so that nothing stored for others is ever read.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from llvmlite import binding as llvm
+
+from logprobe.kernels.layers.widen import LAYOUT
+from logprobe.models.cache import home
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and places
+_SETTINGS: Final = ("config.json", "generation_config.json")
+_LIBRARIES: Final = ("torch", "transformers", "numba", "llvmlite", "numpy")
+_CODE: Final = ("engine", "kernels", "models")
+
+
+def source_key(folder: Path) -> str:
+    """Of a model's folder: its settings, and size, time and header of each file of weights.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name in _SETTINGS:
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        facts = file.stat()
+        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns} ".encode())
+        with file.open("rb") as weights:
+            digest.update(weights.read(_HEADER_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def panels_folder(folder: Path, source: str) -> Path:
+    """Where the panels of a model lie that has none of its own."""
+    return home() / "panels" / f"{_stem(folder)}-{source}-{_digest(_machine())}"
+
+
+def record_folder(folder: Path, source: str) -> Path:
+    """Where what was proven of a model lies."""
+    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*_machine(), *_code()])}"
+
+
+def _stem(folder: Path) -> str:
+    return folder.resolve().name[:40]
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    return hashlib.sha256(repr([*parts]).encode()).hexdigest()[:16]
+
+
+def _machine() -> list[Any]:
+    features = llvm.get_host_cpu_features()
+    return [LAYOUT, llvm.get_host_cpu_name(), sorted(name for name, is_there in features.items() if is_there)]
+
+
+@functools.cache
+def _code() -> tuple[str, ...]:
+    """Versions of libraries, and a digest of our own files: numbers are proven for these alone."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for name in _CODE:
+        for file in sorted((root / name).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest(), *map(_version, _LIBRARIES)
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,112 @@
+"""`LoadStore`: what earlier loads of one model left in the cache, and a place for what this one leaves.
+
+Before it: a model's folder. After it: `engine.ready`, which asks here before it does the work anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from logprobe.errors import DownloadError
+from logprobe.models.cache import new_entry
+from logprobe.models.stored.identity import panels_folder, record_folder, source_key
+from logprobe.models.stored.panels import PANELS, read_panels, write_panels
+from logprobe.models.stored.record import Choice, read_record, write_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models.resolution import ModelFiles
+    from logprobe.models.stored.record import LoadRecord
+
+    Named = Iterable[tuple[tuple[str, ...], PanelWeights]]
+
+MOST_RECORDS: Final = 8  # of one model, a megabyte each
+SMALLEST_BYTES: Final = 1 << 25  # of weights; smaller models load at once whatever is stored
+
+logger = logging.getLogger("logprobe")
+
+
+class LoadStore:
+    """The stored files of one model on this machine; a folder that cannot be written stores nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._source = source_key(folder)
+        self._panels_folder = panels_folder(folder, self._source)
+        self._record_folder = record_folder(folder, self._source)
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> Self | None:
+        """The store of a model; None for one that is too small to be stored, or that does not last."""
+        num_bytes = sum(file.stat().st_size for file in files.folder.glob("*.safetensors"))
+        is_passing = files.folder.resolve().is_relative_to(Path(tempfile.gettempdir()).resolve())
+        return cls(files.folder) if num_bytes >= SMALLEST_BYTES and not is_passing else None
+
+    def panels(self, *, is_checked: bool = True) -> dict[str, PanelWeights]:
+        """The mapped panels of the model, by the name of their module; none where there are none yet."""
+        return read_panels(self._where_panels_lie(), is_checked=is_checked) or {}
+
+    def write_panels(self, named: Named) -> dict[str, PanelWeights]:
+        """Write the panels of a model that has none, and map them; none where they cannot be written."""
+        self._forget(self._panels_folder)  # damaged, or of another layout
+        try:
+            with new_entry(self._panels_folder) as partial:
+                if partial is not None:
+                    write_panels(named, partial)
+        except (DownloadError, OSError) as error:
+            logger.warning("the weights are packed again at each load: %s", error)
+        return read_panels(self._panels_folder)
+
+    def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
+        """What was proven of the model by this code on this machine."""
+        return read_record(self._record_folder)
+
+    def write_record(self, record: LoadRecord, tensors: dict[str, Any]) -> None:
+        """Store what was proven; of what other code or libraries stored of this model, the oldest go."""
+        self._forget(self._record_folder)  # it was not to be used
+        stored = [one for one in self._record_folder.parent.glob(f"*-{self._source}-*") if one.is_dir()]
+        for older in sorted(stored, key=lambda folder: folder.stat().st_mtime)[: 1 - MOST_RECORDS]:
+            self._forget(older)
+        try:
+            with new_entry(self._record_folder) as partial:
+                if partial is not None:
+                    write_record(partial, record, tensors)
+        except (DownloadError, OSError) as error:
+            logger.warning("the model is proven again at each load: %s", error)
+
+    def choice(self) -> Choice | None:
+        """The form of weights that was measured to be the faster one."""
+        try:
+            return msgspec.json.decode(self._choice_file.read_bytes(), type=Choice)
+        except (OSError, ValueError):
+            return None
+
+    def write_choice(self, choice: Choice) -> None:
+        """Store a measurement, for all loads to make the same choice."""
+        partial = self._choice_file.with_suffix(".partial")
+        try:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(msgspec.json.encode(choice))
+            partial.replace(self._choice_file)
+        except OSError as error:
+            logger.warning("weights='auto' stays with packed weights: %s", error)
+
+    @property
+    def _choice_file(self) -> Path:
+        return self._panels_folder.with_name(f"{self._panels_folder.name}.json")
+
+    def _where_panels_lie(self) -> Path:
+        """In the model's own folder where it was converted from blocks, else in the cache."""
+        own = self._panels_folder / PANELS
+        return self._panels_folder if own.is_file() else self._folder
+
+    def _forget(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
