@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from doc_pages import PAGES, examples_of, run_examples
 from logprobe.processors.pipeline import Pipeline
 from logprobe.processors.registry import BUILT_INS, describe_processor
 from logprobe.sampling import Sampler
@@ -16,24 +17,20 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "processors.md").read_text(encoding="utf-8")
+PAGE = PAGES["processors.md"]
 
 
 def test_the_examples_of_the_page_run_one_after_the_other(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    examples = examples_of("processors.md")
     assert len(examples) == 5
-    names: dict[str, object] = {"model": str(tiny_model_folder)}
-    for example in examples:
-        exec(compile(example, "processors.md", "exec", dont_inherit=True), names)  # noqa: S102 - this project's own page
-    for name in ("llm", "favouring", "adapted"):
-        names[name].close()  # type: ignore[attr-defined]
+    run_examples("processors.md", examples, model=tiny_model_folder)
 
 
 def test_the_table_names_every_built_in_with_its_arguments() -> None:
-    rows = dict(re.findall(r"^\| `(\w+LogitsProcessor)` \| (.*) \|$", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+(?:LogitsProcessor|Capture))` \| (.*) \|$", PAGE, re.MULTILINE))
     assert list(rows) == list(BUILT_INS)
     for name, cell in rows.items():
         keys = describe_processor(name)["args"]["properties"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
 from logprobe.processors import (
     LogitBiasLogitsProcessor,
@@ -15,7 +16,13 @@ from logprobe.processors import (
     describe_processor,
     load_processor,
 )
-from logprobe.processors.registry import BUILT_INS, ENTRY_POINT_GROUP, built_in_with, load_processors
+from logprobe.processors.registry import (
+    BUILT_INS,
+    ENTRY_POINT_GROUP,
+    built_in_with,
+    load_processors,
+    make_processor,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,3 +143,23 @@ def test_the_owner_of_an_argument_is_known() -> None:
 
 def test_the_interface_asks_for_a_constructor_and_apply() -> None:
     assert LogitsProcessor.__abstractmethods__ == {"__init__", "apply"}
+
+
+@pytest.mark.parametrize(
+    ("init", "takes_config"),
+    [
+        (lambda self, config: setattr(self, "given", config), True),
+        (lambda self, *args: setattr(self, "given", *args), True),
+        (lambda self, config=None: setattr(self, "given", config), True),
+        (lambda self: setattr(self, "given", None), False),
+        (lambda self, size=3: setattr(self, "given", None if size == 3 else size), False),
+        (lambda self, *, size=3: setattr(self, "given", None if size == 3 else size), False),
+        (lambda self, **more: setattr(self, "given", more.get("config")), False),
+    ],
+)
+def test_only_an_init_that_asks_for_the_configuration_is_given_it(
+    module: str, init: Any, takes_config: bool
+) -> None:
+    kind = type("Made", (load_processor(f"{module}:Good"),), {"__init__": init})
+    config = EngineConfig()
+    assert make_processor(kind, config).given is (config if takes_config else None)

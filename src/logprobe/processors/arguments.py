@@ -184,6 +184,10 @@ class CaptureArgs(_Args, frozen=True):
     capture: bool | str = False
 
 
+class NoArgs(_Args, frozen=True):
+    """It takes none."""
+
+
 class RequestParams(Protocol):
     """What a processor may read of a request's `SamplingParams`."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,6 +37,8 @@ class RowEffect(msgspec.Struct):
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
         """Its effect, told for these candidates."""
+        import torch
+
         ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)
         before, after = self.before[ids].cpu(), self.after[ids].cpu()
         is_changed = before != after

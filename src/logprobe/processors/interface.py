@@ -33,6 +33,24 @@ class ModelFacts:
         return ids
 
 
+@dataclass(slots=True)
+class ProcessorCounter:
+    """One processor's totals since the engine's start."""
+
+    num_steps: int = 0  # steps with a row for it
+    num_rows: int = 0  # rows that it was given
+    num_failures: int = 0  # samples that it failed
+    seconds: float = 0.0  # wall time in update_state and apply
+
+    def __add__(self, other: ProcessorCounter) -> ProcessorCounter:
+        return ProcessorCounter(
+            self.num_steps + other.num_steps,
+            self.num_rows + other.num_rows,
+            self.num_failures + other.num_failures,
+            self.seconds + other.seconds,
+        )
+
+
 class LogitsProcessor(ABC):
     """Changes the rows of requests that give it arguments; the rows of others never reach it.
 
@@ -50,7 +68,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
-        """Make the one instance, at the engine's start."""
+        """Make the one instance, at the engine's start; one that takes nothing is made without `config`."""
 
     def bind(self, model: ModelFacts) -> None:  # noqa: B027 - a processor that needs no model has nothing to do
         """Learn the model's facts, once, after `__init__`."""

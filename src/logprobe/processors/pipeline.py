@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.processors.interface import LogitsProcessor, ModelFacts
-    from logprobe.processors.stages import ProcessorCounter
+    from logprobe.processors.interface import LogitsProcessor, ModelFacts, ProcessorCounter
 
 logger = logging.getLogger("logprobe")
 
@@ -89,6 +88,10 @@ class Pipeline:
     def admit(self, params: Any) -> dict[int, Any]:
         """Index of each stage that concerns a request → its typed arguments; errors as `Stages.admit`."""
         return self._stages.admit(params)
+
+    def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
+        """What `admit` gave in another process, with this one's types; errors as `Stages.take_in`."""
+        return self._stages.take_in(plain)
 
     def open(self, row: BatchRow, args_by_stage: Mapping[int, Any]) -> ActiveSample | None:
         """A new sample's rows, made after the pattern of `row`; None where no processor concerns it."""

@@ -20,6 +20,7 @@ from logprobe.processors.arguments import keys_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from logprobe.config import EngineConfig
     from logprobe.processors.interface import LogitsProcessor
 
 ENTRY_POINT_GROUP: Final = "logprobe.logits_processors"
@@ -32,6 +33,7 @@ BUILT_INS: Final = (
     "ThinkingBudgetLogitsProcessor",
     "GrammarLogitsProcessor",
     "CaptureLogitsProcessor",
+    "GlobalLogprobsCapture",
 )
 _WHERE: Final = "logits_processors"
 
@@ -77,6 +79,17 @@ def load_processors(given: Iterable[str | type]) -> dict[str, type[LogitsProcess
         require(name not in loaded, _WHERE, f"{name} is registered twice; name each processor once")
         loaded[name] = found
     return loaded
+
+
+def make_processor(found: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
+    """Make an instance; an `__init__` that does not ask for the configuration is not given it."""
+    first = next(iter(inspect.signature(found).parameters.values()), None)
+    if first is None or first.kind is first.KEYWORD_ONLY:
+        return found()  # type: ignore[call-arg]  # an `__init__` of its own
+    is_optional = first.default is not first.empty or first.kind is first.VAR_KEYWORD
+    if is_optional and first.name != "config":
+        return found()  # type: ignore[call-arg]
+    return found(config)
 
 
 def describe_processor(given: str | type) -> dict[str, Any]:

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors import registry
 from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
+from logprobe.processors.interface import ProcessorCounter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import msgspec
+    from collections.abc import Iterator, Mapping
 
     from logprobe.config import EngineConfig
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
@@ -101,6 +102,20 @@ class Stages:
             asked[place] = args
         return asked
 
+    def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
+        """The typed arguments of a request that another process admitted, from their plain values.
+
+        Each processor checks them here, too, for the sake of what it prepares then. Raises as `admit`.
+        """
+        taken: dict[int, Any] = {}
+        for place, values in plain.items():
+            stage = self.ordered[place]
+            kind = stage.args_type
+            args: Any = ArgsView(values) if kind is None else msgspec.convert(values, kind, str_keys=True)
+            self._check(stage, args, CUSTOM_PARAMETER)
+            taken[place] = args
+        return taken
+
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
         """Index of a stage, its arguments, and the parameter that gave them."""
         places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
@@ -112,7 +127,7 @@ class Stages:
     def _append(self, found: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool) -> None:
         name = found.__name__
         try:
-            processor = found(config)
+            processor = registry.make_processor(found, config)
             processor.bind(self.model)
             is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
@@ -169,13 +184,3 @@ class Stages:
         else:
             remedy = "register the processor that takes it with logits_processors=[...]"
         return f"no registered processor takes {key!r}; {remedy}; registered: {registered or 'none'}"
-
-
-@dataclass(slots=True)
-class ProcessorCounter:
-    """One processor's totals since the engine's start."""
-
-    num_steps: int = 0  # steps with a row for it
-    num_rows: int = 0  # rows that it was given
-    num_failures: int = 0  # samples that it failed
-    seconds: float = 0.0  # wall time in update_state and apply

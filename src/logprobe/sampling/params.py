@@ -6,7 +6,7 @@ Names and meanings are vLLM's and OpenAI's where the two agree.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, Literal, cast
@@ -46,6 +46,7 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
             token was drawn from, `both` gives both.
         entropy: report the entropy of each distribution reported, in nats.
+        kept_ids: report the ids that masks and truncation left, with each processed distribution.
         min_tokens: tokens to generate before any that ends the text (EOS, `stop_token_ids`, `stop`).
         repetition_penalty: divide (multiply, where negative) the logits of tokens seen in prompt or
             completion by this.
@@ -69,21 +70,22 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] | list[int] | None = None
+    logprob_token_ids: Sequence[int] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     entropy: bool = False
+    kept_ids: bool = False
     min_tokens: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: tuple[str, ...] | list[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     response_format: Mapping[str, Any] | None = None
     logits_processors_args: Mapping[str, Any] | None = None
     explain: bool = False
@@ -139,7 +141,7 @@ class SamplingParams:
             require(is_count, name, f"must be None, -1 (whole vocabulary), 0 or positive, got {value}")
         known = f"must be one of {', '.join(MODES)}, got {self.logprobs_mode!r}"
         require(self.logprobs_mode in MODES, "logprobs_mode", known)
-        for name in ("ignore_eos", "entropy", "explain"):
+        for name in ("ignore_eos", "entropy", "explain", "kept_ids"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
@@ -149,6 +151,10 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+
+        has_processed = self.logprobs is not None and self.logprobs_mode != "raw_logprobs"
+        remedy = "comes with processed numbers; set logprobs and logprobs_mode"
+        require(has_processed or not self.kept_ids, "kept_ids", remedy)
 
     def _check_processors(self) -> None:
         args = self.logits_processors_args

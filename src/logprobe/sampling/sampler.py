@@ -15,6 +15,7 @@ from logprobe.kernels import extract
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.records import SamplerOutput
+from logprobe.sampling.kept import kept_ids, log_kept_mass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.records import LogprobsLists
+    from logprobe.records import LogprobsTensors
     from logprobe.sampling.params import SamplingParams
 
 
@@ -55,13 +56,29 @@ class Sampler:
         params: Sequence[SamplingParams],
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
+        forced: Sequence[int | None] = (),
     ) -> SamplerOutput:
         """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
 
-        `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw.
+        `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw. `forced` names
+        the token of a row whose draw does not count.
         """
+        return self.draw(logits, params, uniforms, changed, forced).on_host()
+
+    def draw(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        uniforms: NDArray[np.float64],
+        changed: Tensor | None = None,
+        forced: Sequence[int | None] = (),
+    ) -> SamplerOutput:
+        """`sample`, of which the raw log-probabilities stay where the logits are."""
         settings = _draw_params(params, uniforms)
         drawn = _draw(logits, changed, settings)
+        for row, token_id in enumerate(forced):
+            if token_id is not None:
+                drawn.token_ids[row] = token_id
         raw_rows = [row for row, asked in enumerate(params) if _wants_raw(asked)]
         processed_rows = [row for row, asked in enumerate(params) if _wants_processed(asked)]
         raw = processed = None
@@ -73,7 +90,15 @@ class Sampler:
             temperatures = np.array([asked.temperature for asked in params], dtype=np.float32)
             part = _copied(logits, changed, processed_rows)
             part = truncated_(part, drawn, processed_rows, temperatures)
-            processed = _report(part, drawn, processed_rows, params)
+            processed = _report(part, drawn, processed_rows, params).to_lists()
+            num_changed = 0 if changed is None else len(changed)
+            rows = np.array(processed_rows)
+            is_touched = (drawn.cut_logits[rows] > -np.inf) | (rows < num_changed)
+            processed.log_kept_mass = log_kept_mass(
+                logits[processed_rows], part, temperatures[rows], is_touched
+            )
+            asks = np.array([params[row].kept_ids for row in processed_rows])
+            processed.kept = kept_ids(part, asks) if asks.any() else None
         return SamplerOutput(
             sampled_token_ids=drawn.token_ids,
             is_valid=drawn.is_valid,
@@ -136,7 +161,9 @@ def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]
     return DrawParams(temperatures, top_ks, top_ps, min_ps, uniforms)
 
 
-def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]) -> LogprobsLists:
+def _report(
+    logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]
+) -> LogprobsTensors:
     asked = [params[row] for row in rows]
     given = [one.logprob_token_ids for one in asked]
     return extract(
@@ -145,4 +172,4 @@ def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[Samp
         np.array([one.logprobs or 0 for one in asked]),
         given_ids=given if any(given) else None,
         entropy=any(one.entropy for one in asked),
-    ).to_lists()
+    )

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
-from logprobe.processors import BatchState, CaptureLogitsProcessor
+from logprobe.processors import BatchState, CaptureLogitsProcessor, GlobalLogprobsCapture
 from logprobe.processors.arguments import CaptureArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 ON = CaptureArgs(capture=True)
 
@@ -88,3 +90,116 @@ def test_rows_read_from_other_threads_are_never_torn(row: Callable[..., Any]) ->
     reader.join()
     assert sums
     np.testing.assert_allclose(sums, 1, atol=1e-5)
+
+
+def test_a_capture_of_all_keeps_every_row_of_the_latest_step(logits: Callable[..., Any]) -> None:
+    capture = GlobalLogprobsCapture()
+    assert capture.get_logprobs() is None
+    assert capture.get_all_logprobs() is None
+    capture.update_state(None)
+    for num_rows in (5, 3):
+        before = logits(num_rows) * num_rows
+        given = before.clone()
+        assert capture.apply(given) is given
+        assert torch.equal(given, before), "logits pass through"
+        kept = capture.get_all_logprobs()
+        assert kept is not None
+        assert kept.dtype == torch.float32
+        np.testing.assert_allclose(kept, torch.log_softmax(before.double(), -1), atol=1e-6)
+        for index in range(num_rows):
+            np.testing.assert_array_equal(capture.get_logprobs(index), kept[index])
+    assert capture.get_logprobs(3) is None
+    assert capture.get_logprobs(-1) is None
+    assert not capture.is_argmax_invariant()
+    capture.clear()
+    assert capture.get_all_logprobs() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_16_bit_logits_are_normalised_in_float32(logits: Callable[..., Any], dtype: Any) -> None:
+    capture = GlobalLogprobsCapture()
+    capture.apply(logits(2).to(dtype))
+    kept = capture.get_all_logprobs()
+    assert kept is not None
+    np.testing.assert_allclose(kept.double().exp().sum(-1), 1, atol=1e-6)
+
+
+def test_what_a_caller_does_to_its_rows_is_its_own(logits: Callable[..., Any]) -> None:
+    capture = GlobalLogprobsCapture()
+    capture.apply(logits(2))
+    before = capture.get_all_logprobs()
+    for row in (capture.get_logprobs(), capture.get_all_logprobs()):
+        assert row is not None
+        row.zero_()
+    assert torch.equal(capture.get_all_logprobs(), before)
+
+
+def test_a_step_above_the_bound_keeps_its_first_rows_and_says_so_once(
+    logits: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = GlobalLogprobsCapture(max_bytes=3 * 10 * 4)
+    for _ in range(2):
+        capture.apply(logits(5))
+        assert len(capture.get_all_logprobs()) == 3
+        assert capture.get_logprobs(3) is None
+    assert [one for one in caplog.messages if "3 of the 5 rows" in one] == caplog.messages
+    assert len(caplog.messages) == 1
+    with pytest.raises(ParameterError, match="max_bytes"):
+        GlobalLogprobsCapture(max_bytes=0)
+
+
+def test_a_step_is_replaced_as_a_whole_under_readers(logits: Callable[..., Any]) -> None:
+    capture = GlobalLogprobsCapture()
+    is_done = threading.Event()
+    seen: list[set[float]] = []
+
+    def read() -> None:
+        while not is_done.is_set():
+            rows = capture.get_all_logprobs()
+            if rows is not None:
+                seen.append(set(rows[:, 0].tolist()))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(300):
+        step_logits = torch.zeros(64, 500)
+        step_logits[:, 0] = step / 100
+        capture.apply(step_logits)
+    is_done.set()
+    reader.join()
+    capture.apply(logits(1))
+    assert all(len(values) == 1 for values in seen), "rows of two steps were mixed"
+
+
+class UsersCapture(GlobalLogprobsCapture):
+    """As somebody wrote it for genlm-backend's class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        return super().apply(logits)
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [UsersCapture, GlobalLogprobsCapture, "GlobalLogprobsCapture"])
+def test_a_capture_of_all_registers_as_it_is_and_sees_every_request(
+    tiny_model_folder: Path, kind: Any
+) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, logits_processors=[kind]) as llm:
+        outputs = llm.generate([[5, 6], [7, 8, 9]], params)
+        assert llm.processors is not None
+        [capture] = llm.processors.registered.values()
+        assert isinstance(capture, GlobalLogprobsCapture)
+        kept = capture.get_all_logprobs()
+    assert kept is not None
+    wanted = [
+        [row[i].logprob for i in range(kept.shape[1])] for out in outputs for row in out.outputs[0].logprobs
+    ]
+    np.testing.assert_allclose(kept, wanted, atol=1e-5)
+    assert getattr(capture, "num_steps", 1) == 1

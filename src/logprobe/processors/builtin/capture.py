@@ -1,27 +1,35 @@
-"""`CaptureLogitsProcessor`: keeps whole rows of the requests that ask for it."""
+"""Processors that keep whole rows and change nothing: of the requests that ask for it, or of every one."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from logprobe.errors import require
 from logprobe.kernels import extract
-from logprobe.processors.arguments import CaptureArgs
+from logprobe.processors.arguments import CaptureArgs, NoArgs
 from logprobe.processors.batch import BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from logprobe.config import EngineConfig
 
+logger = logging.getLogger("logprobe")
+
 FloatArray: TypeAlias = NDArray[np.float32]
+Rows = TypeVar("Rows", "Tensor", "Tensor | Sequence[FloatArray]")
 DEFAULT_MAX_BYTES = 256 << 20
+FLOAT_BYTES = 4
 
 
 @final
@@ -37,8 +45,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
 
     def __init__(self, config: EngineConfig, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         del config
-        require(max_bytes > 0, "max_bytes", f"must be positive, got {max_bytes}")
-        self._max_bytes = max_bytes
+        self._max_bytes = _checked(max_bytes)
         self._lock = threading.Lock()
         # All below is guarded by `_lock`: name → position → row; the row of each captured row of a step.
         self._rows: OrderedDict[str, dict[int, FloatArray]] = OrderedDict()
@@ -115,8 +122,78 @@ class CaptureLogitsProcessor(LogitsProcessor):
                 del self._rows[name]
 
 
+class GlobalLogprobsCapture(LogitsProcessor):
+    """Keeps the log-softmax of every row of the latest step, whosever it is; changes nothing.
+
+    Made without arguments, as genlm-backend's; so are classes derived from it. Rows are float32 tensors on
+    the logits' device, and each caller gets tensors of its own. A step replaces the one before as a whole,
+    and may be read from any thread. Of a step above `max_bytes` the first rows are kept.
+    """
+
+    Args = NoArgs
+    applies_to_all = True
+
+    def __init__(self, config: EngineConfig | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        del config
+        self._max_bytes = _checked(max_bytes)
+        self._has_warned = False
+        self._lock = threading.Lock()
+        self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never written to
+
+    def update_state(self, batch: BatchState | None = None) -> None:
+        """Nothing: rows are known by their place alone."""
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Keep the step and hand the logits on untouched."""
+        self.keep(torch.log_softmax(self._kept_part(logits), -1, dtype=torch.float32))
+        return logits
+
+    def keep(self, logprobs: Tensor | Sequence[FloatArray]) -> None:
+        """Take n (V,) rows of float32 log-probabilities, nats, as the latest step; nobody writes to them."""
+        rows = tuple(self._kept_part(logprobs))
+        with self._lock:
+            self._captured_batch = rows
+
+    def get_logprobs(self, batch_index: int = 0) -> Tensor | None:
+        """One row of the latest step, (V,) nats; None: no such row."""
+        with self._lock:
+            latest = self._captured_batch
+        return _own(latest[batch_index]) if 0 <= batch_index < len(latest) else None
+
+    def get_all_logprobs(self) -> Tensor | None:
+        """All rows of the latest step, (n, V) nats; None where nothing is kept."""
+        with self._lock:
+            latest = self._captured_batch
+        return torch.stack([_own(row) for row in latest]) if len(latest) else None
+
+    def clear(self) -> None:
+        """Forget the latest step."""
+        with self._lock:
+            self._captured_batch = ()
+
+    def _kept_part(self, rows: Rows) -> Rows:
+        """The first rows, as many as there is room for as float32."""
+        num_kept = self._max_bytes // (FLOAT_BYTES * len(rows[0])) if len(rows) else 0
+        if num_kept < len(rows) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s keeps %d of the %d rows of a step; give it more max_bytes than %d",
+                type(self).__name__,
+                num_kept,
+                len(rows),
+                self._max_bytes,
+            )
+        return rows[:num_kept]
+
+
+def _own(row: Tensor | FloatArray) -> Tensor:
+    return row.clone() if isinstance(row, torch.Tensor) else torch.tensor(row)
+
+
+def _checked(max_bytes: int) -> int:
+    require(max_bytes > 0, "max_bytes", f"must be positive, got {max_bytes}")
+    return max_bytes
+
+
 def _num_bytes(row: Any) -> int:
     return 0 if row is None else int(row.nbytes)
-
-
-GlobalLogprobsCapture = CaptureLogitsProcessor

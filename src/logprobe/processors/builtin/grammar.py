@@ -39,6 +39,9 @@ MAX_CHOICES: Final = 2_000  # as many as the engine follows at once
 # Addresses, not memory: a chain of as many parts as are let through took less than a quarter of it.
 COMPILE_STACK_BYTES: Final = 128 << 20
 MAX_PROBLEM_CHARS: Final = 500
+# Of the parser for one token's mask: an ambiguous grammar would take longer with every token. A choice of as
+# many texts as are let through takes fewer, as do schemas of as many parts.
+MAX_STEP_ITEMS: Final = 5_000
 PART_MARKS: Final = (
     ":([{"  # each part of a grammar or a regex, and of a schema within it, writes one of these
 )
@@ -104,11 +107,12 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return template
 
     def _compile(self, grammar: str) -> Any:
-        matcher_type = _llguidance().LLMatcher
+        llguidance = _llguidance()
+        limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         if self._tokenizer is None:
             assert self._model is not None, "bind comes first"
             self._tokenizer = byte_tokenizer(self._model)
-        template = _on_deep_stack(lambda: matcher_type(self._tokenizer, grammar))
+        template = _on_deep_stack(lambda: llguidance.LLMatcher(self._tokenizer, grammar, limits=limits))
         problem = template.get_error() if template.is_error() else ""
         require(not problem, "grammar", f"cannot be used: {' '.join(problem.split())[:MAX_PROBLEM_CHARS]}")
         return template

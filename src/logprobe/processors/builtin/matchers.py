@@ -1,6 +1,6 @@
 """Bitmask matchers (llguidance's, xgrammar's): one interface, and the mask of a row.
 
-Before them: the tokens observed. After them: the grammar processor and the adapter.
+Before them: the tokens observed. After them: the grammar processor, and those of others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BITS = 32  # of one word of a mask
+MAX_PROBLEM_CHARS = 200
 
 
 class Matcher(Protocol):
@@ -42,10 +43,17 @@ class LlguidanceMatcher:
         return self._matcher.is_stopped() or bool(self._matcher.consume_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
-        """The allowed tokens."""
-        if self._matcher.is_stopped():
-            return None
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        """The allowed tokens.
+
+        Raises:
+            ParameterError: the grammar cannot be followed within its limits.
+        """
+        matcher = self._matcher
+        bits = None if matcher.is_stopped() else matcher.compute_bitmask()
+        if matcher.is_error():  # which it takes for the end of the text
+            problem = " ".join(matcher.get_error().split())[:MAX_PROBLEM_CHARS]
+            raise ParameterError("grammar", f"can be read in too many ways to follow it further: {problem}")
+        return None if bits is None else np.frombuffer(bits, dtype=np.uint8)
 
 
 class XgrammarMatcher:

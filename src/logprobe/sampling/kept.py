@@ -1,0 +1,65 @@
+"""What masks and truncation keep of a row's raw distribution: its mass, and which ids.
+
+Before it: the raw rows and what was drawn from. After it: the records of processed numbers, of which those
+of the raw distribution at the same temperature follow by one addition.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from logprobe.kernels import extract
+from logprobe.records.lists import KeptLists
+from logprobe.records.store.columns import narrowest_id_dtype
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+NONE = np.empty(0, np.uint16)
+
+
+def log_kept_mass(
+    raw: Tensor, processed: Tensor, temperatures: NDArray[np.float32], is_touched: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Log of the mass that each row kept of its raw distribution at its temperature, (B,) nats.
+
+    Args:
+        raw: (B, V) float32 logits as the model gave them.
+        processed: (B, V) float32 logits that were drawn from, -inf where a token was not kept.
+        temperatures: (B,), 0 counts as 1.
+        is_touched: (B,), False where neither masks nor truncation can have taken anything.
+    """
+    log_mass = np.zeros(len(raw), np.float32)
+    places = np.flatnonzero(is_touched)
+    if not len(places):
+        return log_mass
+    rows = torch.from_numpy(places).to(raw.device)
+    scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1).astype(np.float32))[places]
+    # From the maximum, so that no temperature makes an infinity of it.
+    scaled = raw[rows]
+    scaled = scaled.sub_(scaled.amax(dim=1, keepdim=True)).div_(scale.to(raw.device)[:, None])
+    whole = _log_normaliser(scaled)
+    kept = _log_normaliser(scaled.masked_fill_(processed[rows] == -torch.inf, -torch.inf))
+    log_mass[places] = np.minimum(kept - whole, 0)
+    return log_mass
+
+
+def kept_ids(processed: Tensor, is_asked: NDArray[np.bool_]) -> KeptLists:
+    """The ids that rows kept, of those rows that ask."""
+    dtype = narrowest_id_dtype(processed.shape[1] - 1)
+    runs = [
+        (row > -torch.inf).nonzero().view(-1).numpy(force=True).astype(dtype) if asked else NONE
+        for row, asked in zip(processed, is_asked.tolist(), strict=True)
+    ]
+    return KeptLists.of(runs)
+
+
+def _log_normaliser(logits: Tensor) -> NDArray[np.float64]:
+    # Our own: torch's float32 logsumexp is off by 1e-5 on wide vocabularies.
+    lse = extract(logits, [0] * len(logits), 0).lse
+    values: NDArray[np.float64] = lse.numpy(force=True).astype(np.float64)
+    return values
