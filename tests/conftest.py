@@ -7,12 +7,15 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores.
+# Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores,
+# which sleep while they wait, since two test processes share these cores.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
@@ -23,6 +26,35 @@ if TYPE_CHECKING:
     from logprobe.server import ServerSettings
 
 CONTEXT_LEN = 128
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu`, `vllm` or `ray` where there is none, with the reason."""
+    for mark, reason in MISSING.items():
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and not HAS[mark]():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+HAS = {
+    "gpu": has_gpu,
+    "vllm": lambda: find_spec("vllm") is not None,
+    "ray": lambda: find_spec("ray") is not None,
+}
+MISSING = {
+    "gpu": "runs on an NVIDIA GPU; there is none here",
+    "vllm": "vLLM has an environment of its own: `make test-vllm` builds it and runs these",
+    "ray": "needs Ray: `make test-ray` installs it and runs these",
+}
+
+
 MERGES = (
     "t h,th e,Ġ t,Ġ th,Ġ the,a n,an d,Ġ and,i n,in g,Ġ a,o n,e r,r e,Ġ o,Ġo f,Ġ w,Ġ s,s t,e n,"
     "Ġ Ġ,ĠĠ Ġ,a b,c a,ca t,Ġ cat,d o,do g,Ã ©,ð Ł"
@@ -36,14 +68,18 @@ CHAT_TEMPLATE = (
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 2 layers, grouped heads and a head of its own; its tokenizer puts BOS first."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def save_tiny_llama(folder: Path, **special: Any) -> Path:
+    """Write `tiny_model_folder`'s model, with other settings where `special` says so."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("tiny-llama")
     size = save_tokenizer(folder, with_bos=True)
-    config = LlamaConfig(vocab_size=size, num_hidden_layers=2, tie_word_embeddings=False, **shape())
+    settings = {"num_hidden_layers": 2, "tie_word_embeddings": False, **shape(), **special}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, **settings))
     torch.nn.init.normal_(model.lm_head.weight, std=0.4)  # logits spread over some ten nats
     model.save_pretrained(folder)
     return folder
@@ -87,6 +123,11 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="session")
 def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
+    return save_adapters(tiny_model_folder, tmp_path_factory)
+
+
+def save_adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write `adapter_folders` for a model."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -99,7 +140,7 @@ def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFa
     folders = {}
     for seed, (name, config) in enumerate(configs.items()):
         torch.manual_seed(seed)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_folder), config)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
         for key, weight in model.named_parameters():
             if "lora_B" in key:
                 torch.nn.init.normal_(weight, std=0.2)
@@ -151,6 +192,13 @@ def serving(
         server.should_exit = True
         thread.join()
         listener.close()
+
+
+@pytest.fixture(scope="session")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """The tiny Llama with heads as wide as vLLM's attention on CPUs wants them, and adapters of it."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("wide-heads"), head_dim=32)
+    return folder, save_adapters(folder, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,13 @@ Every part of the engine reads `EngineConfig`; nothing changes it after it was m
 from __future__ import annotations
 
 import functools
+import json
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from logprobe.errors import UnknownParameterError, require
+from logprobe.errors import ParameterError, UnknownParameterError, require
 
 T = TypeVar("T")
 
@@ -45,14 +47,24 @@ class EngineConfig:
         max_model_len: longest sequence in tokens; `None` takes the model's context.
         max_batch_tokens: most tokens that one step runs through the model.
         max_batch_rows: most requests that run at once.
-        kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes 1 GiB.
-        weights: `auto` (`packed` where a CPU has oneDNN, `plain` elsewhere), `plain`, `packed` (float32 in
-            the layout of small-batch matrix products), `published` (the bytes of the model's own file,
+        kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
+            what is free, at most 1 GiB.
+        weights: `auto` (`published` for a large model of a known form where that was measured to be as fast
+            on this machine; else `packed` where a CPU has oneDNN; else `plain`), `plain`, `packed` (float32
+            in the layout of small-batch matrix products), `published` (the bytes of the model's own file,
             widened to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
         seed: base of the seeds of requests that bring none.
+        overlap: run the next step while the rows of the last one are copied and handed to their readers;
+            the numbers are the same.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
             or classes; several names may stand in one text with commas between.
+        process: run the engine in a process of its own, so that this one and the engine share no interpreter.
+        data_parallel: engine processes, each with its share of the threads and a pool of `kv_bytes`; every
+            request runs on one of them. 2 or more imply `process`.
+        engine: `native`, or `vllm` (extra `vllm`).
+        engine_options: options of vLLM's own engine by their names there, such as `tensor_parallel_size`; a
+            dict, or a text of JSON.
     """
 
     model: str = "smollm2"
@@ -64,14 +76,19 @@ class EngineConfig:
     kv_bytes: int | None = None
     weights: Weights = "auto"
     seed: int = 0
+    overlap: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
+    process: bool = field(default=False, metadata={"flag": "--engine-process"})
+    data_parallel: int = 1
+    engine: str = "native"
+    engine_options: Mapping[str, Any] | str | None = field(default=None, metadata={"type": str | None})
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.logits_processors, tuple | list)
         require(is_list, "logits_processors", f"must be a list, got {self.logits_processors!r}")
         # A name holds no comma, so that one flag or variable can hold several.
-        parts = [one.split(",") if isinstance(one, str) else [one] for one in self.logits_processors]
-        processors = tuple(one.strip() if isinstance(one, str) else one for part in parts for one in part)
+        parts = [_names_in(one) if isinstance(one, str) else [one] for one in self.logits_processors]
+        processors = tuple(one for part in parts for one in part)
         object.__setattr__(self, "logits_processors", processors)
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
@@ -84,12 +101,42 @@ class EngineConfig:
             value = getattr(self, name)
             is_limit = value is None or (_is_int(value) and value > 0)
             require(is_limit, name, f"must be a positive integer or None, got {value!r}")
-        for name in ("max_batch_tokens", "max_batch_rows"):
+        for name in ("max_batch_tokens", "max_batch_rows", "data_parallel"):
             value = getattr(self, name)
             require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
+        for name in ("overlap", "process"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
+        engines = "native, vllm"
+        require(
+            self.engine in engines.split(", "), "engine", f"must be one of {engines}, got {self.engine!r}"
+        )
+        object.__setattr__(self, "engine_options", _options(self.engine_options))
+        is_vllm = self.engine == "vllm" or self.engine_options is None
+        require(is_vllm, "engine_options", "are options of vLLM; use engine='vllm', or leave them out")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", f"must be a name or a path, got {self.model!r:.60}")
+
+
+def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
+    """Options by name, of JSON or as they are."""
+    name = "engine_options"
+    try:
+        options = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ParameterError(name, f"is no JSON: {error}") from error
+    is_dict = options is None or (
+        isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
+    )
+    require(is_dict, name, f"must be options by name, such as {{'enable_lora': true}}, got {given!r:.60}")
+    return None if options is None else dict(options)
+
+
+def _names_in(text: str) -> list[str]:
+    """The names between commas; a comma at an end is left of a list that was cut at its spaces."""
+    names = [name.strip() for name in text.split(",")]
+    return names if len(names) == 1 else [name for name in names if name]
 
 
 def _is_int(value: object) -> bool:

@@ -8,10 +8,12 @@
     │   └── PromptTooLongError                 more tokens than the model or the cache can ever hold
     ├── InputError (ValueError)            a file or text that cannot be read as asked
     ├── OutputError (OSError)              a file that cannot be written
+    ├── BusyError (RuntimeError)           a buffer is full, and its consumer takes nothing
     ├── ModelError                         a model that cannot be had or used
     │   ├── ModelNotFoundError (LookupError)   no such name, folder or file
     │   ├── DownloadError (OSError)            the weights could not be fetched or stored
     │   ├── ChecksumError                      what was fetched is not what was published
+    │   ├── MissingPackageError (ImportError)  a package that this needs is not installed
     │   └── UnsupportedModelError              the model needs what this engine does not do
     └── EngineError (RuntimeError)         the engine could not finish what it accepted
         ├── EngineClosedError                  asked after `close()`
@@ -19,6 +21,7 @@
         ├── NonFiniteLogitsError               a row of logits held NaN, +inf, or only -inf
         ├── ProcessorError                     a logits processor failed a request; `.processor` names it
         ├── RequestAbortedError                the caller gave the request up
+        ├── WeightsReplacedError               the model got other weights while the request ran
         ├── ServerError                        a server answered with a failure of its own, or too late
         │   └── UnreachableError (ConnectionError) no connection to it, or one that broke
         └── BatchError                         some requests of one call failed; holds all outputs
@@ -29,94 +32,195 @@ Each message names the thing at fault and the remedy, in one line.
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 class LogprobeError(Exception):
-    """Root of all errors that this library raises on purpose."""
+    """Root of all errors that this library raises on purpose.
+
+    Remedy: catch it where one answer fits all of them; below it stands what may be told apart.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By what it holds, not by the arguments it was made from: those differ from class to class.
-        return _remade, (type(self), self.args), self.__dict__
+        return remade, (type(self), self.args, self.__dict__)
 
 
-def _remade(kind: type[LogprobeError], args: tuple[Any, ...]) -> LogprobeError:
-    error = kind.__new__(kind, *args)
+def remade(kind: type[LogprobeError], args: tuple[Any, ...], fields: Mapping[str, Any]) -> LogprobeError:
+    """An error that has crossed from another process."""
+    # An `OSError` has more to it than other errors, and is made by its own kind wherever that stands.
+    error: LogprobeError = (OSError if issubclass(kind, OSError) else kind).__new__(kind, *args)
     error.args = args
+    vars(error).update(fields)
     return error
 
 
 class ParameterError(LogprobeError, ValueError):
-    """A parameter has a value that cannot be used; `.parameter` is its name."""
+    """A parameter has a value that cannot be used; `.parameter` is its name.
+
+    Remedy: the message says which values can be; nothing has run, so call again with one of them.
+    """
 
     def __init__(self, parameter: str, message: str) -> None:
         super().__init__(f"{parameter}: {message}")
         self.parameter = parameter
 
 
+OTHER_NAMES: Final = {
+    "extra_args": "logits_processors_args",
+    "guided_decoding": "response_format",
+    "guided_choice": "response_format",
+    "guided_grammar": "response_format",
+    "guided_json": "response_format",
+    "guided_regex": "response_format",
+    "structured_outputs": "response_format",
+    "lora_request": "lora",
+    "max_new_tokens": "max_tokens",
+    "num_return_sequences": "n",
+    "return_tokens_as_token_ids": "return_token_ids",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "truncate_prompt_tokens": "truncation",
+    "vllm_xargs": "logits_processors_args",
+}
+"""What other libraries call a parameter → what it is called here."""
+
+
+def nearest_name(name: str, known: Collection[str], cutoff: float) -> str | None:
+    """The parameter that was meant by a name that does not exist, if it can be told."""
+    own = OTHER_NAMES.get(name)
+    if own is not None and own in known:
+        return own
+    near = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
 class UnknownParameterError(ParameterError, TypeError):
-    """A parameter of that name does not exist; the message names the nearest that does."""
+    """A parameter of that name does not exist; the message names the nearest that does.
+
+    Remedy: take the name from the message; a keyword of another library's may be called otherwise here
+    (docs/coming-from.md).
+    """
 
     def __init__(self, parameter: str, known: Iterable[str], *, of: str) -> None:
         known = sorted(known)
-        near = get_close_matches(parameter, known, n=1, cutoff=0.7)
-        remedy = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        near = nearest_name(parameter, known, cutoff=0.7)
+        remedy = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
         super().__init__(parameter, f"{of} has no such parameter; {remedy}")
 
 
 class PromptTooLongError(ParameterError):
-    """A prompt needs more tokens than the model's context or the cache can ever hold."""
+    """A prompt needs more tokens than the model's context or the cache can ever hold.
+
+    Remedy: shorten it; or give `truncation="left"` or `"window"`; or raise `max_model_len` or `kv_bytes`
+    where the model's context is longer.
+    """
 
 
 class InputError(LogprobeError, ValueError):
-    """A file or a text cannot be read as asked."""
+    """A file or a text cannot be read as asked.
+
+    Remedy: the message names the file, the place and what was expected there; mend the file, or say its
+    format.
+    """
 
 
 class OutputError(LogprobeError, OSError):
-    """A file cannot be written; what is there already is kept."""
+    """A file cannot be written; what is there already is kept.
+
+    Remedy: make room, or name another path; a run over a data set goes on with `resume`.
+    """
+
+
+class BusyError(LogprobeError, RuntimeError):
+    """A buffer is full, and its consumer takes nothing; what was to be added was not.
+
+    Remedy: read what waits, then add again.
+    """
 
 
 class ModelError(LogprobeError):
-    """A model cannot be had or used."""
+    """A model cannot be had or used.
+
+    Remedy: each class below it says what is wrong, and what to do.
+    """
 
 
 class ModelNotFoundError(ModelError, LookupError):
-    """No model of that name, folder or file."""
+    """No model of that name, folder or file.
+
+    Remedy: `logprobe models list` prints the names known here; `logprobe models pull NAME` fetches one.
+    """
 
 
 class DownloadError(ModelError, OSError):
-    """The weights could not be fetched or stored."""
+    """The weights could not be fetched or stored.
+
+    Remedy: check the network, the settings of pip or of the hub, and the free disk space; or name a local
+    folder.
+    """
 
 
 class ChecksumError(ModelError):
-    """What was fetched is not what was published."""
+    """What was fetched is not what was published.
+
+    Remedy: run `pip cache purge` and pull again; if it comes back, use a folder whose origin you know.
+    """
+
+
+class MissingPackageError(ModelError, ImportError):
+    """A package that this needs is not installed; the message is the line that installs it.
+
+    Remedy: install the extra that the message names.
+    """
 
 
 class UnsupportedModelError(ModelError):
-    """The model needs something that this engine does not do."""
+    """The model needs something that this engine does not do.
+
+    Remedy: docs/models.md lists what runs and what is refused, and why; the message names the part at
+    fault.
+    """
 
 
 class EngineError(LogprobeError, RuntimeError):
-    """The engine could not finish something that it had accepted."""
+    """The engine could not finish something that it had accepted.
+
+    Remedy: one of those below it says why; what came until then is in the output that holds the error.
+    """
 
 
 class EngineClosedError(EngineError):
-    """The engine was asked something after `close()`."""
+    """The engine was asked something after `close()`.
+
+    Remedy: ask inside the `with` block, or make a new `LLM`.
+    """
 
 
 class ForwardError(EngineError):
-    """The model's forward pass raised; its own error is the cause."""
+    """The model's forward pass raised; its own error is the cause.
+
+    Remedy: read `error.__cause__`; where memory ran out, lower `max_batch_tokens` or `kv_bytes`, then ask
+    again.
+    """
 
 
 class NonFiniteLogitsError(EngineError):
-    """A row of logits held NaN or +inf, or nothing but -inf."""
+    """A row of logits held NaN or +inf, or nothing but -inf.
+
+    Remedy: look at the weights and the `dtype`: float16 overflows where float32 and bfloat16 do not.
+    """
 
 
 class ProcessorError(EngineError):
-    """A logits processor failed one request; `.processor` is its name, its own error the cause."""
+    """A logits processor failed one request; `.processor` is its name, its own error the cause.
+
+    Remedy: mend the processor by `error.__cause__`, whose traceback is in the log; other requests went
+    on.
+    """
 
     def __init__(self, processor: str, message: str) -> None:
         super().__init__(f"{processor} {message}")
@@ -124,19 +228,40 @@ class ProcessorError(EngineError):
 
 
 class RequestAbortedError(EngineError):
-    """The caller gave the request up before it ended."""
+    """The caller gave the request up before it ended.
+
+    Remedy: none is needed, unless you gave up nothing: a reset or a closed loop ends what waits, so ask
+    again.
+    """
+
+
+class WeightsReplacedError(EngineError):
+    """The model got other weights while the request ran.
+
+    Remedy: ask again, on the new weights; or load them with `on_running="finish"`.
+    """
 
 
 class ServerError(EngineError):
-    """A server answered with a failure of its own, with what cannot be read, or not in time."""
+    """A server answered with a failure of its own, with what cannot be read, or not in time.
+
+    Remedy: read the message, then the server's log; ask again later.
+    """
 
 
 class UnreachableError(ServerError, ConnectionError):
-    """No connection to a server, or one that broke before the reply."""
+    """No connection to a server, or one that broke before the reply.
+
+    Remedy: check the address, and that `logprobe serve` runs there (`GET /health`).
+    """
 
 
 class BatchError(EngineError):
-    """Some requests of one call failed; `.outputs` holds every output, `.errors` the failures by index."""
+    """Some requests of one call failed; `.outputs` holds every output, `.errors` the failures by index.
+
+    Remedy: use the outputs that are whole and ask the others again; or call with `on_error="return"`,
+    which gives each failure as its output's `.error`.
+    """
 
     def __init__(self, outputs: Sequence[Any], errors: dict[int, LogprobeError]) -> None:
         listed = "; ".join(f"request {index}: {error}" for index, error in list(errors.items())[:5])

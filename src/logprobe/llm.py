@@ -5,30 +5,34 @@ The client with a bridge to callers without an event loop, and a progress bar.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.sampling import SamplingParams
-from logprobe.scoring.progress import byte_bar
+from logprobe.scoring.progress import byte_bar, can_draw
 from logprobe.scoring.windows import perplexity
+from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
+    import torch
     from transformers import PreTrainedModel
 
-    from logprobe.engine.client import OnError, Prompt, Truncation
+    from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.request import RequestOutput
     from logprobe.scoring.score import Score
-    from logprobe.scoring.windows import Perplexity
+    from logprobe.scoring.windows import Perplexity, Truncation
     from logprobe.text.chat import Conversations
     from logprobe.transport.messages import Request
 
+OnRunning: TypeAlias = Literal["finish", "end"]
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
@@ -47,7 +51,7 @@ def progress_bar(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
+    if not can_draw(console):
         yield None
         return
     tally = Tally(requests)
@@ -120,17 +124,21 @@ class LLM:
         self, model: str | Path | PreTrainedModel = "smollm2", *, tokenizer: Any = None, **settings: Any
     ) -> None:
         from logprobe.engine.backends.bridge import LoopThread
-        from logprobe.engine.backends.start import start_native_engine
+        from logprobe.engine.backends.start import start_engine
         from logprobe.engine.client import Client
         from logprobe.models.given import as_name
 
-        with as_name(model, tokenizer) as name:
+        with ExitStack() as given:
+            name = given.enter_context(as_name(model, tokenizer))
             self.config = EngineConfig(model=name, **settings)
-            loaded = start_native_engine(self.config)
+            loaded = start_engine(self.config)
+            # An engine process that is started again reads a given model's copy again.
+            has_processes = loaded.engine.capabilities().num_processes > 0
+            self._given = given.pop_all() if has_processes else ExitStack()
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text
-        self.processors = loaded.processors  # the instances by name, and what each has cost
+        self.processors = loaded.processors  # the instances by name, and what each has cost, if run here
         self.client = Client(loaded.engine, loaded.text)
         self._bridge = LoopThread()
 
@@ -153,7 +161,8 @@ class LLM:
             progress: show a progress bar on stderr.
             on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure,
                 also of a prompt that can never be served, as its output's `.error`.
-            truncation: a prompt longer than what fits is an `error`, or loses its `left` end.
+            truncation: a prompt longer than what fits is an `error`, or loses its `left` end, or is read in
+                sliding `window`s: its numbers are those of every token, and the text goes on from its end.
 
         Raises:
             ParameterError: a prompt or parameter that can never be served, by its number; nothing was
@@ -165,12 +174,16 @@ class LLM:
         work = self.client.generate(prompts, asked, watch=watch, on_error=on_error, truncation=truncation)
         return self._bridge.run(work)
 
-    def chat(
+    def chat(  # noqa: PLR0913 - one argument a setting of the layout
         self,
         messages: Conversations,
         params: AskedParams = None,
         *,
         sampling_params: AskedParams = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
@@ -183,6 +196,11 @@ class LLM:
                 says: a text, or a list of content parts.
             params: one for all, or one a conversation; the default is `SamplingParams()`.
             sampling_params: vLLM's name for `params`.
+            tools: what the model may call, as OpenAI describes it; the template must take tools, and calls
+                come as text, as the model writes them.
+            add_generation_prompt: end where the assistant's turn begins; the default, unless:
+            continue_final_message: go on with the last message, whose text the output does not repeat.
+            chat_template_kwargs: variables of the model's own template, such as `enable_thinking`.
             progress: show a progress bar on stderr.
             on_error: as in `generate`.
 
@@ -191,7 +209,14 @@ class LLM:
             BatchError: some requests failed; holds all outputs.
         """
         watch, asked = partial(progress_bar, shown=progress), _one_of(params, sampling_params)
-        return self._bridge.run(self.client.chat(messages, asked, watch=watch, on_error=on_error))
+        layout = Layout(
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        work = self.client.chat(messages, asked, layout=layout, watch=watch, on_error=on_error)
+        return self._bridge.run(work)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Generate from one prompt and give its one output each time it has grown.
@@ -210,6 +235,30 @@ class LLM:
     ) -> AsyncGenerator[RequestOutput]:
         """`stream` for callers in an event loop: `async for output in llm.stream_async(prompt)`."""
         return self.client.stream(prompt, params)
+
+    def load_weights(
+        self, weights: str | Path | Mapping[str, torch.Tensor], *, on_running: OnRunning = "finish"
+    ) -> None:
+        """Go on with other weights of the same model, as a trainer makes them; returns once they answer.
+
+        Every cache is dropped, LoRA weights are kept, and no request sees numbers of both. Until the old
+        weights go, both are in memory.
+
+        Args:
+            weights: a `state_dict()`, which is copied, or a folder of safetensors files.
+            on_running: requests that run `finish` on the old weights while new ones wait, or `end` with
+                `WeightsReplacedError`, as does one whose reader lags in either case.
+
+        Raises:
+            ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
+            ParameterError: the model runs on its file's own bytes (`weights="published"`).
+        """
+        from logprobe.engine.backends.start import replace_weights
+
+        known = f"must be finish or end, got {on_running!r}"
+        require(on_running in ("finish", "end"), "on_running", known)
+        finishes = on_running == "finish"
+        self.loaded = replace_weights(self.loaded, self.config, weights, finishes=finishes)
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.
@@ -237,7 +286,7 @@ class LLM:
         """The loaded LoRA weights: name → path."""
         return self.engine.list_loras()
 
-    def score(
+    def score(  # noqa: PLR0913 - keywords with defaults
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
         *,
@@ -246,6 +295,9 @@ class LLM:
         entropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
+        sampling: SamplingParams | None = None,
+        on_error: OnError = "raise",
+        truncation: Truncation = "error",
     ) -> list[Score]:
         """Score continuations after their contexts; a context that several share is computed once.
 
@@ -258,14 +310,31 @@ class LLM:
             entropy: give the entropy at each token, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
             logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
+            sampling: score under the distribution that these would draw from (temperature, truncation,
+                processors), token by token: *processed* numbers, -inf for a token that could not be drawn.
+                The record holds `log_kept_mass`. None: the model's own distribution.
+            on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure, also
+                of a pair that can never be scored, as its score's `.error`.
+            truncation: a pair longer than what fits is an `error`, or its context loses its `left` end, or it
+                is scored in sliding `window`s (without a `record`).
 
         Raises:
-            ParameterError: an empty continuation, or a pair that is too long; nothing was started then.
-            BatchError: some requests failed.
+            ParameterError: an empty continuation, or a pair that is too long, by its number; nothing was
+                started then.
+            BatchError: some pairs failed; holds all scores.
         """
         params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy, lora=lora)
         watch = partial(progress_bar, shown=progress)
-        return self._bridge.run(self.client.score(pairs, params, watch=watch, unconditional=unconditional))
+        work = self.client.score(
+            pairs,
+            params,
+            watch=watch,
+            sampling=None if sampling is None else replace(sampling, lora=lora or sampling.lora),
+            unconditional=unconditional,
+            on_error=on_error,
+            truncation=truncation,
+        )
+        return self._bridge.run(work)
 
     def perplexity(
         self,
@@ -299,6 +368,7 @@ class LLM:
         """Let the model go; a second call does nothing."""
         self.engine.close()
         self._bridge.close()
+        self._given.close()
 
     def cleanup(self) -> None:
         """`close`, by the name that `AsyncLM` has for it."""

@@ -54,6 +54,9 @@ class WatchedForward:
         self.num_tokens_run += len(batch.token_ids)
         self._forward.run(batch)
 
+    def close(self) -> None:
+        """Others use the same model."""
+
     def hidden_rows(self, slots: Any) -> Any:
         rows = self._forward.hidden_rows(slots).clone()
         self.spoil(slots, rows)
@@ -87,11 +90,12 @@ class SteppedEngine:
     def outputs(self) -> dict[str, RequestOutput]:
         return {name: fold.output for name, fold in self.folds.items()}
 
-    def submit(self, name: str, ids: Iterable[int], **params: Any) -> RequestOutput:
+    def submit(self, name: str, ids: Iterable[int], *, call: str = "", **params: Any) -> RequestOutput:
         request = Request(
             request_id=name,
             prompt_token_ids=np.array(list(ids), dtype=np.int32),
             params=SamplingParams(**params),
+            call=call,
         )
         admitted = self.engine.admit(request)
         self.folds[name] = Fold(request, self.describer)
@@ -135,6 +139,7 @@ def start(folder: Path) -> Any:
     from logprobe import LLM
 
     with LLM(str(folder), kv_bytes=1 << 20) as llm:
+        llm.engine._engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 
 

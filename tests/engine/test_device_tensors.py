@@ -7,7 +7,9 @@ machine without one. The numbers are those of the plain engine.
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,12 +18,15 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from logprobe.engine.engine import Engine
+from logprobe.engine.overlap import Overlapped
 from logprobe.errors import ProcessorError
 from logprobe.processors import LogitsProcessor
+from logprobe.transport import AsyncCPUTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+LIMIT_S = 30
 PROMPT = [0, 40, 41, 42, 43, 44, 40, 41]
 DEVICE = torch.device("privateuseone", 0)  # the name that torch keeps for devices it does not know
 HOST = torch.device("cpu")
@@ -227,6 +232,65 @@ def test_a_request_gives_what_it_gives_on_the_host(
         assert output.outputs[0].error is None, output.outputs[0].error.__cause__
         outputs.append(output)
     assert_same(outputs[1], outputs[0])
+
+
+class LateCopies:
+    """Copies to the host that end once the step after theirs has run."""
+
+    def __init__(self, forward: Any) -> None:
+        self.num_late = 0
+        self._ran = threading.Condition()
+        self._num_runs = 0
+        self._is_over = False
+        forward.before_run = self._note
+
+    def _note(self, _: Any) -> None:
+        with self._ran:
+            self._num_runs += 1
+            self._ran.notify_all()
+
+    def finish(self) -> None:
+        """Let the last step's copies end, which no step follows."""
+        with self._ran:
+            self._is_over = True
+            self._ran.notify_all()
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def mark(self, tensor: torch.Tensor) -> int:
+        assert isinstance(tensor, DeviceTensor)
+        return self._num_runs
+
+    def copy(self, tensor: torch.Tensor, target: torch.Tensor, after: int) -> Any:
+        def synchronize() -> None:
+            with self._ran:
+                assert self._ran.wait_for(lambda: self._is_over or self._num_runs > after, LIMIT_S)
+                self.num_late += self._num_runs > after
+            target.copy_(tensor)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+
+def test_rows_come_to_the_host_beside_the_next_step(
+    new_engine: Any, new_device_engine: Any, assert_same: Any
+) -> None:
+    plain = new_engine(**SETTINGS)
+    want = [plain.submit(title, PROMPT, **ask) for title, ask in ASKS.items()]
+    plain.run()
+    stepped = new_device_engine()
+    copies = LateCopies(stepped.forward)
+    loop = Overlapped(stepped.engine, stepped.take, AsyncCPUTransfer(device=copies))
+    got = [stepped.submit(title, PROMPT, **ask) for title, ask in ASKS.items()]
+    with Device():
+        while stepped.engine.has_work:
+            loop.step()
+        copies.finish()
+        loop.close()
+    stepped.assert_idle()
+    assert copies.num_late > 2, "no copy was under way while the next step ran"
+    for mine, theirs in zip(got, want, strict=True):
+        assert_same(mine, theirs)
 
 
 def test_a_dead_end_of_several_processors_fails_its_own_request(new_device_engine: Any) -> None:

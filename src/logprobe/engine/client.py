@@ -1,4 +1,4 @@
-"""`Client`: what every front door calls, and `Requests`, the one maker of requests.
+"""`Client`: what every front door calls.
 
 Before it: `LLM`, `AsyncLM`, the server's routes, the command line. After it: an engine, of which it knows the
 protocol alone.
@@ -7,33 +7,41 @@ protocol alone.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from logprobe.engine.request import CompletionOutput, Completions, RequestOutput
+from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests
+from logprobe.engine.truncation import (
+    Split,
+    check_truncation,
+    cut_pair,
+    cut_prompt,
+    forced_params,
+    joined_output,
+)
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring import measures
-from logprobe.scoring.score import Score
-from logprobe.text.chat import as_conversations, lay_out
+from logprobe.scoring.score import Score, joined
+from logprobe.text.chat import ANSWER, as_conversations, lay_out
 from logprobe.text.edge import as_token_ids
 from logprobe.text.pieces import Cutter
-from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from logprobe.engine.protocol import EngineBackend, RowEngine
+    from logprobe.engine.protocol import EngineBackend
+    from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
-    from logprobe.text.chat import Conversations
+    from logprobe.scoring.windows import Truncation
+    from logprobe.text.chat import Conversations, Layout
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Admitted
+    from logprobe.transport.messages import Admitted, Request
 
 Advance: TypeAlias = "Callable[[RequestOutput], None]"
 """Told of each output that has grown."""
@@ -44,47 +52,16 @@ Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance
 Prompt: TypeAlias = "str | Sequence[int]"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
-Truncation: TypeAlias = Literal["error", "left"]
-TRUNCATIONS = ("error", "left")
+T = TypeVar("T")
+Result = TypeVar("Result", RequestOutput, Score)
 
 
-class Requests:
-    """Makes requests, each with an id of its own, and has the engine admit them."""
+class AskedPair(NamedTuple):
+    """A pair to score, in as many requests as it takes; `alone` are those of the continuation by itself."""
 
-    def __init__(self, engine: RowEngine) -> None:
-        self._engine = engine
-        self._prefix = uuid.uuid4().hex[:12]
-        self._numbers = itertools.count()
-
-    def admit(
-        self,
-        prompt_token_ids: IntArray,
-        params: SamplingParams,
-        *,
-        first_scored: int = 1,
-        wants_row: bool = False,
-        request_id: str | None = None,
-    ) -> Admitted:
-        """A request that the engine has said yes to; nothing runs yet.
-
-        Raises:
-            ParameterError: it can never be served.
-        """
-        request = Request(
-            request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            first_scored=first_scored,
-            wants_row=wants_row,
-        )
-        return self._engine.admit(request)
-
-
-class Split(NamedTuple):
-    """A context and its continuation as one sequence; the continuation begins at `start`."""
-
-    token_ids: IntArray  # (num_tokens,) int32
-    start: int
+    splits: list[Split]
+    parts: list[Admitted]
+    alone: list[Admitted]
 
 
 class Client:
@@ -105,22 +82,31 @@ class Client:
         truncation: Truncation = "error",
     ) -> list[RequestOutput]:
         """The outputs of one prompt or many, in their order; see `LLM.generate`."""
-        require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
-        known = f"must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}"
-        require(truncation in TRUNCATIONS, "truncation", known)
+        _check_on_error(on_error)
+        check_truncation(truncation)
         many = _as_prompts(prompts)
-        asked = _as_params(params, len(many))
+        asked, requests = _as_params(params, len(many)), self.requests.of_one_call()
+        limit = self.engine.capabilities().max_model_len
 
-        def admit(place: int) -> Admitted:
-            ids, one = self._as_ids(many[place]), asked[place]
-            return self.requests.admit(self._last(ids, one) if truncation == "left" else ids, one)
+        def admit(row: int) -> tuple[IntArray, list[Admitted]]:
+            ids = self._as_ids(many[row])
+            return ids, [
+                requests.admit(part, one, first_scored=first)
+                for part, one, first in cut_prompt(ids, asked[row], truncation, limit)
+            ]
 
         admitted = _each(admit, len(many), on_error)
-        good = [one for one in admitted if not isinstance(one, LogprobeError)]
-        ended = iter(await self.run(good, watch))
-        outputs = [_refused(one) if isinstance(one, LogprobeError) else next(ended) for one in admitted]
-        for prompt, output in zip(many, outputs, strict=True):
+        work = [one for each in admitted if not isinstance(each, LogprobeError) for one in each[1]]
+        ended = iter(await self.run(work, watch))
+        outputs = []
+        for prompt, each in zip(many, admitted, strict=True):
+            if isinstance(each, LogprobeError):
+                output = _refused(each)
+            else:
+                first, *windows = (next(ended) for _ in each[1])
+                output = joined_output(first, windows, each[0])
             output.prompt = prompt if isinstance(prompt, str) else None
+            outputs.append(output)
         return checked(outputs, on_error)
 
     async def chat(
@@ -128,32 +114,71 @@ class Client:
         messages: Conversations,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        layout: Layout = ANSWER,
         watch: Watch | None = None,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
         """The next message of each conversation; see `LLM.chat`."""
-        prompts = [lay_out(conversation, self.text) for conversation in as_conversations(messages)]
+        prompts = [lay_out(conversation, self.text, layout) for conversation in as_conversations(messages)]
         ids = [self._laid_out_ids(prompt).tolist() for prompt in prompts]
         outputs = await self.generate(ids, params, watch=watch, on_error=on_error)
         for prompt, output in zip(prompts, outputs, strict=True):
             output.prompt = prompt
         return outputs
 
-    async def score(
+    async def score(  # noqa: PLR0913 - keywords with defaults
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
         params: SamplingParams,
         *,
         watch: Watch | None = None,
+        sampling: SamplingParams | None = None,
         unconditional: bool = False,
+        on_error: OnError = "raise",
+        truncation: Truncation = "error",
     ) -> list[Score]:
         """What the model gives continuations after their contexts; see `LLM.score`."""
-        splits = [self.split(pair) for pair in pairs]
-        alone = [self.alone(split) for split in splits] if unconditional else []
+        _check_on_error(on_error)
+        check_truncation(truncation)
+        limit = self.engine.capabilities().max_model_len
+
+        requests = self.requests.of_one_call()
+
+        def admit_splits(splits: Sequence[Split]) -> list[Admitted]:
+            if sampling is None:
+                return self.admit_splits(splits, params, requests)
+            return [_admit_forced(requests, split, sampling, params) for split in splits]
+
+        def admit(row: int) -> AskedPair:
+            split = self.split(pairs[row])
+            splits = cut_pair(split, truncation, limit)
+            alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
+            return AskedPair(splits, admit_splits(splits), admit_splits(alone))
+
+        admitted = _each(admit, len(pairs), on_error)
+        good = [one for one in admitted if not isinstance(one, LogprobeError)]
         # One batch: what is scored after nothing joins the same steps.
-        outputs = checked(await self.run(self.admit_splits([*splits, *alone], params), watch), "raise")
-        after_nothing: Sequence[RequestOutput | None] = outputs[len(splits) :] or [None] * len(splits)
-        return [self.as_score(*each) for each in zip(splits, outputs, after_nothing, strict=False)]
+        work = [one.parts for one in good] + [one.alone for one in good]
+        ended = iter(await self.run([one for each in work for one in each], watch))
+        groups = [[next(ended) for _ in each] for each in work]
+        results = iter(zip(good, groups[: len(good)], groups[len(good) :], strict=True))
+        scores = [
+            Score.failed(one) if isinstance(one, LogprobeError) else self._score_of(*next(results))
+            for one in admitted
+        ]
+        return checked(scores, on_error)
+
+    def _score_of(self, asked: AskedPair, parts: list[RequestOutput], alone: list[RequestOutput]) -> Score:
+        error = next((output.error for output in parts + alone if output.error is not None), None)
+        if error is not None:
+            return Score.failed(error)
+        scores = [self.as_score(*each) for each in zip(asked.splits, parts, strict=True)]
+        unconditional = measures.total([_scored_total(output) for output in alone]) if alone else None
+        if len(scores) == 1:
+            return replace(scores[0], unconditional_logprob=unconditional)
+        ids = [token_id for score in scores for token_id in score.token_ids]
+        data = self.text.vocabulary.bytes_of(ids)
+        return joined(scores, data, unconditional_logprob=unconditional)
 
     async def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
@@ -188,7 +213,7 @@ class Client:
                 yield output
 
     async def _grow(self, ids: IntArray, params: SamplingParams) -> AsyncGenerator[RequestOutput]:
-        admitted = self.requests.admit(ids, params)
+        admitted = self.requests.of_one_call().admit(ids, params)
         self.engine.submit([admitted])
         async with aclosing(self.engine.stream(admitted.request.request_id)) as outputs:
             async for output in outputs:
@@ -224,36 +249,29 @@ class Client:
     def alone(self, split: Split) -> Split:
         """The same continuation after nothing: the model's BOS, or its EOS."""
         prefix = self.text.prefix()
-        return Split(np.concatenate([prefix, split.token_ids[split.start :]]), len(prefix))
+        return Split(np.concatenate([prefix, split.continuation]), len(prefix))
 
     def admit_splits(
-        self, splits: Sequence[Split], params: SamplingParams, request_ids: Sequence[str] | None = None
+        self,
+        splits: Sequence[Split],
+        params: SamplingParams,
+        requests: Requests,
+        request_ids: Sequence[str] | None = None,
     ) -> list[Admitted]:
         """A request for each that scores the continuation; errors as `Requests.admit`."""
         names: Sequence[str | None] = request_ids or [None] * len(splits)
         return [
-            self.requests.admit(split.token_ids, params, first_scored=split.start, request_id=name)
+            requests.admit(split.token_ids, params, first_scored=split.start, request_id=name)
             for split, name in zip(splits, names, strict=True)
         ]
 
     def as_score(self, split: Split, output: RequestOutput, alone: RequestOutput | None = None) -> Score:
         """The score of what ended; with `alone`, the same continuation after nothing, also its PMI."""
-        record = output.prompt_logprobs
-        assert record is not None
-        ids = split.token_ids[split.start :].tolist()
-        unconditional = None
-        if alone is not None:
-            assert alone.prompt_logprobs is not None
-            unconditional = measures.total(alone.prompt_logprobs[-len(ids) :].chosen_entries().logprobs)
+        record = _scored(output)
+        ids = split.continuation.tolist()
+        unconditional = None if alone is None else _scored_total(alone)
         data = self.text.vocabulary.bytes_of(ids)
         return Score.of(ids, record, data, unconditional_logprob=unconditional)
-
-    def _last(self, ids: IntArray, params: SamplingParams) -> IntArray:
-        """The end of a prompt, as much as fits before what is to be generated."""
-        limit = self.engine.capabilities().max_model_len
-        # A prompt that is only scored may hold one token more: its last token is never run.
-        room = limit - params.max_tokens if params.max_tokens else limit + 1
-        return ids[-max(room, 1) :]
 
     async def _follow(self, request_id: str, advance: Advance | None) -> RequestOutput:
         if advance is None:
@@ -273,9 +291,40 @@ class Client:
         return self.text.encode(prompt, add_special_tokens=False)
 
 
-def _each(admit: Callable[[int], Admitted], count: int, on_error: OnError) -> list[Admitted | LogprobeError]:
+def _check_on_error(on_error: OnError) -> None:
+    require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+
+
+def _scored(output: RequestOutput) -> FlatLogprobs:
+    """The record of what was scored: of a prompt, or of tokens taken in place of draws."""
+    record = output.prompt_logprobs
+    record = output.outputs[0].logprobs if record is None else record
+    assert record is not None, "numbers were asked for"
+    return record
+
+
+def _scored_total(output: RequestOutput) -> float:
+    """The sum over what was scored, nats; a prompt's first position, which nothing predicts, left out."""
+    return measures.total(np.ma.compressed(_scored(output).chosen_entries().logprobs))
+
+
+def _admit_forced(
+    requests: Requests, split: Split, sampling: SamplingParams, reports: SamplingParams
+) -> Admitted:
+    """All positions at once; one after another where processors look at what came before."""
+    forced = split.continuation
+    logprobs = reports.prompt_logprobs or 0
+    asked = forced_params(sampling, len(forced), logprobs=logprobs, entropy=reports.entropy)
+    admitted = requests.admit(split.context, asked, forced_token_ids=forced)
+    if admitted.processor_args:
+        return admitted
+    at_once = replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=logprobs)
+    return requests.admit(split.token_ids, at_once, first_scored=split.start, scores_processed=True)
+
+
+def _each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:
     """What each admission gives; one that is refused is raised with its number, or returned."""
-    admitted: list[Admitted | LogprobeError] = []
+    admitted: list[T | LogprobeError] = []
     for place in range(count):
         try:
             admitted.append(admit(place))
@@ -295,8 +344,8 @@ def _refused(error: LogprobeError) -> RequestOutput:
     return RequestOutput(request_id="", outputs=Completions([failed]))
 
 
-def checked(outputs: list[RequestOutput], on_error: OnError) -> list[RequestOutput]:
-    """The outputs; a `BatchError` that holds them where some failed and that is to be raised."""
+def checked(outputs: list[Result], on_error: OnError) -> list[Result]:
+    """The outputs or scores; a `BatchError` that holds them where some failed and that is to be raised."""
     errors: dict[int, LogprobeError] = {
         index: output.error for index, output in enumerate(outputs) if output.error is not None
     }

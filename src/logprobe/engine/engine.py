@@ -14,48 +14,53 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from logprobe.engine.drawing import Drawing, new_generator
 from logprobe.engine.plan.sample import Sample
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
-from logprobe.engine.recorder import Recorder
+from logprobe.engine.recorder import Recorder, StepNews
 from logprobe.engine.request import check_request
-from logprobe.errors import ForwardError, LogprobeError
-from logprobe.kernels import extract
+from logprobe.engine.succession import Succession
+from logprobe.errors import ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
 from logprobe.records import ModelRunnerOutput, SamplerOutput
-from logprobe.records.steps import on_host
 from logprobe.sampling import Sampler
 from logprobe.transport.messages import (
     Abort,
     AddLora,
     Admitted,
+    Delta,
     Finish,
     ForgetPrefixes,
     Pause,
     RemoveLora,
+    ReplaceForward,
     Resume,
     Submit,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend
-    from logprobe.records.store.columns import Array
+    from logprobe.records.host import Send
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Command, Delta, News, Request
+    from logprobe.transport.messages import Command, News, Request
+
+
+PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "tell", "publish")
 
 
 class StepClock:
     """Seconds by part of a step, since the start."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("schedule", "forward", "prompt_rows", "sample", "record"), 0.0)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.latest_ns = dict.fromkeys(self.seconds, 0)
 
     @contextmanager
@@ -84,15 +89,9 @@ class Engine:
         self.max_len = min(
             config.max_model_len or forward.context_len, forward.context_len, forward.num_slots
         )
-        self.scheduler = Scheduler(
-            forward.num_slots,
-            max_batch_tokens=config.max_batch_tokens,
-            max_batch_rows=config.max_batch_rows,
-            rope_boundary=forward.rope_boundary,
-        )
+        self.scheduler = self._new_scheduler()
         self.clock = StepClock()
         self.scorer = PromptScorer(forward)
-        self.sampler = Sampler()
         self.recorder = Recorder(text, eos_token_ids)
         facts = ModelFacts(
             vocab_size=forward.vocab_size,
@@ -101,9 +100,17 @@ class Engine:
             vocabulary=text.vocabulary,
         )
         self.processing = Processing(config, facts)
-        self.output: ModelRunnerOutput | None = None  # of the latest step that drew tokens
+        self.sampler = Sampler()
+        self.drawing = Drawing(self.processing, self.sampler)
+        self.output: ModelRunnerOutput | None = None  # of the latest step that drew tokens and was told
+        self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
+        self._succession = Succession()
         self._counter = itertools.count()
         self._num_pauses = 0
+
+    def close(self) -> None:
+        """Let the model go; nothing runs after it."""
+        self.forward.close()
 
     @property
     def has_work(self) -> bool:
@@ -118,7 +125,8 @@ class Engine:
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
         lora = self.forward.loras.get(request.lora)
-        return Admitted(request, self.processing.admit(request.params), lora)
+        args = self.processing.admit(request.params)
+        return Admitted(request, args, lora, self._succession.number)
 
     def handle(self, command: Command) -> list[News]:
         """Do what a message asks; what it ends is told at once.
@@ -132,20 +140,34 @@ class Engine:
                 return [news for admitted in requests for news in self._add(admitted)]
             case Abort(request_id):
                 return self._abort(request_id)
-            case Pause(request_id) | Resume(request_id):
-                self._num_pauses += isinstance(command, Pause)
+            case Pause(request_id, by):
+                self._num_pauses += by == "reader"
                 for sample in self._samples_of(request_id):
-                    sample.is_paused = isinstance(command, Pause)
+                    sample.paused_by.add(by)
+            case Resume(request_id, by):
+                for sample in self._samples_of(request_id):
+                    sample.paused_by.discard(by)
             case AddLora(name, path):
                 self.forward.loras.add(name, path)
             case RemoveLora(name):
                 self.forward.loras.remove(name)
             case ForgetPrefixes():
                 self.scheduler.tree.clear()
+            case ReplaceForward():
+                self._succession.begin(command)
+                return [*self._end_all(paused_only=command.finishes), *self._succeed()]
         return []
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[News]:
         """Advance every running request; what is new of each."""
+        news = self.advance()
+        try:
+            return self.tell(news)
+        except BaseException as error:  # noqa: BLE001 - as in `advance`
+            return self.forsake(news, error)
+
+    def advance(self) -> StepNews:
+        """All of a step that the next one rests on; what it found is for `tell`."""
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
             batch = plan.batch()
@@ -157,24 +179,44 @@ class Engine:
             with self.clock.part("prompt_rows"):
                 scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                samples, output = self._draw(plan.draws)
+                samples, parts = self._draw(plan.draws)
             with self.clock.part("record"):
-                deltas = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), samples, output)
+                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), samples, parts)
+                news.arrive = self._arrival(samples, parts)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
-            return self._fail(plan, error)
+            news = self._fail(plan, error)
+            news.others = self._succeed()
+            return news
         self._retire({span.sample for span in plan.prompt_rows}.union(plan.draws))
-        return deltas
+        news.others = self._succeed()
+        return news
+
+    def tell(self, news: StepNews) -> list[News]:
+        """What a step found, whole; once for each step, in their order, on any thread."""
+        with self.clock.part("tell"):
+            return [*self.recorder.tell(news), *news.others]
+
+    def forsake(self, news: StepNews, error: BaseException) -> list[News]:
+        """End the requests of a step that could not be told, in place of what it found."""
+        reason = _as_reason(error)
+        for sample in news.deltas:
+            if not sample.is_finished:
+                self.scheduler.remove(sample)
+            sample.end = Finish("error", error=reason)
+        return [*self.recorder.end(news.deltas), *news.others, *self._succeed()]
 
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path; from any thread."""
         return self.forward.loras.paths()
 
-    def lora_number(self, name: str) -> int:
-        """Which load of a name answers now; from any thread.
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights; from any thread.
 
         Raises:
             ParameterError: no such weights.
         """
+        if name is None:
+            return self._succession.number
         lora = self.forward.loras.get(name)
         assert lora is not None, "a name stands for weights, or raises"
         return lora.number
@@ -186,11 +228,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """What the engine is doing and has done; read while it runs, so each figure is of its own moment."""
         scheduler = self.scheduler
-        running = list(scheduler.running)
+        running, waiting = scheduler.running.copy(), scheduler.waiting.copy()
         return EngineStats(
-            waiting=len(scheduler.waiting),
+            waiting=len(waiting),
             running=len(running),
-            paused=sum(sample.is_paused for sample in running),
+            paused=sum(sample.is_paused for sample in [*running, *waiting]),
             free_slots=scheduler.num_available,
             cached_tokens=scheduler.num_cached_tokens,
             preempted=scheduler.num_preempted,
@@ -199,10 +241,48 @@ class Engine:
             processors=dict(self.processing.pipeline.counters),
         )
 
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(
+            self.forward.num_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            max_batch_rows=self.config.max_batch_rows,
+            rope_boundary=self.forward.rope_boundary,
+        )
+
+    def _succeed(self) -> list[News]:
+        """Let the next forward pass take over where one is waiting and nothing runs; then go on with it."""
+        if self._succession.next is None:
+            return []
+        news: list[News] = [*self._end_all(paused_only=True)]
+        if any(self.scheduler.samples()):
+            return news
+        command, held = self._succession.end()
+        self.forward = command.forward
+        self.scheduler = self._new_scheduler()
+        self.scorer = PromptScorer(self.forward)
+        command.on_done()
+        return [*news, *(one for admitted in held for one in self._add(admitted))]
+
+    def _end_all(self, *, paused_only: bool) -> list[Delta]:
+        samples = [one for one in self.scheduler.samples() if one.is_paused or not paused_only]
+        for sample in samples:
+            sample.fail(WeightsReplacedError("the model's weights were replaced; ask again for the new ones"))
+            self.scheduler.remove(sample)
+        return self.recorder.end(samples)
+
     def _add(self, admitted: Admitted) -> list[News]:
+        if self._succession.next is not None:
+            self._succession.held.append(admitted)
+            return []
         request, number = admitted.request, next(self._counter)
         samples = [
-            Sample(request, index, self.max_len, self._generator(request, number, index), admitted.lora)
+            Sample(
+                request,
+                index,
+                self.max_len,
+                new_generator(request, number, index, self.config.seed),
+                admitted.lora,
+            )
             for index in range(request.params.num_samples)
         ]
         for sample in samples:
@@ -213,79 +293,67 @@ class Engine:
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
 
     def _abort(self, request_id: str) -> list[News]:
+        held = self._succession.take(request_id)
+        if held is not None:
+            return [
+                Delta(request_id=request_id, index=index, finish=Finish("abort")) for index in range(held)
+            ]
         samples = self._samples_of(request_id)
         for sample in samples:
             sample.finish(Finish("abort"))
             self.scheduler.remove(sample)
-        return [*self.recorder.end(samples)]
+        return [*self.recorder.end(samples), *self._succeed()]
 
     def _samples_of(self, request_id: str) -> list[Sample]:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Sample]) -> tuple[list[Sample], SamplerOutput | None]:
+    def _draw(self, draws: list[Sample]) -> tuple[list[Sample], list[SamplerOutput]]:
         """A row for each sample, in the order of the samples that comes with them."""
         samples: list[Sample] = []
         parts: list[SamplerOutput] = []
-        start = time.perf_counter_ns()
         for chunk in self.processing.chunks(draws, default_chunk_rows(self.forward.vocab_size)):
             samples += chunk
             parts.append(self._draw_chunk(chunk))
+        return samples, parts
+
+    def _arrival(
+        self, samples: list[Sample], parts: list[SamplerOutput]
+    ) -> Callable[[], SamplerOutput] | None:
+        """What waits until a step's numbers are on the host; their copies begin now."""
         if not parts:
-            return samples, None
-        output = SamplerOutput.joined(parts)
-        self.output = ModelRunnerOutput.of_step(
-            output,
-            [sample.name for sample in samples],
-            forward_time_ns=self.clock.latest_ns["forward"],
-            sample_time_ns=time.perf_counter_ns() - start,
-        )
-        return samples, output
+            return None
+        arriving = [part.arriving(self.send) for part in parts]
+        names = [sample.name for sample in samples]
+        times = {f"{part}_time_ns": self.clock.latest_ns[part] for part in ("forward", "sample")}
+
+        def arrive() -> SamplerOutput:
+            output = SamplerOutput.joined([one() for one in arriving])
+            self.output = ModelRunnerOutput.of_step(output, names, **times)
+            return output
+
+        return arrive
 
     def _draw_chunk(self, chunk: list[Sample]) -> SamplerOutput:
         last_slots = np.array([sample.slots[-1] for sample in chunk], dtype=np.int32)
-        logits = self.forward.head(self.forward.hidden_rows(last_slots))
-        params = [sample.request.params for sample in chunk]
-        uniforms = np.array([sample.next_uniform() for sample in chunk])
-        changed = self.processing.apply(chunk, logits)
-        output = self.sampler.sample(logits, params, uniforms, None if changed is None else changed.logits)
-        self.processing.record(chunk, logits, changed, output)
-        output.whole_rows.update(_whole_rows(chunk, logits))
-        return output
+        return self.drawing.draw(chunk, self.forward.head(self.forward.hidden_rows(last_slots)))
 
     def _retire(self, samples: set[Sample]) -> None:
         for sample in samples:
             if sample.is_finished:
                 self.scheduler.release(sample)
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> list[Delta]:
+    def _fail(self, plan: StepPlan, error: BaseException) -> StepNews:
         failed = self.scheduler.roll_back(plan)
+        reason = _as_reason(error)
         for sample in failed:
-            reason = (
-                error if isinstance(error, LogprobeError) else ForwardError(f"the step failed: {error!r}")
-            )
-            reason.__cause__ = error if reason is not error else error.__cause__
             sample.fail(reason)
-        return self.recorder.end(failed)
-
-    def _generator(self, request: Request, number: int, index: int) -> np.random.Generator:
-        """Streams of different (seed, sample) never coincide, nor do those with and without a seed."""
-        seed = request.params.seed
-        base = self.config.seed if seed is None else seed
-        kind = 2 * (seed is None) + (base < 0)
-        return np.random.default_rng([index, kind, number if seed is None else 0, abs(base)])
+        return StepNews(dict(zip(failed, self.recorder.end(failed), strict=True)))
 
 
-def _whole_rows(samples: list[Sample], logits: torch.Tensor) -> dict[int, Array]:
-    """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
-    rows = [row for row, sample in enumerate(samples) if sample.request.wants_row]
-    if not rows:
-        return {}
-    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
-    lse = extract(logits[rows], [0] * len(rows), 0).lse
-    (table,) = on_host([logits[rows] - lse[:, None]])
-    whole = {}
-    for row, values in zip(rows, table, strict=True):
-        whole[row] = values.copy()
-        whole[row].flags.writeable = False
-    return whole
+def _as_reason(error: BaseException) -> LogprobeError:
+    if isinstance(error, LogprobeError):
+        return error
+    reason = ForwardError(f"the step failed: {error!r}")
+    reason.__cause__ = error
+    return reason

@@ -47,7 +47,9 @@ class Describer:
         output.info = self._of_request(params)
         if params.prompt_logprobs is not None:
             first = [None] if request.first_scored == 1 else []
-            output.prompt_logprobs = self._container(self._of_prompt(params), first)
+            is_processed = request.scores_processed
+            info = self._of_completion(params, ("processed",)) if is_processed else self._of_prompt(params)
+            output.prompt_logprobs = self._container(info, first)
         for completion in output.outputs:
             self._open_completion(completion, params)
         return output
@@ -151,6 +153,8 @@ class Fold:
             rows.ranks,
             entropy=rows.entropy if self._params.entropy else None,
             given=None if given is None else given.columns(),
+            log_kept_mass=rows.log_kept_mass,
+            kept=(rows.kept.offsets, rows.kept.token_ids) if self._params.kept_ids and rows.kept else None,
         )
 
     def _end(self, completion: CompletionOutput, finish: Finish) -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from logprobe.kernels import head_extract
+from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.records import LogprobsLists
+from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,25 +80,44 @@ class PromptScorer:
     def __init__(self, forward: ForwardBackend) -> None:
         self._forward = forward
         self._known = KnownRows(forward.num_slots)
+        self._sampler = Sampler()
 
     def forget(self, slots: IntArray) -> None:
         """These slots are being filled anew."""
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[LogprobsLists]:
-        """The numbers of each span; all that must be computed shares the head's chunks."""
+        """The numbers of each span; all raw ones that must be computed share the head's chunks."""
         answers = [self._recall(span) for span in spans]
         missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
         computed = iter(self._compute(missing) if missing else ())
         return [next(computed) if answer is None else answer for answer in answers]
 
     def _recall(self, span: Span) -> LogprobsLists | None:
-        params = span.sample.request.params
+        request = span.sample.request
+        if request.scores_processed:
+            return self._processed(span)
+        params = request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
         if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, entropy=params.entropy):
             return None
         return self._known.recall(slots, k)
+
+    @torch.inference_mode()
+    def _processed(self, span: Span) -> LogprobsLists:
+        """The numbers of the distribution that the request would draw from; none of them is kept."""
+        params, size = span.sample.request.params, default_chunk_rows(self._forward.vocab_size)
+        slots, next_ids = _slots(span), _next_ids(span).tolist()
+        parts = []
+        for start in range(0, len(slots), size):
+            logits = self._forward.head(self._forward.hidden_rows(slots[start : start + size]))
+            count = len(logits)
+            forced = next_ids[start : start + size]
+            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced)
+            assert output.processed_logprobs is not None
+            parts.append(output.processed_logprobs)
+        return LogprobsLists.joined(parts)
 
     def _compute(self, spans: Sequence[Span]) -> list[LogprobsLists]:
         slots = np.concatenate([_slots(span) for span in spans])

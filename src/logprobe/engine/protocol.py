@@ -7,10 +7,13 @@ implements it with a scheduler over a `ForwardBackend`; an engine with a schedul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+from logprobe.processors.interface import ProcessorCounter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.models.lora import LoraWeights
-    from logprobe.processors.stages import ProcessorCounter
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Admitted, Request
 
@@ -61,7 +63,8 @@ class Capabilities:
     max_batch_rows: int
     prompt_logprobs_with_prefix_cache: bool
     stages: tuple[str, ...]
-    layout: Layout | None = None  # how the layers run, where the model is in this process
+    layout: Layout | None = None  # how the layers run
+    num_processes: int = 0  # of its own, each with such a pool; 0: it runs in this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +73,42 @@ class EngineStats:
 
     waiting: int
     running: int
-    paused: int
+    paused: int  # of those that wait or run
     free_slots: int
     cached_tokens: int  # prompt tokens that were known and not computed again
     preempted: int
     pauses: int  # times that a request was paused for its reader
     seconds: dict[str, float]  # by part of a step
     processors: dict[str, ProcessorCounter]  # by name of the logits processor
+    restarts: int = 0  # of its processes
+    replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
+
+    @classmethod
+    def of_replicas(cls, replicas: dict[str, EngineStats]) -> EngineStats:
+        """The sums over several engines; those of a single one are its own."""
+        counts = (
+            "waiting",
+            "running",
+            "paused",
+            "free_slots",
+            "cached_tokens",
+            "preempted",
+            "pauses",
+            "restarts",
+        )
+        parts = replicas.values()
+        seconds: Counter[str] = Counter()
+        processors: dict[str, ProcessorCounter] = {}
+        for part in parts:
+            seconds.update(part.seconds)
+            for name, counter in part.processors.items():
+                processors[name] = processors.get(name, ProcessorCounter()) + counter
+        return cls(
+            **{name: sum(getattr(part, name) for part in parts) for name in counts},
+            seconds=dict(seconds),
+            processors=processors,
+            replicas=replicas if len(replicas) > 1 else {},
+        )
 
 
 class RowEngine(Protocol):
@@ -95,8 +127,11 @@ class RowEngine(Protocol):
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
 
-    def lora_number(self, name: str) -> int:
-        """Which load of a name answers now; `ParameterError` where there are no such weights."""
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights.
+
+        `ParameterError` where there are no such weights.
+        """
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended."""
@@ -217,6 +252,9 @@ class ForwardBackend(Protocol):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """(rows, hidden size) → (rows, vocabulary) float32 logits."""
+
+    def close(self) -> None:
+        """Let weights and slots go; nothing runs after it."""
 
 
 class Words(Protocol):

@@ -1,10 +1,13 @@
 """`Recorder`: what a step found → what is new of each request, and whether a sample has ended.
 
-Before it: a step's numbers on the host. After it: messages to those who read.
+Before it: a step's tokens on the host. After it: messages to those who read. What the next step rests on is
+settled by `record`; the numbers of the rows are only needed by `tell`, which may run beside the next step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from logprobe.errors import NonFiniteLogitsError
@@ -12,13 +15,29 @@ from logprobe.records import LogprobsTensors
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.engine.plan.sample import Sample
     from logprobe.engine.plan.scheduler import Span
     from logprobe.records import LogprobsLists, SamplerOutput
     from logprobe.records.store.columns import Array
     from logprobe.text.edge import TextEdge
+    from logprobe.transport.messages import News
+
+
+@dataclass(slots=True)
+class StepNews:
+    """What one step found: tokens and ends, and where the rows of the tokens are."""
+
+    deltas: dict[Sample, Delta] = field(default_factory=dict)
+    rows: list[tuple[Delta, int]] = field(default_factory=list)  # of the step's output, for each token
+    arrive: Callable[[], SamplerOutput] | None = None  # waits for that output; None: nothing was drawn
+    others: Sequence[News] = ()  # of requests that were not in the step
+
+    def drop(self, samples: Iterable[Sample]) -> None:
+        """Say nothing of these."""
+        dropped = [id(self.deltas.pop(sample)) for sample in samples if sample in self.deltas]
+        self.rows = [(delta, row) for delta, row in self.rows if id(delta) not in dropped]
 
 
 class Recorder:
@@ -37,17 +56,27 @@ class Recorder:
         self,
         scored: Iterable[tuple[Span, LogprobsLists]],
         samples: Sequence[Sample],
-        output: SamplerOutput | None,
-    ) -> list[Delta]:
-        """Everything that a step found, one delta a sample; `output` holds a row for each of `samples`."""
-        deltas: dict[Sample, Delta] = {}
+        parts: Sequence[SamplerOutput],
+    ) -> StepNews:
+        """What a step found, one delta a sample; the `parts` together hold a row for each of `samples`."""
+        news = StepNews()
         for span, rows in scored:
-            self._add_prompt_rows(_delta_of(span.sample, deltas), span, rows)
-        if output is not None:
-            self._add_tokens(samples, output, deltas)
-        for sample, delta in deltas.items():
+            self._add_prompt_rows(_delta_of(span.sample, news), span, rows)
+        self._add_tokens(samples, parts, news)
+        for sample, delta in news.deltas.items():
             delta.finish = sample.end
-        return list(deltas.values())
+        return news
+
+    @staticmethod
+    def tell(news: StepNews) -> list[Delta]:
+        """Everything that a step found, with the rows of its tokens; waits until these are on the host."""
+        if news.arrive is not None:
+            output = news.arrive()
+            raw = _Cutter(output.logprobs, output.logprobs_rows)
+            processed = _Cutter(output.processed_logprobs, output.processed_rows)
+            for delta, row in news.rows:
+                delta.raw, delta.processed = raw.row(row), processed.row(row)
+        return list(news.deltas.values())
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
         """That these samples have ended, and nothing else."""
@@ -66,34 +95,33 @@ class Recorder:
         if not sample.wants_sample and span.end == sample.num_prompt_rows:
             sample.finish(Finish("length"))
 
-    def _add_tokens(
-        self, samples: Sequence[Sample], output: SamplerOutput, deltas: dict[Sample, Delta]
-    ) -> None:
-        assert output.is_valid is not None
-        is_valid, token_ids = output.is_valid.tolist(), output.sampled_token_ids.tolist()
-        raw, processed = (
-            _Cutter(output.logprobs, output.logprobs_rows),
-            _Cutter(output.processed_logprobs, output.processed_rows),
-        )
-        for row, sample in enumerate(samples):
-            delta = _delta_of(sample, deltas)
+    def _add_tokens(self, samples: Sequence[Sample], parts: Sequence[SamplerOutput], news: StepNews) -> None:
+        token_ids = chain.from_iterable(part.sampled_token_ids.tolist() for part in parts)
+        whole_rows = chain.from_iterable(map(_drawn_rows, parts))
+        for row, (sample, token_id, (is_valid, whole)) in enumerate(
+            zip(samples, token_ids, whole_rows, strict=True)
+        ):
+            delta = _delta_of(sample, news)
             if sample.is_finished:
                 continue
-            if not is_valid[row]:
+            if not is_valid:
                 self._fail(sample, f"position {sample.num_tokens}")
-            elif row in output.whole_rows:
-                delta.row = output.whole_rows[row]
+            elif whole is not None:
+                delta.row = whole
                 sample.finish(Finish("length"))
             else:
-                delta.raw, delta.processed = raw.row(row), processed.row(row)
-                delta.token_ids = [token_ids[row]]
+                news.rows.append((delta, row))
+                delta.token_ids = [token_id]
                 delta.effects, sample.effects = sample.effects, None
-                sample.append_token(token_ids[row])
-                self._check_end(sample, token_ids[row])
+                sample.append_token(token_id)
+                self._check_end(sample, token_id)
 
     def _check_end(self, sample: Sample, token_id: int) -> None:
         params = sample.request.params
-        if token_id in params.stop_token_ids:
+        if sample.request.forced_token_ids is not None:
+            if sample.num_tokens == sample.max_len:
+                sample.finish(Finish("length"))
+        elif token_id in params.stop_token_ids:
             sample.finish(Finish("stop", token_id))
         elif token_id in self._eos_token_ids and not params.ignore_eos:
             sample.finish(Finish("stop"))
@@ -132,7 +160,13 @@ class _Cutter:
         return self._lists.rows(row, row + 1, self._ks[row])
 
 
-def _delta_of(sample: Sample, deltas: dict[Sample, Delta]) -> Delta:
-    if sample not in deltas:
-        deltas[sample] = Delta(request_id=sample.request.request_id, index=sample.index)
-    return deltas[sample]
+def _drawn_rows(part: SamplerOutput) -> Iterable[tuple[bool, Array | None]]:
+    """Whether each row is valid, and the whole distribution of those that want one."""
+    assert part.is_valid is not None
+    return ((is_valid, part.whole_rows.get(row)) for row, is_valid in enumerate(part.is_valid.tolist()))
+
+
+def _delta_of(sample: Sample, news: StepNews) -> Delta:
+    if sample not in news.deltas:
+        news.deltas[sample] = Delta(request_id=sample.request.request_id, index=sample.index)
+    return news.deltas[sample]

@@ -1,17 +1,23 @@
-"""What a request comes to: its outputs, and what it must satisfy to be admitted.
+"""`Requests`, the one maker of requests; what one comes to, and what it must satisfy to be admitted.
 
-Before it: the messages of an engine, which `Fold` gathers. After it: the front doors.
+Before it: the front doors, and the messages of an engine, which `Fold` gathers. After it: the front doors.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
+from logprobe.records.forms.html import shaded
+from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -21,9 +27,9 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.text.pieces import Piece
-    from logprobe.transport.messages import FinishReason, Request
+    from logprobe.transport.messages import Admitted, FinishReason
 
-SHOWN_CHARS = 40  # of a text in a `repr`
+SHOWN_CHARS = 36  # of a text in a `repr`
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -53,9 +59,13 @@ class CompletionOutput:
         end = "" if self.finish_reason is None else f", {self.finish_reason}"
         return f"CompletionOutput({_short(self.text)}, {len(self.token_ids)} tokens{end})"
 
+    def _repr_html_(self) -> str | None:
+        return None if self.logprobs is None else shaded([self.logprobs])
+
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…")
+    shown = repr(text[: SHOWN_CHARS + 1])  # its escapes count, too
+    return shown if len(shown) <= SHOWN_CHARS + 2 else f"{shown[:SHOWN_CHARS]}…{shown[0]}"
 
 
 class Completions(list[CompletionOutput]):
@@ -105,6 +115,13 @@ class RequestOutput:
         more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
         return f"RequestOutput({prompt}{len(self.prompt_token_ids)} prompt tokens, {first}{more})"
 
+    def _repr_html_(self) -> str | None:
+        """The text of the prompt and of each completion, as far as log-probabilities were asked."""
+        prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
+        completions = [one.logprobs for one in self.outputs if one.logprobs is not None]
+        texts = [shaded([*prompt, one], num_marked=1) for one in completions] or [shaded(prompt)]
+        return "<hr>".join(texts) if prompt or completions else None
+
     @property
     def error(self) -> LogprobeError | None:
         """The first error of its completions, if any."""
@@ -139,6 +156,48 @@ def end_with_error(output: RequestOutput, error: LogprobeError) -> None:
             completion.finish_reason = "error"
 
 
+class Admitting(Protocol):
+    """The part of an engine that makers of requests need."""
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
+
+
+class Requests:
+    """Makes requests, each with an id of its own, and has the engine admit them."""
+
+    def __init__(self, engine: Admitting, call: str = "") -> None:
+        self._engine, self._call = engine, call
+        self._prefix = uuid.uuid4().hex[:12]
+        self._numbers = itertools.count()
+
+    def of_one_call(self) -> Requests:
+        """A maker of requests that count as one call where the engine is shared out."""
+        return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}")
+
+    def admit(
+        self,
+        prompt_token_ids: IntArray,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        **more: Any,
+    ) -> Admitted:
+        """A request that the engine has said yes to, with `more` of its fields; nothing runs yet.
+
+        Raises:
+            ParameterError: it can never be served.
+        """
+        request = Request(
+            request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            call=self._call,
+            **more,
+        )
+        return self._engine.admit(request)
+
+
 def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
     """Raise `ParameterError` where a request can never be served."""
     params = request.params
@@ -153,11 +212,24 @@ def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
             f"has {num_prompt} tokens, but at most {limit} fit (the model's context, max_model_len or "
             "kv_bytes); shorten it or score it in windows",
         )
+    if request.forced_token_ids is not None:
+        _check_forced(request.forced_token_ids, num_prompt, max_len, vocab_size)
     _check_given("logprob_token_ids", params.logprob_token_ids, vocab_size)
     _check_given("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
-def _check_given(name: str, ids: tuple[int, ...] | list[int] | None, vocab_size: int) -> None:
+def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: int) -> None:
+    _check_ids("continuation", forced, vocab_size)
+    num_tokens = num_prompt + len(forced)
+    if num_tokens > max_len + 1:
+        raise PromptTooLongError(
+            "prompt",
+            f"and continuation have {num_tokens} tokens, but at most {max_len + 1} fit (the model's context, "
+            "max_model_len or kv_bytes); shorten them or score them in windows",
+        )
+
+
+def _check_given(name: str, ids: Sequence[int] | None, vocab_size: int) -> None:
     for token_id in ids or ():
         require(
             0 <= token_id < vocab_size, name, f"id {token_id} lies outside the vocabulary [0, {vocab_size})"

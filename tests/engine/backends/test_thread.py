@@ -72,8 +72,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_idle(llm: LLM) -> bool:
-    scheduler = llm.engine._engine.scheduler
-    is_done = not (llm.engine._folds or llm.engine._read or llm.engine._collector._channels)
+    scheduler, readers = llm.engine._engine.scheduler, llm.engine._readers
+    is_done = not (readers._folds or readers._read or readers._collector._inboxes)
     return is_done and scheduler.num_available == scheduler.pool.num_slots
 
 

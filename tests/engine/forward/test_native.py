@@ -264,7 +264,7 @@ def test_a_model_that_keeps_options_from_its_attention_is_followed(
 
     monkeypatch.setattr(LlamaAttention, "forward", without_options)
     forward = Runner(folders["llama"], "plain").forward
-    assert forward.proof.largest_difference < TOLERANCE
+    assert forward.layout.probe_difference < TOLERANCE
 
 
 def test_a_model_with_a_layer_that_does_not_attend_is_refused(

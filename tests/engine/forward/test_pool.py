@@ -1,8 +1,7 @@
-"""Memory of the slots: zeroed, apart, aligned, private, and all there from the start."""
+"""Memory of the slots: zeroed, apart, aligned, private, and there once it is used."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 
@@ -12,7 +11,15 @@ import torch
 from logprobe.config import EngineConfig
 from logprobe.engine.forward import pool as memory_module
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.pool import ALIGNMENT, SlotMemory
+from logprobe.engine.forward.pool import (
+    ALIGNMENT,
+    DEFAULT_SHARE,
+    LEAST_DEFAULT_BYTES,
+    MOST_DEFAULT_BYTES,
+    UNKNOWN_FREE_BYTES,
+    SlotMemory,
+    default_kv_bytes,
+)
 from logprobe.errors import ParameterError
 from logprobe.models import resolve
 
@@ -40,23 +47,47 @@ def test_tensors_are_zero_aligned_and_apart() -> None:
     assert (third == 3).all()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
-def test_all_pages_come_at_once() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
     before = resident_bytes()
     memory = SlotMemory(SIZE)
+    tensor = memory.take((SIZE // 4,), torch.float32)
+    assert resident_bytes() - before < 0.1 * SIZE
+    tensor.fill_(1)
     assert resident_bytes() - before > 0.9 * SIZE
-    assert not memory.take((SIZE // 4,), torch.float32).any()
+    memory.release()
+    assert resident_bytes() - before < 0.1 * SIZE
+    assert not tensor.any()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the call for pages is Linux's")
-def test_a_system_that_does_not_know_the_call_serves_pages_as_they_are_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("free_kib", "limit", "want"),
+    [
+        (1 << 30, "max", MOST_DEFAULT_BYTES),
+        (1 << 20, "max", 1 << 28),
+        (1 << 20, str(1 << 29), (1 << 29) - (1 << 20) >> 2),
+        (1 << 10, "max", LEAST_DEFAULT_BYTES),
+    ],
+)
+def test_the_default_is_a_share_of_what_is_free(
+    free_kib: int, limit: str, want: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_module, "POPULATE_WRITE", 9999)
-    with caplog.at_level(logging.DEBUG, logger="logprobe"):
-        memory = SlotMemory(SIZE)
-    assert "when it is first used" in caplog.text
-    assert not memory.take((100,), torch.float32).any()
+    said = {
+        "_MEMINFO": f"MemTotal: 1 kB\nMemAvailable:   {free_kib} kB\n",
+        "_LIMIT": limit,
+        "_USED": "1048576",
+    }
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(memory_module, name, tmp_path / name)
+    assert default_kv_bytes() == want
+
+
+def test_a_system_that_does_not_say_what_is_free_gives_a_pool(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory_module, "_MEMINFO", tmp_path / "none")
+    assert default_kv_bytes() == UNKNOWN_FREE_BYTES // DEFAULT_SHARE
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")

@@ -43,12 +43,14 @@ class LoopThread:
 
     def iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
         """Give each item when it is asked for; leaving early closes `items`. Errors as `run`."""
+        # What an interrupt cancels still has to end before the generator can be closed.
+        is_at_work = asyncio.Lock()
         try:
-            while batch := self.run(_next_of(items)):
+            while batch := self.run(_next_of(items, is_at_work)):
                 yield batch[0]
         finally:
             with suppress(EngineClosedError):  # and with the bridge the generator has ended
-                self.run(items.aclose())
+                self.run(_close(items, is_at_work))
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Call `callback(*args)` on the loop's thread, soon.
@@ -73,10 +75,16 @@ class LoopThread:
         self._loop.close()
 
 
-async def _next_of(items: AsyncGenerator[T]) -> tuple[T] | None:
-    async for item in items:
-        return (item,)
+async def _next_of(items: AsyncGenerator[T], is_at_work: asyncio.Lock) -> tuple[T] | None:
+    async with is_at_work:
+        async for item in items:
+            return (item,)
     return None
+
+
+async def _close(items: AsyncGenerator[T], is_at_work: asyncio.Lock) -> None:
+    async with is_at_work:
+        await items.aclose()
 
 
 async def _others_end() -> None:

@@ -1,8 +1,10 @@
-"""From a configuration to a running native engine: weights, tokenizer, kernels, thread."""
+"""From a configuration to a running native engine: weights, tokenizer, kernels, thread or processes."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +12,26 @@ from logprobe.engine.backends.thread import ThreadEngine
 from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer
 from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.forward.pool import keep_out_of_collections, resident_bytes
 from logprobe.engine.protocol import Capabilities
+from logprobe.errors import require
 from logprobe.kernels import warm_up
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.models.loading import read_state
 from logprobe.models.quiet import quiet_transformers
 from logprobe.processors.registry import load_processors
 from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from logprobe.config import EngineConfig
+    from logprobe.engine.forward.native import State
     from logprobe.engine.protocol import EngineBackend
+    from logprobe.models import ModelFiles
     from logprobe.processors import Pipeline
 
 logger = logging.getLogger("logprobe")
@@ -33,29 +43,66 @@ class LoadedModel:
 
     engine: EngineBackend
     text: TextEdge
-    model: Any = None  # the transformers module, where it lives in this process
+    load_module: Callable[[], Any] | None = None  # the transformers module, where it can be had
     processors: Pipeline | None = None  # where they run in this process
 
 
-def start_native_engine(config: EngineConfig) -> LoadedModel:
-    """Load the model that `config` names and start its engine.
+@dataclass(frozen=True, slots=True)
+class NativeParts:
+    """A native engine that nothing runs yet, and what there is to know of it."""
+
+    engine: Engine
+    capabilities: Capabilities
+    source: LogprobsInfo  # what its records say of where they come from
+    text: TextEdge
+    load_module: Callable[[], Any]  # gives the transformers module
+    eos_token_ids: frozenset[int]
+
+
+def start_engine(config: EngineConfig) -> LoadedModel:
+    """Load the model that `config` names and start its engine, here or in processes of its own.
 
     Raises:
         ModelError: the model cannot be had or used.
         ParameterError: the settings do not fit the model.
+        EngineError: an engine process ended before it took requests.
     """
+    if config.engine == "vllm":
+        from logprobe.engine.backends.vllm.start import start_vllm_engine
+
+        return start_vllm_engine(config)
+    if not config.process and config.data_parallel == 1:
+        return start_native_engine(config)
+    from logprobe.engine.backends.process.engine import ProcessEngine
+
+    load_processors(config.logits_processors)
+    text = text_edge(resolve(config.model))
+    return LoadedModel(ProcessEngine(config, text), text)
+
+
+def start_native_engine(config: EngineConfig) -> LoadedModel:
+    """Load the model that `config` names and start its engine in this process; errors as `start_engine`."""
+    parts = build_native_engine(config)
+    release_threads()  # from here on the engine's own thread computes
+    engine = parts.engine
+    describer = Describer(parts.source, engine.forward.vocab_size, parts.text.vocabulary)
+    backend = ThreadEngine(engine, parts.capabilities, describer, overlap=config.overlap)
+    return LoadedModel(backend, parts.text, parts.load_module, engine.processing.pipeline)
+
+
+def build_native_engine(config: EngineConfig) -> NativeParts:
+    """Load the model that `config` names; errors as `start_engine`."""
+    began = time.perf_counter()
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
-    with quiet_transformers():
-        tokenizer = load_tokenizer(files)
-    special = frozenset(tokenizer.all_special_ids)
-    text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), special)
+    text = text_edge(files)
     _warm_up_kernels()
     with quiet_transformers():
         forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
     config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
-    engine = Engine(config, forward, text, _eos_token_ids(forward.model, tokenizer))
+    eos_token_ids = _eos_token_ids(forward, text.tokenizer)
+    engine = Engine(config, forward, text, eos_token_ids)
     capabilities = Capabilities(
         engine="native",
         model=files.name,
@@ -71,7 +118,6 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         stages=("raw_logprobs", "processed_logprobs"),
         layout=forward.layout,
     )
-    release_threads()  # from here on the engine's own thread computes
     source = LogprobsInfo(
         engine="native",
         model=config.model,
@@ -80,9 +126,59 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         layers=forward.layout.layers,
         probe_difference=forward.layout.probe_difference,
     )
-    describer = Describer(source, forward.vocab_size, text.vocabulary)
-    backend = ThreadEngine(engine, capabilities, describer)
-    return LoadedModel(backend, text, forward.model, engine.processing.pipeline)
+    keep_out_of_collections()
+    logger.info("%s: %s", files.name, _what_it_took(forward, time.perf_counter() - began))
+    return NativeParts(engine, capabilities, source, text, forward.transformers_model, eos_token_ids)
+
+
+def text_edge(files: ModelFiles) -> TextEdge:
+    """Tokenizer and exact bytes of a model."""
+    with quiet_transformers():
+        tokenizer = load_tokenizer(files)
+    return TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), frozenset(tokenizer.all_special_ids))
+
+
+def _what_it_took(forward: NativeForward, seconds: float) -> str:
+    """Time and memory of a load, in one line."""
+    resident = resident_bytes()
+    memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
+    way = "recalled" if forward.is_recalled else "proven"
+    return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, room for {forward.num_slots} tokens"
+
+
+def replace_weights(
+    loaded: LoadedModel, config: EngineConfig, weights: str | Path | State, *, finishes: bool
+) -> LoadedModel:
+    """Give a running engine other weights of the same model; it returns once they answer.
+
+    Args:
+        loaded: the engine, in this process or in others of this machine.
+        config: what it was started with.
+        weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
+        finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
+
+    Raises:
+        ModelError: the weights cannot be read, or do not fit the model.
+        ParameterError: the engine runs its own file's bytes, or is not the native one.
+        EngineError: an engine process ended while it read the weights; all go on with the old ones.
+    """
+    is_own = config.weights != "published"
+    require(is_own, "weights", "'published' runs the bytes of the model's file; start with packed or plain")
+    backend = loaded.engine
+    if not isinstance(backend, ThreadEngine):
+        from logprobe.engine.backends.process.engine import ProcessEngine
+
+        is_known = isinstance(backend, ProcessEngine)
+        require(is_known, "weights", "are replaced in the native engine; make a new LLM")
+        assert isinstance(backend, ProcessEngine)
+        backend.load_weights(weights, finishes=finishes)
+        return loaded
+    state = weights if isinstance(weights, Mapping) else read_state(weights)
+    with quiet_transformers():
+        forward = backend.forward.with_weights(config, state)
+    release_threads()
+    backend.replace_forward(forward, finishes=finishes)
+    return replace(loaded, load_module=forward.transformers_model)
 
 
 def _warm_up_kernels() -> None:
@@ -91,10 +187,7 @@ def _warm_up_kernels() -> None:
         logger.warning("compiled the CPU kernels in %.1f s; later starts read them from disk", done.seconds)
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a text, by the model's generation settings and by its tokenizer."""
-    ids = {tokenizer.eos_token_id}
-    for source in (model.generation_config, model.config):
-        named = getattr(source, "eos_token_id", None)
-        ids.update(named if isinstance(named, list) else [named])
-    return frozenset(ids - {None})
+def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a text, by the model's settings and by its tokenizer."""
+    own = tokenizer.eos_token_id
+    return forward.eos_token_ids | (frozenset() if own is None else {own})

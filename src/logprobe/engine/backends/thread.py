@@ -1,8 +1,7 @@
 """`ThreadEngine`: the native engine on a thread of this process.
 
-The thread alone touches the engine. Messages go to it through a queue; what is new of a request goes through
-a collector to whoever follows it, in whatever event loop that runs, each loop woken once a step. The reader
-folds it, so that nothing grows under two threads.
+The thread (`EngineThread`) alone touches the engine. Messages go to it through a queue; what is new goes to
+the readers.
 """
 
 from __future__ import annotations
@@ -12,64 +11,146 @@ import math
 import threading
 import time
 from collections import deque
-from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.fold import Fold
-from logprobe.errors import EngineClosedError, EngineError, require
-from logprobe.transport import StreamingLogprobsCollector
-from logprobe.transport.collector import Parcel
+from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
+from logprobe.engine.overlap import Overlapped, Plain
+from logprobe.errors import EngineClosedError, EngineError
 from logprobe.transport.messages import (
     Abort,
     AddLora,
-    Delta,
-    Failure,
     ForgetPrefixes,
     Pause,
     RemoveLora,
+    ReplaceForward,
     Resume,
     Submit,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
     from pathlib import Path
 
     from logprobe.engine.engine import Engine
     from logprobe.engine.fold import Describer
-    from logprobe.engine.protocol import Capabilities, EngineStats
+    from logprobe.engine.protocol import Capabilities, EngineStats, ForwardBackend
     from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
     from logprobe.transport.messages import Admitted, Command, News, Request
 
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
-BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
-WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
-WIDE = 1024  # alternatives from which each row is folded at once
 
 
-class ThreadEngine:
-    """Implements `EngineBackend` on an `Engine` of this process."""
+class EngineThread:
+    """Runs an engine: takes messages from any thread, and publishes what is new on its own."""
 
-    def __init__(self, engine: Engine, capabilities: Capabilities, describer: Describer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        publish: Callable[[Iterable[News]], None],
+        end: Callable[[LogprobeError], None],
+        *,
+        overlap: bool = False,
+    ) -> None:
+        """Start; `end` is told why it has stopped, once, after all that `publish` was told.
+
+        `overlap`: the next step runs while what the one before found is published, on a thread of its own.
+        """
         self._engine = engine
-        self._capabilities = capabilities
-        self._describer = describer
-        self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
-            BUFFER_ROWS, pause=self.pause, resume=self.resume
-        )
+        self._publish = publish
+        self._end = end
+        self._loop = (Overlapped if overlap else Plain)(engine, publish)
         self._wake = threading.Condition()
-        # All below is guarded by `_wake`.
+        # Both are guarded by `_wake`.
         self._commands: deque[Command] = deque()
-        self._folds: dict[str, Fold] = {}  # of every request whose output was not taken yet
-        self._read: set[str] = set()  # those of them that somebody follows
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
         # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
         atexit.register(self._close_at_exit)
+
+    def send(self, command: Command) -> None:
+        """Let the engine handle a message before its next step."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine has work, or messages to handle."""
+        return bool(self._commands) or self._engine.has_work
+
+    def stalled_s(self) -> float:
+        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+        if not self._thread.is_alive():
+            return math.inf
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        """Let the step in progress end, the thread with it, and the model go; a second call does nothing."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+            self._engine.close()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Let the thread end before the interpreter does; a step that hangs must not keep the process."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join(EXIT_WAIT_S)
+
+    def _run(self) -> None:
+        reason: LogprobeError = EngineClosedError("the engine was closed before this request ended")
+        try:
+            with closing(self._loop):
+                while self._take_commands():
+                    self._loop.step()
+                    if not self._engine.has_work:
+                        self._loop.settle()
+                    self._turn_began = None
+        except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
+            reason = EngineError(f"the engine stopped: {error!r}; please report this")
+            reason.__cause__ = error
+        self._end(reason)
+
+    def _take_commands(self) -> bool:
+        """Wait for work and do what the messages ask; False once closed."""
+        with self._wake:
+            if not self._wake.wait_for(self._has_news, timeout=CHECK_AFTER_IDLE_S):
+                self._engine.check_integrity()
+                self._wake.wait_for(self._has_news)
+            if self._is_closed:
+                return False
+            commands, self._commands = self._commands, deque()
+        self._turn_began = time.monotonic()
+        if commands:
+            self._loop.settle()  # what they end is told after what was found before
+        self._publish([news for command in commands for news in self._engine.handle(command)])
+        return True
+
+    def _has_news(self) -> bool:
+        return bool(self._commands) or self._is_closed or self._engine.has_work
+
+
+class ThreadEngine:
+    """Implements `EngineBackend` on an `Engine` of this process."""
+
+    def __init__(
+        self, engine: Engine, capabilities: Capabilities, describer: Describer, *, overlap: bool = False
+    ) -> None:
+        """See `EngineThread` for `overlap`."""
+        self._engine = engine
+        self._capabilities = capabilities
+        self._readers = Readers(describer, self._send)
+        self._thread = EngineThread(engine, self._readers.publish, self._readers.end, overlap=overlap)
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -86,73 +167,24 @@ class ThreadEngine:
             ParameterError: an id that is in use; none was accepted then.
             EngineClosedError: the engine was closed.
         """
-        folds = {one.request.request_id: Fold(one.request, self._describer) for one in admitted}
-        with self._wake:
-            if self._is_closed:
-                raise EngineClosedError("the engine is closed; make a new one")
-            require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
-            for request_id in folds:
-                is_new = request_id not in self._folds
-                require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
-            for request_id in folds:
-                self._collector.open(request_id)
-            self._folds |= folds
-            self._commands.append(Submit(tuple(admitted)))
-            self._wake.notify()
+        self._readers.open(admitted)
+        self._send(Submit(tuple(admitted)))
 
     @property
     def is_busy(self) -> bool:
         """Whether requests run or wait; a new one then joins the next step without delay."""
-        return bool(self._commands) or self._engine.has_work
+        return self._thread.is_busy
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended; giving up the wait aborts the request."""
-        async with aclosing(self._grow(request_id, every_step=False, buffer_rows=BUFFER_ROWS)) as outputs:
-            async for output in outputs:
-                if output.is_finished:
-                    return output
-        raise AssertionError("a stream ends with a finished output")
+        return await self._readers.result(request_id)
 
     def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
         """The request's one output, each time it has grown; leaving the stream early aborts the request.
 
         The request is paused while `buffer_rows` rows wait for the reader.
         """
-        return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
-
-    async def _grow(
-        self, request_id: str, *, every_step: bool, buffer_rows: int
-    ) -> AsyncGenerator[RequestOutput]:
-        with self._follow(request_id) as fold:
-            min_rows = 1 if every_step or fold.is_wide(WIDE) else WAKE_ROWS
-            messages = self._collector.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
-            async with aclosing(messages) as batches:
-                async for news in batches:
-                    for one in news:
-                        fold.add(one)
-                    is_finished = fold.output.is_finished
-                    yield fold.output
-                    if is_finished:
-                        return
-
-    @contextmanager
-    def _follow(self, request_id: str) -> Iterator[Fold]:
-        with self._wake:
-            is_known = request_id in self._folds and request_id not in self._read
-            require(is_known, "request_id", f"{request_id!r} is unknown, or its output was taken already")
-            fold = self._folds[request_id]
-            self._read.add(request_id)
-        try:
-            yield fold
-        finally:
-            self._forget(request_id)
-            if not fold.output.is_finished:
-                self.abort(request_id)
-
-    def _forget(self, request_id: str) -> None:
-        with self._wake:
-            self._folds.pop(request_id, None)
-            self._read.discard(request_id)
+        return self._readers.stream(request_id, buffer_rows)
 
     def abort(self, request_id: str) -> None:
         """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
@@ -169,6 +201,23 @@ class ThreadEngine:
     def forget_prefixes(self) -> None:
         """Let go of every cached prefix that no request stands on."""
         self._send(ForgetPrefixes())
+
+    @property
+    def forward(self) -> Any:
+        """What runs the model."""
+        return self._engine.forward
+
+    def replace_forward(self, forward: ForwardBackend, *, finishes: bool) -> None:
+        """Run what comes from now on through another forward pass of the same shape; wait until it does.
+
+        Raises:
+            EngineClosedError: the engine was closed meanwhile.
+        """
+        has_taken_over = threading.Event()
+        self._send(ReplaceForward(forward, finishes, has_taken_over.set))
+        while not has_taken_over.wait(CHECK_AFTER_IDLE_S):
+            if math.isinf(self.stalled_s()):
+                raise EngineClosedError("the engine was closed before the new weights answered")
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
@@ -190,8 +239,8 @@ class ThreadEngine:
         """The loaded LoRA weights: name → path."""
         return self._engine.list_loras()
 
-    def lora_number(self, name: str) -> int:
-        """Which load of a name answers now.
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights.
 
         Raises:
             ParameterError: no such weights.
@@ -208,72 +257,12 @@ class ThreadEngine:
 
     def stalled_s(self) -> float:
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
-        if not self._thread.is_alive():
-            return math.inf
-        began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
+        return self._thread.stalled_s()
 
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the thread go; a second call does nothing."""
-        with self._wake:
-            self._is_closed = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        atexit.unregister(self._close_at_exit)
-
-    def _close_at_exit(self) -> None:
-        """Let the thread end before the interpreter does; a step that hangs must not keep the process."""
-        with self._wake:
-            self._is_closed = True
-            self._wake.notify()
-        self._thread.join(EXIT_WAIT_S)
+        self._readers.close()
+        self._thread.close()
 
     def _send(self, command: Command) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
-    def _run(self) -> None:
-        reason: LogprobeError = EngineClosedError("the engine was closed before this request ended")
-        try:
-            while self._take_commands():
-                self._publish(self._engine.step())
-                self._turn_began = None
-        except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
-            reason = EngineError(f"the engine stopped: {error!r}; please report this")
-            reason.__cause__ = error
-        with self._wake:
-            self._is_closed = True
-            request_ids = list(self._folds)
-        self._publish(Failure(request_id, reason) for request_id in request_ids)
-
-    def _take_commands(self) -> bool:
-        """Wait for work and do what the messages ask; False once closed."""
-        with self._wake:
-            if not self._wake.wait_for(self._has_news, timeout=CHECK_AFTER_IDLE_S):
-                self._engine.check_integrity()
-                self._wake.wait_for(self._has_news)
-            if self._is_closed:
-                return False
-            commands, self._commands = self._commands, deque()
-        self._turn_began = time.monotonic()
-        self._publish([news for command in commands for news in self._engine.handle(command)])
-        return True
-
-    def _has_news(self) -> bool:
-        return bool(self._commands) or self._is_closed or self._engine.has_work
-
-    def _publish(self, news: Iterable[News]) -> None:
-        for request_id in self._collector.add_many(map(_parcel, news)):
-            # Its reader's event loop was closed: nobody can come back.
-            self._collector.unregister(request_id)
-            self._forget(request_id)
-            self._send(Abort(request_id))
-
-
-def _parcel(news: News) -> Parcel[News]:
-    # A prompt's rows are bounded by the prompt, and a reader must not hold up the chunks that follow.
-    num_rows = len(news.token_ids) if isinstance(news, Delta) else 0
-    is_urgent = isinstance(news, Failure) or news.finish is not None or news.prompt is not None
-    return Parcel(news.request_id, news, num_rows, is_urgent)
+        self._thread.send(command)

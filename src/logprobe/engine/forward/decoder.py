@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from logprobe.errors import UnsupportedModelError
 
@@ -41,6 +39,8 @@ class DecoderPlace:
 
     def filled(self, rows: Tensor) -> Any:
         """An output of the decoder's own form; what is not the last hidden states is None."""
+        from transformers.utils.generic import ModelOutput
+
         if isinstance(self.output, ModelOutput):
             name = next(iter(self.output))
             return type(self.output)(**{name: rows})
@@ -56,6 +56,8 @@ class WatchedRun:
         self._last: DecoderPlace | None = None
 
     def __enter__(self) -> Self:
+        from transformers import PreTrainedModel
+
         for path, module in self._model.named_modules():
             if path and isinstance(module, PreTrainedModel):
                 self._hooks.append(module.register_forward_hook(self._note(path)))

@@ -95,6 +95,16 @@ class Loras:
         self._lock = threading.Lock()
         self._loaded: dict[str, LoraWeights] = {}  # guarded by `_lock`
 
+    def adopt(self, others: Loras) -> None:
+        """Load what another model of the same shape has, by their names; their numbers go on.
+
+        Raises:
+            ModelError: a folder can no longer be read.
+        """
+        self._numbers = others._numbers
+        for name, path in others.paths().items():
+            self.add(name, path)
+
     @property
     def are_running(self) -> bool:
         """Whether any row of the present step runs under LoRA weights."""
@@ -127,10 +137,15 @@ class Loras:
         """
         require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
         lora = load_lora(name, path, self._model, next(self._numbers))
+        self.make_room(lora)
+        with self._lock:
+            self._loaded[name] = lora
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Let weights that were loaded for this model or one of its shape run, whatever their name."""
         with self._lock:
             for module_name in lora.parts:
                 self._wrap(module_name)
-            self._loaded[name] = lora
 
     def remove(self, name: str) -> None:
         """Refuse weights to new requests; they go once none runs on them.
@@ -141,6 +156,10 @@ class Loras:
         self.get(name)
         with self._lock:
             self._loaded.pop(name, None)
+
+    def close(self) -> None:
+        """Let the model go; what was loaded can still be listed."""
+        self._model = None
 
     def select(self, batch: StepBatch) -> None:
         """Note which rows of the step about to run run under which weights."""

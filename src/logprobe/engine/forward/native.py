@@ -1,67 +1,101 @@
-"""The native forward pass: one step's packed tokens through the transformers model.
+"""The native forward pass: one step's packed tokens through the model.
 
 Before it: the scheduler's plan. After it: hidden rows in their slots, which the output head reads.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import (
-    AttentionPlan,
-    Chunk,
-    CurrentStep,
-    every_way,
-    plan_attention,
-)
-from logprobe.engine.forward.decoder import OutputHead
-from logprobe.engine.forward.layout import layout_of
+from logprobe.engine.forward.attention import every_way, plan_attention
 from logprobe.engine.forward.lora import Loras
-from logprobe.engine.forward.pool import KVPool, SlotMemory
-from logprobe.engine.forward.proof import NUM_TOKENS, Proof, refusing
-from logprobe.engine.layers.fused import fuse_
-from logprobe.engine.layers.int8 import CALIBRATION_TEXT, check_int8, quantise_
-from logprobe.engine.layers.packed import choose_layout, pack_
-from logprobe.engine.layers.published import publish_
+from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory
 from logprobe.engine.layers.recorded import RecordedSteps, record_steps
-from logprobe.errors import ParameterError, UnsupportedModelError
-from logprobe.models import load_model, load_panels, load_tokenizer
+from logprobe.engine.ready.start import make_ready
+from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.models.loading import load_state
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from logprobe.config import EngineConfig
     from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
     from logprobe.records.values import IntArray
 
-DEFAULT_KV_BYTES = 1 << 30
-MOST_INT8_LOSS = 0.1  # nats; what was measured on real models lies far below (docs/models.md)
+State: TypeAlias = "Mapping[str, torch.Tensor]"
+"""A model's weights by name."""
+
 RECORDED_TOLERANCE = 1e-5  # of the largest number; the integers are the same
+NUM_TOKENS = 12  # of the text that recorded steps are tried on
 
 
 class NativeForward:
     """Owns the model, the key/value pool and the hidden rows, all by slot."""
 
-    def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
+    _memory: SlotMemory | None
+
+    def __init__(
+        self, config: EngineConfig, files: ModelFiles, replaced: tuple[NativeForward, State] | None = None
+    ) -> None:
+        """Load the model of `files`, or that of another forward pass with other weights."""
         self.device = _choose_device(config.device)
-        dtype = _choose_dtype(config.dtype, self.device)
-        self.model = load_model(files, dtype=dtype, device=self.device)
-        self.vocab_size: int = _text_config(self.model).vocab_size
-        self.context_len = refusing(self.model, lambda: _context_len(self.model))
-        self.dtype: torch.dtype = self.model.dtype
-        self.weights = choose_layout(self.model, config.weights)
+        self.dtype = _choose_dtype(config.dtype, self.device)
+        load = (
+            None
+            if replaced is None
+            else functools.partial(load_state, replaced[0].transformers_model(), replaced[1])
+        )
+        ready, remember = make_ready(
+            files, dtype=self.dtype, device=self.device, weights=config.weights, load=load
+        )
+        self.model: Any = ready.model
+        self.is_recalled = ready.is_recorded is not None
         self._files = files
-        probe = refusing(self.model, self._prove)
-        self.rope_boundary: int | None = self.proof.rope_boundary
-        int8_kl = self._quantise(files) if self.weights == "int8" else None
-        self.head = OutputHead(self.model, self.proof.place)
-        self.layout = layout_of(self.decoder.module, self.weights, self.proof, int8_kl=int8_kl)
+        self.decoder, self.head, self.step = ready.decoder, ready.head, ready.step
+        self.layout = ready.layout
+        self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
+        self.rope_boundary = ready.layout.rope_boundary
+        self.eos_token_ids = ready.eos_token_ids
         self.loras = Loras(self.model)
-        hidden_size = self.proof.hidden_size
+        if replaced is not None:
+            self.loras.adopt(replaced[0].loras)
+        self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready.probe, ready.hidden_size)
+        self.recorded = self._record(is_proven=ready.is_recorded)
+        remember(self.recorded is not None)
+
+    @property
+    def weights(self) -> str:
+        """The form of the weights."""
+        return self.layout.weights
+
+    @functools.cached_property
+    def _own_module(self) -> Any:
+        from logprobe.models import load_model
+
+        return load_model(self._files, dtype=self.dtype)
+
+    def transformers_model(self) -> Any:
+        """The module of transformers: the one that runs, or one loaded when first asked where ours runs."""
+        return self._own_module if self.is_recalled else self.model
+
+    def close(self) -> None:
+        """Let the weights and the pool go; nothing runs after it."""
+        for name in ("model", "decoder", "head", "step", "recorded", "pool", "hidden"):
+            setattr(self, name, None)
+        self.__dict__.pop("_own_module", None)
+        self.loras.close()
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
+        give_back_memory()
+
+    def _reserve_slots(self, kv_bytes: int, probe: KVPool, hidden_size: int) -> None:
         slot_bytes = probe.bytes_per_slot + hidden_size * self.dtype.itemsize
-        kv_bytes = config.kv_bytes or DEFAULT_KV_BYTES
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -71,7 +105,17 @@ class NativeForward:
         self.pool = KVPool(self.num_slots)
         self.pool.make_like(probe, self._new_zeros)
         self.hidden = self._new_zeros((self.num_slots, hidden_size))
-        self.recorded = self._record()
+
+    def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
+        """The same with other weights, and the same LoRA weights.
+
+        Raises:
+            ModelError: they do not fit the model.
+            EngineClosedError: this one was closed.
+        """
+        if self.model is None:
+            raise EngineClosedError("the engine was closed before the new weights answered")
+        return NativeForward(config, self._files, (self, state))
 
     def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._memory is not None:
@@ -106,11 +150,16 @@ class NativeForward:
         return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
 
     @torch.inference_mode()
-    def _record(self) -> RecordedSteps | None:
-        """Steps of few rows as one launch, where that gives the numbers of the layers one by one."""
-        recorded = record_steps(self.decoder.module, self.pool, min(self.num_slots, self.context_len))
-        if recorded is None:
+    def _record(self, *, is_proven: bool | None) -> RecordedSteps | None:
+        """Steps of few rows as one launch, where that gives the numbers of the layers one by one.
+
+        An earlier load may have proven that they do, or that they do not.
+        """
+        if is_proven is False:
             return None
+        recorded = record_steps(self.decoder.module, self.pool, min(self.num_slots, self.context_len))
+        if recorded is None or is_proven:
+            return recorded
         token_ids = positions = np.arange(min(NUM_TOKENS, self.num_slots))
         for [start], plan in every_way(self.pool, [torch.from_numpy(positions)]):
             own = self.decoder(token_ids[start:], positions[start:], plan)
@@ -119,71 +168,6 @@ class NativeForward:
                 if not torch.allclose(hidden, own, rtol=0, atol=RECORDED_TOLERANCE * float(own.abs().max())):
                     return None
         return recorded
-
-    @torch.inference_mode()
-    def _quantise(self, files: ModelFiles) -> float:
-        """Turn the weights to 8 bits, calibrated by the plain forward pass on a short text.
-
-        Returns:
-            What the text's distributions lose by it: KL from the plain ones, mean over tokens, nats.
-
-        Raises:
-            ParameterError: 8 bits are not proven for this model, or lose too much.
-        """
-        check_int8(self.decoder.module)
-        token_ids = np.array(load_tokenizer(files).encode(CALIBRATION_TEXT)[: self.context_len])
-        slots = torch.arange(len(token_ids))
-
-        def logprobs() -> torch.Tensor:
-            plan = AttentionPlan(KVPool(len(slots)), slots, [Chunk(0, len(slots), slots)], None)
-            hidden = self.decoder(token_ids, np.arange(len(token_ids)), plan)
-            return OutputHead(self.model, self.proof.place)(hidden).double().log_softmax(-1)
-
-        plain = logprobs()
-        quantise_(self.decoder.module, logprobs)
-        pack_(self.model)
-        lost = float((plain.exp() * (plain - logprobs())).nansum(-1).mean())
-        if not lost <= MOST_INT8_LOSS:
-            raise ParameterError(
-                "weights", f"int8 moves this model's distributions by {lost:.2g} nats; use packed or plain"
-            )
-        return lost
-
-    @torch.inference_mode()
-    def _prove(self) -> KVPool:
-        """Follow the model, put faster modules in the places of its own, and prove the numbers.
-
-        Returns:
-            The pool of the proof: what every layer stores for a token.
-
-        Raises:
-            UnsupportedModelError: the model cannot be followed, or the numbers differ.
-        """
-        self.step = CurrentStep()
-        self.proof = Proof(self.model, self.step, context_len=self.context_len)
-        self.decoder = self.proof.observe()
-        pool = self.proof.prove(self.decoder)
-        if self.weights == "plain":
-            return pool
-        fuse_(self.model, self.step, self.proof.references)
-        if self.weights == "packed":
-            pack_(self.model)
-        elif self.weights == "published":
-            publish_(self.model, load_panels(self._files))
-        return self.proof.prove(self.decoder)
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-def _context_len(model: Any) -> int:
-    length = getattr(_text_config(model), "max_position_embeddings", None)
-    if not isinstance(length, int):
-        raise UnsupportedModelError(
-            "its positions have no end (it keeps a state of its own, or biases scores by distance)"
-        )
-    return length
 
 
 def _reserve(kv_bytes: int) -> SlotMemory:

@@ -1,18 +1,20 @@
-"""The pool: keys and values of every slot, in main memory that is taken from the system at once.
+"""The pool: keys and values of every slot, in main memory whose pages come as slots are first used.
 
-The system hands memory over page by page, when a page is first written. In the middle of a request that
-would be a surprise, so that all pages are asked for at load, in one call that is faster than writing them.
+A slot's rows lie in pages of 4 KiB, so that even the first step on new slots waits for few of them
+(docs/decisions.md has the worst step); what is never used is never taken from the system.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-import logging
+import gc
 import math
 import mmap
 import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -23,16 +25,70 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64  # bytes of a cache line
 MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
-POPULATE_WRITE = 23  # madvise's MADV_POPULATE_WRITE (Linux 5.14)
+DEFAULT_SHARE: Final = 4  # a pool is at most a quarter of what is free
+MOST_DEFAULT_BYTES: Final = 1 << 30
+LEAST_DEFAULT_BYTES: Final = 1 << 26
+UNKNOWN_FREE_BYTES: Final = 1 << 31  # where the system does not say
+_MEMINFO, _STATM, _LIMIT, _USED = (
+    Path("/proc/meminfo"),
+    Path("/proc/self/statm"),
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory.current"),
+)
 
-logger = logging.getLogger("logprobe")
+
+def default_kv_bytes() -> int:
+    """The size of a pool that nobody gave one."""
+    return min(MOST_DEFAULT_BYTES, max(free_bytes() // DEFAULT_SHARE, LEAST_DEFAULT_BYTES))
+
+
+def free_bytes() -> int:
+    """Memory that this process could take without driving others out: the machine's, or its container's."""
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return UNKNOWN_FREE_BYTES
+    try:
+        return max(min(free, int(_LIMIT.read_text()) - int(_USED.read_text())), 0)
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+
+
+def resident_bytes() -> int | None:
+    """Main memory that this process takes now; None where the system does not say."""
+    try:
+        return int(_STATM.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def keep_out_of_collections() -> None:
+    """Let the garbage collector walk no more through what is there now, a million objects of the libraries.
+
+    A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. vLLM's
+    server does the same once it is up. What is there now is still freed when nothing refers to it; a cycle
+    of it stays until `give_back_memory`.
+    """
+    gc.collect()
+    gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # nanobind's libraries tell of leaks at exit where it is not undone
+
+
+def give_back_memory() -> None:
+    """Return to the system what was freed; glibc keeps much of it else."""
+    gc.unfreeze()  # for good: what a closed model is still referred to by may be a cycle a moment later
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class SlotMemory:
     """Zeroed bytes of the CPU, given out as tensors."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Take the bytes.
+        """Ask for the bytes; each page comes when it is first touched.
 
         Raises:
             OSError: the system has no room for them.
@@ -40,10 +96,10 @@ class SlotMemory:
         size = num_bytes + ALIGNMENT * MOST_TENSORS
         # Private where the system knows the word: a process that forks must not share its slots.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
-        self._bytes = torch.frombuffer(mmap.mmap(-1, size, **flags), dtype=torch.uint8)
+        self._map = mmap.mmap(-1, size, **flags)
+        self._advise("MADV_NOHUGEPAGE")  # one slot lies in many places, and would take a huge page in each
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start = 0
-        if sys.platform.startswith("linux"):
-            self._populate()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros."""
@@ -52,12 +108,14 @@ class SlotMemory:
         self._start = end + -end % ALIGNMENT
         return tensor
 
-    def _populate(self) -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        address, size = ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._bytes))
-        if madvise(address, size, POPULATE_WRITE):
-            reason = os.strerror(ctypes.get_errno())
-            logger.debug("the pool's memory will come when it is first used: %s", reason)
+    def release(self) -> None:
+        """Give all pages back to the system, whoever still holds a tensor; it then reads zeros."""
+        self._advise("MADV_DONTNEED")
+
+    def _advise(self, name: str) -> None:
+        advice = getattr(mmap, name, None)
+        if advice is not None:
+            self._map.madvise(advice)
 
 
 def is_plain_float(tensor: torch.Tensor) -> bool:

@@ -199,6 +199,17 @@ def _form(source: str) -> str:
     for node in ast.walk(function):
         if isinstance(node, ast.arg):
             node.annotation = None
+    function = _Unannotated().visit(function)
     if ast.get_docstring(function) is not None:
         del function.body[0]
     return ast.dump(function)
+
+
+class _Unannotated(ast.NodeTransformer):
+    """`x: int = 1` as `x = 1`."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """Drop the annotation of an assignment."""
+        if node.value is None:
+            return node
+        return ast.Assign(targets=[node.target], value=node.value)

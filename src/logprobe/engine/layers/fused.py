@@ -16,7 +16,7 @@ from torch import nn
 from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend
 from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.layers import forms
-from logprobe.engine.layers.packed import JoinedPart, added, as_packed_norm, is_gated_mlp, join
+from logprobe.engine.layers.packed import GatedMLP, JoinedPart, added, as_packed_norm, is_gated_mlp, join
 from logprobe.kernels.layers.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class FusedAttention(nn.Module):
         self.o_proj = attention.o_proj
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.widths = [linear.out_features for linear in linears]
-        self._key_dim: int = attention.head_dim
-        self._kv_heads = self.widths[1] // self._key_dim
+        self.key_dim: int = attention.head_dim
+        self._kv_heads = self.widths[1] // self.key_dim
         self.rule = step.rules[self.layer_idx]
         self._step = step
 
@@ -68,7 +68,7 @@ class FusedAttention(nn.Module):
             getattr(self, name).add_lora_(part, x)
         for place, norm in enumerate((self.q_norm, self.k_norm)):
             if norm is not None:
-                parts[place] = norm(parts[place].unflatten(1, (-1, self._key_dim))).flatten(1)
+                parts[place] = norm(parts[place].unflatten(1, (-1, self.key_dim))).flatten(1)
         return parts
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,9 @@ class FusedLayer(nn.Module):
         super().__init__()
         self.self_attn = FusedAttention(layer.self_attn, step)
         self.mlp = layer.mlp
-        self._is_gated = is_gated_mlp(layer.mlp)  # else it may want the shape that transformers' layers have
+        self._is_gated = isinstance(layer.mlp, GatedMLP) or is_gated_mlp(
+            layer.mlp
+        )  # else it may want the shape that transformers' layers have
         self.input_layernorm = layer.input_layernorm
         self.post_attention_layernorm = layer.post_attention_layernorm
 

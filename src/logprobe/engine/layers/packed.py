@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from logprobe.engine.layers import forms
 from logprobe.errors import ParameterError
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.norm import rms_norm
 from logprobe.kernels.layers.widen import can_widen
+from logprobe.kernels.shapes import num_filled, with_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
+
+    from transformers.pytorch_utils import Conv1D
 
     from logprobe.config import Weights
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 class JoinedPart(nn.Module):
     """The place of a projection that was joined with others; LoRA weights may take it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: Any) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -37,8 +39,10 @@ class JoinedPart(nn.Module):
         """Leave the joined product as it is."""
 
 
-def join(linears: Sequence[nn.Linear]) -> nn.Linear:
+def join(linears: Sequence[Any]) -> Any:
     """One layer whose outputs are those of several, one after another."""
+    if type(linears[0]) is not nn.Linear:
+        return linears[0].joined(linears[1:])
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     num_outputs = sum(linear.out_features for linear in linears)
     joined = nn.Linear(linears[0].in_features, num_outputs, bias=False, device="meta")
@@ -69,7 +73,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
         weight = linear.weight.detach()
-        weight = weight.t().contiguous() if isinstance(linear, Conv1D) else weight
+        weight = weight.t().contiguous() if _is_conv1d(linear) else weight
         self.out_features, self.in_features = weight.shape
         self.bias = linear.bias
         self._weight = _reorder(weight, PACK_ROWS)
@@ -81,20 +85,24 @@ class PackedLinear(nn.Module):
     def activated(self, x: torch.Tensor, name: str, algorithm: str) -> torch.Tensor:
         """The product followed by an activation, in one pass over the result."""
         rows = x.reshape(-1, self.in_features)
-        out: torch.Tensor = _product(rows, self._weight, self.bias, name, [], algorithm)
-        return out.view(*x.shape[:-1], self.out_features)
+        filled = with_zeros(rows, rows=num_filled(len(rows)) - len(rows))
+        out: torch.Tensor = _product(filled, self._weight, self.bias, name, [], algorithm)
+        return out[: len(rows)].view(*x.shape[:-1], self.out_features)
 
     def multiplied(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """The product times `factor`, element by element, in one pass over the result."""
-        rows, factors = x.reshape(-1, self.in_features), factor.view(-1, self.out_features)
-        out: torch.Tensor = _product.binary(rows, factors, self._weight, self.bias, "mul")
-        return out.view(*x.shape[:-1], self.out_features)
+        return self._with(x, factor, "mul")
 
     def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The product plus `residual`, likewise."""
-        rows, summands = x.reshape(-1, self.in_features), residual.view(-1, self.out_features)
-        out: torch.Tensor = _product.binary(rows, summands, self._weight, self.bias, "add")
-        return out.view(*x.shape[:-1], self.out_features)
+        return self._with(x, residual, "add")
+
+    def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
+        rows, others = x.reshape(-1, self.in_features), other.view(-1, self.out_features)
+        more = num_filled(len(rows)) - len(rows)
+        filled, others = with_zeros(rows, rows=more), with_zeros(others, rows=more)
+        out: torch.Tensor = _product.binary(filled, others, self._weight, self.bias, operation)
+        return out[: len(rows)].view(*x.shape[:-1], self.out_features)
 
 
 class GatedMLP(nn.Module, ABC):
@@ -174,7 +182,13 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
 
 def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is a linear layer of torch's or GPT-2's kind, and none derived from them."""
-    return type(module) in {nn.Linear, Conv1D}
+    return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def _is_conv1d(module: object) -> bool:
+    """By name: transformers' module is not imported for the models that have none."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def can_publish(linears: Sequence[nn.Linear]) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from logprobe.engine.layers.packed import GatedMLP, as_packed_norm, children, is_gated_mlp
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+from logprobe.models.stored.panels import reading_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,10 @@ class PublishedLinear(nn.Module):
         self.parts = [*parts] if joined is None else [joined]
         self.in_features = first.num_inputs
         self.out_features = sum(part.num_outputs for part in parts)
+
+    def joined(self, others: Sequence[PublishedLinear]) -> PublishedLinear:
+        """One layer with the outputs of several, one after another."""
+        return PublishedLinear([part for linear in (self, *others) for part in linear.parts])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) → (..., out_features)."""
@@ -122,6 +127,10 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
             is not there is kept in the smallest form of float that holds it exactly.
     """
     packer = _Packer(kept)
+    # The embedding first: the file has its name, and a tied head takes its panels.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            packer.one(name, module.weight)
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             full_name = f"{parent_name}.{name}" if parent_name else name
@@ -137,6 +146,19 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
             setattr(parent, name, PublishedGatedMLP(module))
         elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
+
+
+def named_panels(model: nn.Module) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
+    """Panels of every linear layer and embedding, packed one by one, with the names of all that share one."""
+    names: dict[int, list[str]] = {}
+    weights: dict[int, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear or isinstance(module, nn.Embedding):
+            weight: torch.Tensor = module.weight
+            names.setdefault(weight.data_ptr(), []).append(name)
+            weights[weight.data_ptr()] = weight
+    for address in sorted(names, key=lambda address: reading_order(names[address][0])):
+        yield tuple(names[address]), pack_floats(weights[address])
 
 
 class _Packer:

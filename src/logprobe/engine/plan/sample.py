@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logprobe.processors import ProcessorEffect
     from logprobe.processors.pipeline import ActiveSample
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Request
+    from logprobe.transport.messages import PausedBy, Request
 
 
 class Sample:
@@ -47,11 +47,12 @@ class Sample:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_in_tree = 0
+        self.num_own_slots = 0  # taken for it alone, and not found in the tree
         # Prompt rows delivered; row r holds the numbers of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
         self.is_long = False  # it runs under the model's long rotary frequencies, where those differ
-        self.is_paused = False  # its reader lags: it keeps its place and takes no step
+        self.paused_by: set[PausedBy] = set()  # while there is one, it keeps its place and takes no step
         self.active: ActiveSample | None = None  # its logits processors, where it has any
         self.output_token_ids: list[int] = []  # generated; processors hold on to this list
         self.effects: list[ProcessorEffect] | None = None  # of the processors on the latest token
@@ -64,6 +65,11 @@ class Sample:
         request = self.request
         several = request.params.num_samples > 1
         return f"{self.index}_{request.request_id}" if several else request.request_id
+
+    @property
+    def call(self) -> str:
+        """The front door's call that it belongs to."""
+        return self.request.call
 
     @property
     def token_ids(self) -> IntArray:
@@ -92,6 +98,11 @@ class Sample:
         return self.num_prompt - 1 if is_asked else 0
 
     @property
+    def num_ready_rows(self) -> int:
+        """Prompt rows that can be scored now: computed, and not delivered."""
+        return max(min(self.num_computed, self.num_prompt_rows) - self.num_scored, 0)
+
+    @property
     def num_remaining(self) -> int:
         """Tokens still to run through the model; a scored prompt's last token predicts nothing asked."""
         if self.wants_sample:
@@ -109,21 +120,28 @@ class Sample:
         return self.num_remaining == 1 and self.num_computed >= self.num_prompt
 
     @property
+    def has_prompt_work(self) -> bool:
+        """Whether tokens that were not generated last are left to run, or prompt rows to score."""
+        is_scored = self.num_scored >= self.num_prompt_rows
+        return not is_scored or (self.num_remaining > 0 and not self.is_decoding)
+
+    @property
     def tail_slots(self) -> IntArray:
         """Slots of computed tokens that are not in the tree."""
         return self._slots[self.num_in_tree : self.num_computed]
 
-    def take_slots(self, slots: IntArray, *, in_tree: bool) -> None:
-        """Add the slots of the next positions."""
+    def take_slots(self, slots: IntArray, *, in_tree: bool, is_own: bool = True) -> None:
+        """Add the slots of the next positions; others' where the tree knew them."""
         end = self.num_computed + len(slots)
         self._slots[self.num_computed : end] = slots
         self.num_computed = end
+        self.num_own_slots += len(slots) if is_own else 0
         if in_tree:
             self.num_in_tree = end
 
     def drop_slots(self) -> None:
         """Forget all slots (they were given back); the tokens and results stay."""
-        self.num_computed = self.num_in_tree = 0
+        self.num_computed = self.num_in_tree = self.num_own_slots = 0
         self.node = None
 
     def append_token(self, token_id: int) -> None:
@@ -131,6 +149,12 @@ class Sample:
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         self.output_token_ids.append(token_id)
+
+    @property
+    def forced_token_id(self) -> int | None:
+        """The token that comes next whatever is drawn; None where the draw decides."""
+        forced = self.request.forced_token_ids
+        return None if forced is None else int(forced[self.num_generated])
 
     def next_uniform(self) -> float:
         """The number that draws the next token, in [0, 1); a greedy request draws none."""
@@ -144,6 +168,11 @@ class Sample:
     def fail(self, error: LogprobeError) -> None:
         """End the sample with an error."""
         self.finish(Finish("error", error=error))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it takes no step for now: its reader lags, or its caller said so."""
+        return bool(self.paused_by)
 
     @property
     def is_finished(self) -> bool:

@@ -1,10 +1,11 @@
 """The scheduler: which tokens run in the next step, in whose slots, and whose logits are wanted.
 
 Every step mixes one token of each generating sample with chunks of prompts, oldest samples first,
-up to `max_batch_tokens`. What a prompt shares with the radix tree is not run again; runs of prompt
-tokens enter the tree when they are *planned*, so that two prompts of one step share their prefix too
-(attention writes all keys of a step before it reads any). A full pool first loses what nobody uses,
-then preempts the youngest sample, which starts again later from its tokens.
+up to `max_batch_tokens`; `Shares` says what each call may take while others wait. What a prompt
+shares with the radix tree is not run again; runs of prompt tokens enter the tree when they are
+*planned*, so that two prompts of one step share their prefix too (attention writes all keys of a
+step before it reads any). A full pool first loses what nobody uses, then preempts the youngest
+sample, which starts again later from its tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
+from logprobe.engine.plan.shares import Shares, StepShare
 from logprobe.engine.protocol import StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from logprobe.engine.plan.radix import Node
     from logprobe.engine.plan.sample import Sample
@@ -79,6 +81,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # Each running sample can take one token a step, so that none waits for ever.
         self.max_running = min(max_batch_rows, max_batch_tokens)
+        self.shares = Shares(self.max_running, num_slots)
         self._rope_boundary = rope_boundary  # texts longer than this run under other rotary frequencies
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first
@@ -97,6 +100,7 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queue a sample."""
+        self.shares.add(sample)
         self.waiting.append(sample)
 
     def schedule(self) -> StepPlan:
@@ -107,18 +111,27 @@ class Scheduler:
         self._admit()
         # Those that were paused and go on again may be more than a step takes; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
-        prompt_budget = self.max_batch_tokens - sum(sample.is_decoding for sample in active)
+        share = StepShare(active, self.max_batch_tokens, is_shared=self.shares.is_shared)
+        prompts = [sample for sample in active if not sample.is_decoding]
+        num_decoding = len(active) - len(prompts)
+        budget = share.split(self.max_batch_tokens - num_decoding, prompts, lambda one: one.num_remaining)
         for sample in active:
             if sample.node is None:  # an older one preempted it
                 continue
-            is_decoding = sample.is_decoding
-            used = self._plan_tokens(sample, plan, 1 if is_decoding else prompt_budget)
-            prompt_budget -= 0 if is_decoding else used
-        self._plan_rows(active, plan)
+            if sample.is_decoding:
+                self._plan_tokens(sample, plan, 1)
+            else:
+                is_large = share.is_large(sample)
+                budget[is_large] -= self._plan_tokens(sample, plan, budget[is_large])
+        self._plan_rows(active, plan, share)
         return plan
 
     def release(self, sample: Sample, *, keep: bool = True) -> None:
         """End a sample: its computed tokens stay known to the tree (if `keep`), its slots are let go."""
+        self.shares.end(sample)
+        self._stop(sample, keep=keep)
+
+    def _stop(self, sample: Sample, *, keep: bool = True) -> None:
         self.running.remove(sample)
         self._let_go(sample, keep=keep)
 
@@ -127,6 +140,7 @@ class Scheduler:
         if sample in self.running:
             self.release(sample)
         else:
+            self.shares.end(sample)
             self.waiting.remove(sample)
 
     def roll_back(self, plan: StepPlan) -> list[Sample]:
@@ -163,33 +177,45 @@ class Scheduler:
         """Send back what has outgrown its rotary frequencies: all its keys and rows change with them."""
         for sample in reversed(self.running[:]):
             if sample.is_long != self._is_long(sample):
-                self.release(sample)
+                self._stop(sample)
                 self.waiting.appendleft(sample)
 
     def _admit(self) -> None:
         num_active = sum(not sample.is_paused for sample in self.running)
-        while num_active < self.max_running:
-            sample = next((one for one in self.waiting if not one.is_paused), None)
-            if sample is None:
+        while sample := self.shares.next_in_line(self.waiting, self.running):
+            if num_active >= self.max_running:
+                giver = self.shares.gives_place(self.running, sample)
+                if giver is None:
+                    return
+                self._preempt(giver)
+                num_active -= 1
+            if not self._start(sample):
                 return
-            sample.is_long = self._is_long(sample)
-            root = self.tree.root((None if sample.lora is None else sample.lora.number, sample.is_long))
-            todo = sample.token_ids[: sample.num_remaining]
-            node, known = self.tree.descend(root, todo)
-            self.tree.lock(node)
-            # Only a sample whose whole present need fits is let in; the first in line is never passed by.
-            need = len(todo) - len(known) + 1
-            while self.num_available < need and (paused := self._youngest_paused()):
-                self._preempt(paused)
-            if self.running and self.num_available < need:
-                self.tree.unlock(node)
-                return
-            sample.node = node
-            sample.take_slots(known, in_tree=True)
-            self.num_cached_tokens += len(known)
-            self.waiting.remove(sample)
-            self.running.append(sample)
             num_active += 1
+
+    def _start(self, sample: Sample) -> bool:
+        """Let a sample run on what the tree knows of it; False where there are no slots for the rest."""
+        sample.is_long = self._is_long(sample)
+        root = self.tree.root((None if sample.lora is None else sample.lora.number, sample.is_long))
+        todo = sample.token_ids[: sample.num_remaining]
+        node, known = self.tree.descend(root, todo)
+        self.tree.lock(node)
+        # Only a sample whose whole present need fits is let in; the first in line is never passed by.
+        need = len(todo) - len(known) + 1
+        while self.num_available < need and (giver := self._giver_of_slots(sample, need)):
+            self._preempt(giver)
+        if self.running and self.num_available < need:
+            self.tree.unlock(node)
+            return False
+        sample.node = node
+        sample.take_slots(known, in_tree=True, is_own=False)
+        self.num_cached_tokens += len(known)
+        self.waiting.remove(sample)
+        self.running.append(sample)
+        return True
+
+    def _giver_of_slots(self, sample: Sample, need: int) -> Sample | None:
+        return self._youngest_paused() or self.shares.gives_slots(self.running, sample, need)
 
     def _plan_tokens(self, sample: Sample, plan: StepPlan, budget: int) -> int:
         if not sample.has_tail:
@@ -216,7 +242,7 @@ class Scheduler:
         start = sample.num_computed
         node, known = self.tree.descend(sample.node, sample.token_ids[start : start + sample.num_remaining])
         if len(known):
-            sample.take_slots(known, in_tree=True)
+            sample.take_slots(known, in_tree=True, is_own=False)
             self.num_cached_tokens += len(known)
             self._stand_on(sample, node)
             plan.touched.add(sample)
@@ -230,17 +256,17 @@ class Scheduler:
     def _make_room(self, count: int, sample: Sample, plan: StepPlan) -> int:
         """Free up to `count` slots for a sample; the number that it may take."""
         while self.num_available < count:
-            youngest = self._youngest_paused() or self.running[-1]
-            if youngest is sample or youngest in plan.touched:
+            giver = self._youngest_paused() or self.shares.gives_room(self.running, plan.touched)
+            if giver is sample or giver in plan.touched:
                 break
-            self._preempt(youngest)
+            self._preempt(giver)
         if self.pool.num_free < count:
             # A little more than asked, so that a full pool is not searched at every step.
             self.tree.evict(max(count - self.pool.num_free, self.pool.num_slots // 64))
         return self.pool.num_free
 
     def _preempt(self, sample: Sample) -> None:
-        self.release(sample)
+        self._stop(sample)
         self.waiting.appendleft(sample)
         self.num_preempted += 1
 
@@ -261,16 +287,16 @@ class Scheduler:
     def _youngest_paused(self) -> Sample | None:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
 
-    def _plan_rows(self, active: Iterable[Sample], plan: StepPlan) -> None:
-        budget = self.max_batch_tokens
+    def _plan_rows(self, active: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
+        budget = share.split(self.max_batch_tokens, active, lambda one: one.num_ready_rows)
         for sample in active:
             if sample.node is None:  # preempted
                 continue
-            ready = min(sample.num_computed, sample.num_prompt_rows)
-            end = min(ready, sample.num_scored + budget)
+            is_large = share.is_large(sample)
+            end = sample.num_scored + min(sample.num_ready_rows, budget[is_large])
             if end > sample.num_scored:
                 plan.prompt_rows.append(Span(sample, sample.num_scored, end))
-                budget -= end - sample.num_scored
+                budget[is_large] -= end - sample.num_scored
                 sample.num_scored = end
                 plan.touched.add(sample)
             is_scored = sample.num_scored == sample.num_prompt_rows

@@ -1,6 +1,6 @@
 """`HttpEngine`: a server of this library as an engine that ends requests with rows and samples.
 
-Before it: the desk. After it: `exchanges`. Every exchange runs on a thread of this engine's own. A few with
+Before it: the desk. After it: `link`. Every exchange runs on the loop that the desk runs on, too. A few with
 rows are on their way at once; what comes meanwhile is gathered for the next.
 """
 
@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, final
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Admitted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.remote.link import ServerFacts
     from logprobe.engine.protocol import Capabilities
     from logprobe.transport.messages import Request
@@ -30,6 +31,21 @@ MOST_ROWS: Final = 64  # an exchange
 SHARE: Final = 2  # one client takes at most half of what the server lets through
 ROW_BYTES: Final = 12  # that a server counts for each id of a whole row
 ID_BYTES: Final = 12  # most that one id takes in JSON
+CARRIED: Final = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "lora",
+}
+NOT_CARRIED: Final[dict[str, Any]] = {  # what a request must leave as it is, rather than lose on the way
+    field.name: getattr(SamplingParams(), field.name)
+    for field in fields(SamplingParams)
+    if field.name not in CARRIED
+}
 
 Outcome: TypeAlias = "Future[RequestOutput]"
 
@@ -45,7 +61,7 @@ class Exchange:
 
 @final
 class HttpEngine:
-    """Implements `RowEngine` on the server at `url`.
+    """Implements `RowEngine` on the server at `url`, by exchanges on the loop of `bridge`.
 
     Raises:
         ModelError: httpx is not installed.
@@ -53,7 +69,7 @@ class HttpEngine:
         ServerError: there is no such server, or it failed.
     """
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, bridge: LoopThread, url: str, api_key: str | None, timeout_s: float) -> None:
         self._link = Link(url, api_key, timeout_s)
         self._lock = threading.Lock()
         self._is_closed = False  # guarded by `_lock`, as is whatever is posted to the bridge
@@ -61,7 +77,7 @@ class HttpEngine:
         # Both belong to the bridge's loop.
         self._gathered: list[Request] = []
         self._exchanges: dict[str, Exchange] = {}
-        self._bridge = LoopThread()
+        self._bridge = bridge
         try:
             self._facts = self._bridge.run(meet(self._link))
         except BaseException:
@@ -80,9 +96,10 @@ class HttpEngine:
         Raises:
             ParameterError: it can never be served.
         """
-        capabilities, asked = self.capabilities(), request.params.logprobs
-        elsewhere = "does not come with a remote sample; POST /v1/completions gives it"
-        require(asked is None, "logprobs", elsewhere)
+        capabilities = self.capabilities()
+        for name, default in NOT_CARRIED.items():
+            elsewhere = "does not come with a remote sample; POST /v1/completions gives it"
+            require(getattr(request.params, name) == default, name, elsewhere)
         check_request(request, max_len=capabilities.max_model_len, vocab_size=capabilities.vocab_size)
         return Admitted(request, {})
 
@@ -90,12 +107,17 @@ class HttpEngine:
         """Accept requests; `result` must follow for each, once.
 
         Raises:
+            ParameterError: an id that is in use; none was accepted then.
             EngineClosedError: the engine was closed.
         """
+        requests = [one.request for one in admitted]
+        names = {request.request_id for request in requests}
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError("this model was cleaned up; make a new one")
-            requests = [one.request for one in admitted]
+            require(len(names) == len(requests), "request_id", "one stands twice; give each request its own")
+            for name in names & self._outcomes.keys():
+                raise ParameterError("request_id", f"{name!r} is in use; give each request its own")
             for request in requests:
                 outcome: Outcome = Future()
                 outcome.set_running_or_notify_cancel()  # ended by the bridge alone, whoever stops waiting
@@ -111,14 +133,15 @@ class HttpEngine:
         """The LoRA weights that the server had when it was met: name → path over there."""
         return dict(self._facts.loras)
 
-    def lora_number(self, name: str) -> int:
+    def lora_number(self, name: str | None) -> int:
         """0: the server alone knows its loads.
 
         Raises:
             ParameterError: the server had no such weights when it was met.
         """
         known = ", ".join(self._facts.loras) or "none"
-        require(name in self._facts.loras, "lora", f"no LoRA weights {name!r} are loaded; known: {known}")
+        is_known = name is None or name in self._facts.loras
+        require(is_known, "lora", f"no LoRA weights {name!r} are loaded; known: {known}")
         return 0
 
     def capabilities(self) -> Capabilities:
@@ -126,9 +149,17 @@ class HttpEngine:
         return self._facts.capabilities
 
     async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
+        """The request's output once it has ended; giving up the wait aborts the request.
+
+        Raises:
+            ParameterError: an id that is unknown.
+            LogprobeError: how the request failed.
+        """
+        outcome = self._outcomes.get(request_id)
+        if outcome is None:
+            raise ParameterError("request_id", f"{request_id!r} is unknown, or its output was taken already")
         try:
-            return await asyncio.wrap_future(self._outcomes[request_id])
+            return await asyncio.wrap_future(outcome)
         finally:
             self.abort(request_id)
             del self._outcomes[request_id]
@@ -143,13 +174,12 @@ class HttpEngine:
                 self._bridge.post(self._give_up, request_id, outcome)
 
     def close(self) -> None:
-        """End all requests with `EngineClosedError`; a second call does nothing."""
+        """End all requests with `EngineClosedError`; the loop is its owner's. A second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         self._bridge.run(self._end_all())
-        self._bridge.close()
 
     async def _end_all(self) -> None:
         self._gathered.clear()
@@ -195,7 +225,8 @@ class HttpEngine:
     async def _follow(self, exchange: Exchange) -> None:
         ends: Sequence[CompletionOutput | Exception]
         try:
-            ends = await self._answers(exchange.requests)
+            is_row = exchange.requests[0].wants_row
+            ends = await (self.rows if is_row else self._samples)(exchange.requests)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             ends = [error] * len(exchange.requests)
         is_refused = isinstance(ends[0], ParameterError) and len(ends) > 1
@@ -209,9 +240,15 @@ class HttpEngine:
                 _settle(self._outcomes.get(request.request_id), end)
         self._send_gathered()
 
-    async def _answers(self, requests: Sequence[Request]) -> list[CompletionOutput]:
-        if requests[0].wants_row:
-            return await ask_rows(self._link, requests, self.capabilities().vocab_size)
+    async def rows(self, requests: Sequence[Request]) -> list[CompletionOutput]:
+        """Whole rows after the prompts of requests under the same LoRA weights, in order, by one exchange.
+
+        Raises:
+            LogprobeError: the exchange failed.
+        """
+        return await ask_rows(self._link, requests, self.capabilities().vocab_size)
+
+    async def _samples(self, requests: Sequence[Request]) -> list[CompletionOutput]:
         async with self._sample_room:
             return [await ask_sample(self._link, requests[0], self.capabilities().vocab_size)]
 

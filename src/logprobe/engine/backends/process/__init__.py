@@ -1,0 +1,1 @@
+"""An engine in processes of its own: what stands on either side of the wall, and what crosses it."""

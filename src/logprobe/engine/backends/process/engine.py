@@ -1,0 +1,289 @@
+"""`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
+
+Before it: front doors in this process. After it: replicas, each behind a channel, and readers who follow what
+these tell. Admission and the names of LoRA weights are on this side, once for all replicas.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import zmq
+
+from logprobe.engine.backends.process.admission import Admission, LoraNames, processor_names
+from logprobe.engine.backends.process.orders import (
+    DropLora,
+    DropWeights,
+    LoadLora,
+    LoadWeights,
+    Start,
+    TakeWeights,
+)
+from logprobe.engine.backends.process.replica import Load, Replica
+from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
+from logprobe.engine.backends.router import Router
+from logprobe.engine.fold import Describer
+from logprobe.engine.protocol import EngineStats
+from logprobe.errors import EngineClosedError
+from logprobe.models.loading import save_state
+from logprobe.processors import ModelFacts
+from logprobe.transport.messages import Abort, ForgetPrefixes, Pause, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Sequence
+
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backends.process.orders import Answer, Asked, Order, Ready
+    from logprobe.engine.forward.native import State
+    from logprobe.engine.protocol import Capabilities
+    from logprobe.engine.request import RequestOutput
+    from logprobe.text.edge import TextEdge
+    from logprobe.transport.messages import Admitted, News, Request
+
+
+class ProcessEngine:
+    """Implements `EngineBackend` on engine processes.
+
+    Raises:
+        ModelError: the model cannot be had or used.
+        EngineError: a process ended before it took requests.
+    """
+
+    def __init__(self, config: EngineConfig, text: TextEdge) -> None:
+        settings = {field.name: getattr(config, field.name) for field in fields(config)}
+        settings |= {"logits_processors": processor_names(config.logits_processors)}
+        self._settings = settings | {"process": False, "data_parallel": 1}
+        self._loras = LoraNames()
+        self._weights: LoadWeights | None = None  # that answer now; None: the model's own
+        self._passing = ExitStack()  # has the folder of weights that came without one
+        self._is_loading = threading.Lock()
+        self._is_routing = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        threads = max(torch.get_num_threads() // config.data_parallel, 1)
+        self._router = Router(config.data_parallel)
+        self._replicas: list[Replica] = []
+        self._replicas += [
+            Replica(name, self._context, threads, self) for name in _names(config.data_parallel)
+        ]
+        atexit.register(self._close_replicas)
+        try:
+            ready, *_ = [replica.ready.result() for replica in self._replicas]
+        except BaseException:
+            self._close_replicas()
+            raise
+        self._open(config, text, ready)
+
+    def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:
+        """All that waits for a process to tell of its engine."""
+        own = ready.capabilities
+        self._capabilities = replace(own, num_processes=config.data_parallel)
+        facts = ModelFacts(
+            vocab_size=own.vocab_size,
+            eos_token_ids=frozenset(ready.eos_token_ids),
+            tokenizer=text.tokenizer,
+            vocabulary=text.vocabulary,
+        )
+        told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
+        self._admission = Admission(told, own, facts, self._loras)
+        self._readers = Readers(Describer(ready.source, own.vocab_size, text.vocabulary), self._send)
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request.
+
+        Raises:
+            ParameterError: it can never be served.
+        """
+        return self._admission.admit(request)
+
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+
+        Raises:
+            ParameterError: an id that is in use; none was accepted then.
+            EngineClosedError: the engine was closed.
+        """
+        self._readers.open(admitted)
+        self._drop_loras()
+        with self._is_routing:
+            queued = [replica.num_queued_tokens for replica in self._replicas]
+            is_up = [replica.is_up for replica in self._replicas]
+            portions: list[list[Admitted]] = [[] for _ in self._replicas]
+            for one in admitted:
+                chosen = self._router.choose(one, queued, is_up)
+                queued[chosen] += Load(one).num_tokens
+                portions[chosen].append(one)
+        for replica, portion in zip(self._replicas, portions, strict=True):
+            if portion:
+                replica.submit(portion)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; a new one then joins the next step without delay."""
+        return any(replica.num_queued_tokens for replica in self._replicas)
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended; giving up the wait aborts the request."""
+        return await self._readers.result(request_id)
+
+    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
+        """The request's one output, each time it has grown; leaving the stream early aborts the request.
+
+        The request is paused while `buffer_rows` rows wait for the reader.
+        """
+        return self._readers.stream(request_id, buffer_rows)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
+        self._send(Abort(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Let a request take no step until `resume`; it keeps what is computed."""
+        self._send(Pause(request_id))
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on."""
+        self._send(Resume(request_id))
+
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix that no request stands on."""
+        with self._is_routing:
+            self._router.forget()
+        for replica in self._replicas:
+            replica.send(ForgetPrefixes())
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            EngineError: a process ended meanwhile.
+        """
+        with self._is_loading:
+            load = LoadLora(self._loras.next_number(), name, str(Path(path).absolute()))
+            first, *_ = self._ask_all(load, DropLora(load.number))
+            self._loras.add(LoadLora(load.number, name, first.path))
+        self._drop_loras()
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights; they go once none runs on them.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        self._loras.remove(name)
+        self._drop_loras()
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded LoRA weights: name → path."""
+        return {load.name: load.path for load in self._loras.all()}
+
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        return self._admission.weights_number if name is None else self._loras.get(name).number
+
+    def load_weights(self, weights: str | Path | State, *, finishes: bool) -> None:
+        """Go on with other weights of the model in every process or in none, as `start.replace_weights` says.
+
+        Raises:
+            ModelError: they cannot be read, or do not fit the model.
+            EngineError: a process ended while it read them.
+            EngineClosedError: the engine was closed before they answered.
+        """
+        with self._is_loading, ExitStack() as own:
+            is_state = isinstance(weights, Mapping)
+            if isinstance(weights, Mapping):
+                folder = Path(own.enter_context(TemporaryDirectory(prefix="logprobe-weights-")))
+                save_state(weights, folder)
+            else:
+                folder = Path(weights).absolute()
+            number, loras = self._loras.next_number(), self._loras.renumbered()
+            load = LoadWeights(number, str(folder), is_passing=is_state, loras=loras)
+            self._ask_all(load, DropWeights(number))
+            # A process that starts from here on has them; LoRA weights it has by `starting`.
+            self._weights = msgspec.structs.replace(load, loras=[])
+            take = TakeWeights(self._loras.next_number(), number, finishes)
+            for answer in [replica.ask(take) for replica in self._replicas]:
+                if isinstance(error := answer.result().error, EngineClosedError):
+                    raise error
+            self._loras.replace(loras)
+            self._admission.weights_number += 1
+            self._passing.close()
+            self._passing = own.pop_all()
+        self._drop_loras()
+
+    def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
+        """Have every process do something; where one cannot, the others undo it."""
+        answers = [one.result() for one in [replica.ask(order) for replica in self._replicas]]
+        for error in (answer.error for answer in answers if answer.error is not None):
+            for replica in self._replicas:
+                replica.send(undo)
+            raise error
+        return answers
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do; slots and rows are each replica's."""
+        return self._capabilities
+
+    def stats(self) -> EngineStats:
+        """What its processes were doing and had done at their latest signs of life, and what each was."""
+        return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
+
+    def stalled_s(self) -> float:
+        """How long the slowest present step has taken, s; where no process takes requests: since when."""
+        if not any(replica.is_up for replica in self._replicas):
+            return min(replica.down_s() for replica in self._replicas)
+        return max(replica.stalled_s() for replica in self._replicas)
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError`, and the processes; a second call does nothing."""
+        self._readers.close()
+        self._close_replicas()
+        self._readers.end(EngineClosedError("the engine was closed before this request ended"))
+
+    def starting(self, replica: Replica) -> Start:
+        """What a process that starts is told first; it knows no prefix."""
+        if replica in self._replicas:
+            with self._is_routing:
+                self._router.forget(self._replicas.index(replica))
+        return Start(self._settings, self._loras.all(), self._weights)
+
+    def publish(self, news: Iterable[News]) -> None:
+        """Take what a replica tells of requests."""
+        self._readers.publish(news)
+
+    def _close_replicas(self) -> None:
+        for replica in self._replicas:
+            replica.stop()
+        for replica in self._replicas:
+            replica.close()
+        self._passing.close()
+        self._context.term()
+        atexit.unregister(self._close_replicas)
+
+    def _drop_loras(self) -> None:
+        """Let the processes let go of weights that no request to come names."""
+        for number in self._loras.take_dropped():
+            for replica in self._replicas:
+                replica.send(DropLora(number))
+
+    def _send(self, command: Abort | Pause | Resume) -> None:
+        for replica in self._replicas:
+            if replica.has(command.request_id):
+                replica.send(command)
+
+
+def _names(count: int) -> list[str]:
+    return ["the engine process"] if count == 1 else [f"replica {number}" for number in range(count)]

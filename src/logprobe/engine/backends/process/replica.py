@@ -1,0 +1,354 @@
+"""`Replica`: one engine process as its front sees it: started, followed, and started again when it dies.
+
+Before it: `ProcessEngine`, on any thread. After it: `child`, over a channel. A thread of its own follows the
+process from start to end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from logprobe.engine.backends.process.orders import Answer, Pulse, Ready, Report, Start, Stop, Stopped
+from logprobe.engine.protocol import EngineStats
+from logprobe.errors import EngineClosedError, EngineError, LogprobeError, ParameterError
+from logprobe.transport.channel import Channel, PeerGoneError
+from logprobe.transport.codec import Codec
+from logprobe.transport.messages import Delta, Failure, Submit
+from logprobe.transport.shm import PageReader, unnamed_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from logprobe.engine.backends.process.orders import Asked, Order
+    from logprobe.transport.messages import Admitted, News
+
+MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
+CLOSE_S: Final = 5.0  # for the step in progress when it is stopped
+FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
+    0.5,
+    30.0,
+    60.0,
+)  # of starting again; after which the delay is short
+STDERR: Final = 2
+LATE_S: Final = 2.0  # without a pulse: the process is held up
+LOOK_S: Final = 1.0  # between two looks at whether it still tells of itself
+SILENT_S: Final = 60.0  # without a pulse: it hangs
+STUCK_S: Final = 600.0  # of one step: so does its engine
+
+NOTHING: Final = EngineStats.of_replicas({})
+
+logger = logging.getLogger("logprobe")
+
+
+class Front(Protocol):
+    """Whoever has replicas."""
+
+    def starting(self, replica: Replica) -> Start:
+        """What a process that starts is told first."""
+
+    def publish(self, news: Iterable[News]) -> None:
+        """Take what a replica tells of requests."""
+
+
+class Load:
+    """What of a request is still to be done."""
+
+    __slots__ = ("num_samples", "num_tokens")
+
+    def __init__(self, admitted: Admitted) -> None:
+        params = admitted.request.params
+        self.num_samples = params.num_samples
+        self.num_tokens = len(admitted.request.prompt_token_ids) + self.num_samples * params.max_tokens
+
+
+class Replica:
+    """One engine process after another under one name."""
+
+    def __init__(self, name: str, context: Any, threads: int, front: Front) -> None:
+        self.name = name
+        self.ready: Future[Ready] = Future()  # of the first start
+        self.num_restarts = 0
+        self._context = context
+        self._threads = threads
+        self._front = front
+        self._lock = threading.Lock()
+        # All below is guarded by `_lock`.
+        self._channel: Channel[Any] | None = None  # while the engine takes requests
+        self._waiting: list[Order] = []  # for the engine to take requests
+        self._loads: dict[str, Load] = {}  # of the requests that have not ended
+        self._asked: dict[int, Future[Answer]] = {}  # orders that are answered, by their numbers
+        self._ended: LogprobeError | None = None  # why no process will come any more
+        self.num_queued_tokens = 0  # of all loads; may be read at any time
+        self._is_closed = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pulse: tuple[float, Pulse] | None = None  # the latest, and when it came; read at any time
+        self._down_since = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"logprobe-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its engine takes requests now; else they wait for it."""
+        return self._channel is not None
+
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Take requests over; each will end, whatever becomes of the process."""
+        with self._lock:
+            for one in admitted:
+                load = self._loads[one.request.request_id] = Load(one)
+                self.num_queued_tokens += load.num_tokens
+            self._send(Submit(tuple(admitted)))
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request runs or waits here."""
+        return request_id in self._loads
+
+    def send(self, order: Order) -> None:
+        """Tell the engine; where it does not run, once it does."""
+        with self._lock:
+            self._send(order)
+
+    def ask(self, order: Asked) -> Future[Answer]:
+        """Tell the engine what it answers; where it cannot any more, that is the answer."""
+        answer: Future[Answer] = Future()
+        with self._lock:
+            if self._ended is not None:
+                answer.set_result(Answer(order.number, error=self._ended))
+                return answer
+            self._asked[order.number] = answer
+            self._send(order)
+        return answer
+
+    def stats(self) -> EngineStats:
+        """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
+        stats = NOTHING if self._pulse is None else self._pulse[1].stats
+        return replace(stats, restarts=self.num_restarts)
+
+    def down_s(self) -> float:
+        """How long it has taken no requests, s."""
+        return 0.0 if self.is_up else time.monotonic() - self._down_since
+
+    def stalled_s(self) -> float:
+        """How long its present step has taken, or how long it has not been heard of, s."""
+        if self._pulse is None:
+            return 0.0
+        at, pulse = self._pulse
+        silent_s = time.monotonic() - at
+        return pulse.stalled_s + (silent_s if silent_s > LATE_S else 0.0)
+
+    def stop(self) -> None:
+        """Let the process end after its present step; `close` must follow."""
+        with self._lock:
+            self._is_closed.set()
+            if self._channel is None and self._process is not None:
+                self._process.kill()  # it holds nothing yet
+            self._send(Stop())
+
+    def close(self) -> None:
+        """End the process, by force where it does not end by itself; a second call does nothing."""
+        self.stop()
+        while self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive() and self._process is not None:
+                self._process.kill()
+
+    def _send(self, order: Order) -> None:
+        if self._channel is None:
+            self._waiting.append(order)
+            return
+        try:
+            self._channel.send(order)
+        except PeerGoneError as error:  # whoever follows the process ends what it was to do
+            logger.debug("%s: %s", self.name, error)
+        except ParameterError:
+            if not isinstance(order, Submit) or len(order.requests) == 1:
+                raise
+            for one in order.requests:  # together they are too large for a message
+                self._send(Submit((one,)))
+
+    def _run(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            began = time.monotonic()
+            reason = self._live()
+            if self._is_closed.is_set() or not self.ready.done():
+                break
+            self._end_all(reason)
+            delay_s = FIRST_DELAY_S if time.monotonic() - began > STEADY_S else delay_s
+            logger.error("%s; it is started again in %.1f s", reason, delay_s)
+            if self._is_closed.wait(delay_s):
+                break
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+            self.num_restarts += 1
+        if self._is_closed.is_set():
+            reason = EngineClosedError("the engine was closed before this request ended")
+        if not self.ready.done():
+            self.ready.set_exception(reason)
+        with self._lock:
+            self._ended = reason
+        self._end_all(reason)
+
+    def _live(self) -> LogprobeError:
+        """Start a process and follow it to its end; why it ended."""
+        folder = Path(tempfile.mkdtemp(prefix="logprobe-"))
+        rows = unnamed_file()
+        own, others = socket.socketpair()
+        codec: Codec[list[Report]] = Codec(list[Report], reader=PageReader(rows))
+        channel = Channel.bind(self._context, folder, codec, own)
+        told: LogprobeError | None = None
+        try:
+            with others:
+                process = self._process = self._spawn(folder, others, rows)
+            channel.wait_for_peer()
+            channel.send(self._front.starting(self))
+            told = self._follow(channel, folder)
+            channel.send(Stop())
+            process.wait(CLOSE_S)
+        except (PeerGoneError, subprocess.TimeoutExpired) as error:
+            logger.debug("%s: %s", self.name, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            told = EngineError(f"{self.name} cannot be followed: {error!r}")
+        finally:
+            self._go_down(channel)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(rows)
+        return self._why(told)
+
+    def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
+        """Act on what the process tells until it must end; why it must.
+
+        Raises:
+            PeerGoneError: it has ended.
+        """
+        num_silent, told = 0, None
+        while told is None:
+            reports = channel.receive(LOOK_S)
+            if reports is not None:
+                if not self.is_up:
+                    shutil.rmtree(folder, ignore_errors=True)  # both sockets are connected
+                num_silent, told = 0, self._take(channel, reports)
+            elif self.is_up:
+                # Looks are counted and no clock is read: this process may have been stopped itself.
+                num_silent += 1
+                if num_silent * LOOK_S >= SILENT_S:
+                    told = self._kill(f"has not answered for {SILENT_S:.0f} s")
+        return told
+
+    def _kill(self, why: str) -> EngineError:
+        """End a process that hangs."""
+        assert self._process is not None
+        self._process.kill()
+        return EngineError(f"{self.name} (pid {self._process.pid}) {why} and was killed")
+
+    def _spawn(self, folder: Path, lifeline: socket.socket, rows: int) -> subprocess.Popen[bytes]:
+        arguments = [str(folder), str(lifeline.fileno()), str(rows)]
+        path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be imported there
+        return subprocess.Popen(  # noqa: S603 - this interpreter
+            [sys.executable, "-P", "-c", MAIN, *arguments],
+            pass_fds=(lifeline.fileno(), rows),
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self._threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,  # what comes on standard output is the front's
+        )
+
+    def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
+        """Act on one message; why the process must end, where it must."""
+        news: list[News] = []
+        for report in reports:
+            match report:
+                case Ready():
+                    self._go_up(channel, report)
+                case Stopped(error):
+                    return error
+                case Pulse():
+                    self._pulse = time.monotonic(), report
+                    if report.stalled_s > STUCK_S:
+                        return self._kill(f"has not ended a step for {report.stalled_s:.0f} s")
+                case Answer(number):
+                    with self._lock:
+                        answer = self._asked.pop(number)
+                    answer.set_result(report)
+                case _:
+                    news.append(report)
+        if news:
+            self._account(news)
+            self._front.publish(news)
+        return None
+
+    def _go_up(self, channel: Channel[Any], ready: Ready) -> None:
+        with self._lock:
+            self._channel = channel
+            waiting, self._waiting = self._waiting, []
+            for order in waiting:
+                self._send(order)
+        if not self.ready.done():
+            self.ready.set_result(ready)
+
+    def _go_down(self, channel: Channel[Any]) -> None:
+        """Take requests no more, and let all go that the process and its front shared."""
+        with self._lock:
+            self._channel, self._pulse = None, None
+            self._down_since = time.monotonic()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        channel.close()
+
+    def _why(self, told: LogprobeError | None) -> LogprobeError:
+        """What to tell of a process that has ended."""
+        if told is not None:
+            return told
+        if self._process is None:
+            return EngineError(f"{self.name} could not be started")
+        code = self._process.returncode
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            how += " (out of memory?)" if -code == signal.SIGKILL else ""
+        return EngineError(f"{self.name} (pid {self._process.pid}) {how}")
+
+    def _account(self, news: Iterable[News]) -> None:
+        """Note what of the requests is done."""
+        with self._lock:
+            for one in news:
+                load = self._loads.get(one.request_id)
+                if load is None:
+                    continue
+                num_done = 0
+                if isinstance(one, Delta):
+                    num_done = len(one.token_ids)
+                    load.num_samples -= one.finish is not None
+                if isinstance(one, Failure) or load.num_samples == 0:
+                    num_done = load.num_tokens
+                    del self._loads[one.request_id]
+                load.num_tokens -= num_done
+                self.num_queued_tokens -= num_done
+
+    def _end_all(self, reason: LogprobeError) -> None:
+        """End every request that the process had, and whoever waits for an answer of it."""
+        with self._lock:
+            request_ids, self._loads = list(self._loads), {}
+            asked, self._asked = self._asked, {}
+            self._waiting, self.num_queued_tokens = [], 0
+        for number, answer in asked.items():
+            answer.set_result(Answer(number, error=reason))
+        if request_ids:
+            self._front.publish([Failure(request_id, reason) for request_id in request_ids])

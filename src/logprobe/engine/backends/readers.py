@@ -1,0 +1,144 @@
+"""`Readers`: who waits for which request of an engine, and what has come for them.
+
+Before it: the messages of an engine, on whatever thread they come. After it: whoever follows a request, in
+whatever event loop that runs, each loop woken once a batch of messages. The reader folds them, so that
+nothing grows under two threads. Every engine whose requests are followed in this process has one.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING
+
+from logprobe.engine.fold import Fold
+from logprobe.errors import EngineClosedError, require
+from logprobe.transport import StreamingLogprobsCollector
+from logprobe.transport.collector import Parcel
+from logprobe.transport.messages import Abort, Delta, Failure, Pause, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+
+    from logprobe.engine.fold import Describer
+    from logprobe.engine.request import RequestOutput
+    from logprobe.errors import LogprobeError
+    from logprobe.transport.messages import Admitted, News
+
+BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
+WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
+WIDE = 1024  # alternatives from which each row is folded at once
+
+
+class Readers:
+    """The folds of all requests whose output was not taken yet; any thread may publish and ask."""
+
+    def __init__(self, describer: Describer, send: Callable[[Abort | Pause | Resume], None]) -> None:
+        """Open outputs by `describer`; `send` takes the pauses, resumptions and aborts of requests."""
+        self._describer = describer
+        self._send = send
+        self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
+            BUFFER_ROWS,
+            pause=lambda request_id: send(Pause(request_id, "reader")),
+            resume=lambda request_id: send(Resume(request_id, "reader")),
+        )
+        self._lock = threading.Lock()
+        # All below is guarded by `_lock`.
+        self._folds: dict[str, Fold] = {}
+        self._read: set[str] = set()  # those of them that somebody follows
+        self._is_closed = False
+
+    def open(self, admitted: Sequence[Admitted]) -> None:
+        """Take requests in; what comes for them waits until `result` or `stream`.
+
+        Raises:
+            ParameterError: an id that is in use; none was taken then.
+            EngineClosedError: the engine was closed.
+        """
+        folds = {one.request.request_id: Fold(one.request, self._describer) for one in admitted}
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; make a new one")
+            require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
+            for request_id in folds:
+                is_new = request_id not in self._folds
+                require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
+            for request_id in folds:
+                self._collector.open(request_id)
+            self._folds |= folds
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended; giving up the wait aborts the request."""
+        async with aclosing(self._grow(request_id, every_step=False, buffer_rows=BUFFER_ROWS)) as outputs:
+            async for output in outputs:
+                if output.is_finished:
+                    return output
+        raise AssertionError("a stream ends with a finished output")
+
+    def stream(self, request_id: str, buffer_rows: int) -> AsyncGenerator[RequestOutput]:
+        """The request's one output, each time it has grown; leaving the stream early aborts the request.
+
+        The request is paused while `buffer_rows` rows wait for the reader.
+        """
+        return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
+
+    def publish(self, news: Iterable[News]) -> None:
+        """Hand on what an engine tells; what comes for a request that nobody opened is dropped."""
+        for request_id in self._collector.add_many(map(_parcel, news)):
+            # Its reader's event loop was closed: nobody can come back.
+            self._collector.unregister(request_id)
+            self._forget(request_id)
+            self._send(Abort(request_id))
+
+    def close(self) -> None:
+        """Take no more requests."""
+        with self._lock:
+            self._is_closed = True
+
+    def end(self, error: LogprobeError) -> None:
+        """Take no more requests, and end all that there are with `error`."""
+        self.close()
+        with self._lock:
+            request_ids = list(self._folds)
+        self.publish(Failure(request_id, error) for request_id in request_ids)
+
+    async def _grow(
+        self, request_id: str, *, every_step: bool, buffer_rows: int
+    ) -> AsyncGenerator[RequestOutput]:
+        with self._follow(request_id) as fold:
+            min_rows = 1 if every_step or fold.is_wide(WIDE) else WAKE_ROWS
+            messages = self._collector.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
+            async with aclosing(messages) as batches:
+                async for news in batches:
+                    for one in news:
+                        fold.add(one)
+                    is_finished = fold.output.is_finished
+                    yield fold.output
+                    if is_finished:
+                        return
+
+    @contextmanager
+    def _follow(self, request_id: str) -> Iterator[Fold]:
+        with self._lock:
+            is_known = request_id in self._folds and request_id not in self._read
+            require(is_known, "request_id", f"{request_id!r} is unknown, or its output was taken already")
+            fold = self._folds[request_id]
+            self._read.add(request_id)
+        try:
+            yield fold
+        finally:
+            self._forget(request_id)
+            if not fold.output.is_finished:
+                self._send(Abort(request_id))
+
+    def _forget(self, request_id: str) -> None:
+        with self._lock:
+            self._folds.pop(request_id, None)
+            self._read.discard(request_id)
+
+
+def _parcel(news: News) -> Parcel[News]:
+    # A prompt's rows are bounded by the prompt, and a reader must not hold up the chunks that follow.
+    num_rows = len(news.token_ids) if isinstance(news, Delta) else 0
+    is_urgent = isinstance(news, Failure) or news.finish is not None or news.prompt is not None
+    return Parcel(news.request_id, news, num_rows, is_urgent)

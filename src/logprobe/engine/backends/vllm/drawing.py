@@ -1,0 +1,216 @@
+"""`WorkerDraw`: this library's draw on rows of logits that vLLM computed.
+
+Before it: `worker`, which knows whose row is which. After it: the front, which asks for what was found. vLLM
+may throw a draw away (the rows of a prompt that is only partly computed, a request that it puts off): a draw
+counts once the next token of its sample is asked for, or the front has seen it; until then the same token
+may be drawn again, from the same random number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, WORKS, Answer
+from logprobe.engine.drawing import Drawing, new_generator
+from logprobe.engine.plan.sample import Sample
+from logprobe.engine.processing import Processing
+from logprobe.engine.recorder import Recorder
+from logprobe.errors import EngineError, ForwardError, LogprobeError
+from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.records import LogprobsTensors, SamplerOutput
+from logprobe.sampling import Sampler
+from logprobe.transport.messages import Delta, Finish
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backends.vllm.orders import Work
+    from logprobe.processors import ModelFacts
+    from logprobe.text.edge import TextEdge
+
+
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """A draw that does not count yet."""
+
+    part: SamplerOutput
+    row: int  # of the part
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One sample while it is drawn."""
+
+    sample: ReplayedSample
+    drawn: Drawn | None = None
+    deltas: list[Delta] = field(default_factory=list)  # found, and not fetched
+    is_done: bool = False  # its end is among them, or was fetched
+
+
+class ReplayedSample(Sample):
+    """A sample that may draw the same token several times, each time from the same number."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._uniform = (-1, 0.0)  # the token that it drew, and the number
+
+    def next_uniform(self) -> float:
+        """The number that draws the next token, in [0, 1)."""
+        if self._uniform[0] != self.num_generated:
+            self._uniform = (self.num_generated, super().next_uniform())
+        return self._uniform[1]
+
+
+class WorkerDraw:
+    """Draws the tokens of samples, and keeps what there is to tell; one thread calls."""
+
+    def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
+        self._seed, self._vocab_size, self._max_len = config.seed, facts.vocab_size, max_len
+        self._processing = Processing(config, facts)
+        self._drawing = Drawing(self._processing, Sampler())
+        self._recorder = Recorder(text, facts.eos_token_ids)
+        self._runs: dict[str, Run] = {}
+
+    def open(self, tag: str, work: bytes) -> Run:
+        """The sample of a tag, which is known again when vLLM, or the front, had put it off."""
+        if tag not in self._runs:
+            self._runs[tag] = self._new_run(WORKS.decode(work))
+        return self._runs[tag]
+
+    def _new_run(self, work: Work) -> Run:
+        request = work.admitted.request
+        generator = new_generator(request, work.number, work.index, self._seed)
+        run = Run(ReplayedSample(request, work.index, self._max_len, generator))
+        try:
+            args = self._processing.pipeline.take_in(work.admitted.processor_args)
+            self._processing.open(run.sample, work.number, args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
+            self._end(run, _as_ours(error, "cannot take a request in"))
+        return run
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: Mapping[int, tuple[Run, int]]) -> None:
+        """Leave each of these rows of (R, V) float32 logits one token; all else stays.
+
+        `rows`: row → its sample, and how many tokens of that vLLM has taken.
+        """
+        for run, num_taken in rows.values():
+            self._settle(run, num_taken)
+            has = run.sample.num_generated
+            if not run.is_done and has > num_taken:
+                self._end(
+                    run, EngineError(f"vLLM forgot {has - num_taken} tokens of a text that it has taken")
+                )
+        live = {row: run for row, (run, _) in rows.items() if not run.is_done}
+        if not live:
+            return
+        try:
+            self._draw(logits, live)
+        except BaseException as error:  # noqa: BLE001 - vLLM's engine must outlive it
+            reason = _as_ours(error, "failed to draw")
+            for run in live.values():
+                self._end(run, reason)
+
+    def take(self, data: bytes) -> bytes:
+        """What was found for the samples of an `Ask`."""
+        ask = ASKS.decode(data)
+        answer = Answer({}, {})
+        for tag, num_seen in ask.num_seen.items():
+            run = self._runs.get(tag)
+            if run is not None:
+                self._settle(run, num_seen)
+                answer.deltas[tag], run.deltas = run.deltas, []
+        for tag in ask.forget:
+            self._runs.pop(tag, None)
+        counters = self._processing.pipeline.counters
+        answer.processors.update({name: one for name, one in counters.items() if one.num_steps})
+        return ANSWERS.encode(answer)
+
+    def _draw(self, logits: Tensor, live: Mapping[int, Run]) -> None:
+        for run in live.values():
+            run.drawn, run.sample.end = None, None  # a draw that was thrown away may have failed
+        samples: list[Sample] = [run.sample for run in live.values()]
+        places = {id(run.sample): (row, run) for row, run in live.items()}
+        self._processing.prepare(samples)
+        tokens: dict[int, int] = {}
+        for chunk in self._processing.chunks(samples, default_chunk_rows(self._vocab_size)):
+            own = [places[id(sample)] for sample in chunk]
+            rows = [row for row, _ in own]
+            # Most steps hold our requests alone, in their order: no copy then.
+            is_all = rows == list(range(len(logits)))
+            part = self._drawing.draw(chunk, logits if is_all else logits[rows])
+            for place, (row, run) in enumerate(own):
+                run.drawn = Drawn(part, place)
+                tokens[row] = max(int(part.sampled_token_ids[place]), 0)
+        rows, ids = list(tokens), list(tokens.values())
+        logits[rows] = -torch.inf
+        logits[rows, ids] = 0.0
+
+    def _settle(self, run: Run, num_taken: int) -> None:
+        """Let a draw count that vLLM has taken."""
+        if run.is_done:
+            return
+        if run.drawn is not None and num_taken > run.sample.num_generated:
+            drawn, run.drawn = run.drawn, None
+            self._count(run, drawn)
+        has = run.sample.num_generated
+        if not run.is_done and has < num_taken:
+            self._end(run, EngineError(f"vLLM took {num_taken} tokens of a text of which {has} were drawn"))
+
+    def _count(self, run: Run, drawn: Drawn) -> None:
+        one = _row_of(drawn)
+        news = self._recorder.record((), [run.sample], [one])
+        news.arrive = lambda: one
+        run.deltas += self._recorder.tell(news)
+        run.is_done = run.sample.is_finished
+
+    @staticmethod
+    def _end(run: Run, error: LogprobeError) -> None:
+        run.drawn, run.is_done = None, True
+        finish = Finish("error", error=error)
+        sample = run.sample
+        run.deltas.append(Delta(request_id=sample.request.request_id, index=sample.index, finish=finish))
+
+
+def _row_of(drawn: Drawn) -> SamplerOutput:
+    """One row of a step, its numbers on the host."""
+    part, row = drawn.part, drawn.row
+    if isinstance(part.logprobs, LogprobsTensors):
+        part = part.on_host()
+    own = slice(row, row + 1)
+    assert part.is_valid is not None
+    whole = part.whole_rows.get(row)
+    raw, raw_rows = _cut(part.logprobs, part.logprobs_rows, row)
+    processed, rows = _cut(part.processed_logprobs, part.processed_rows, row)
+    return SamplerOutput(
+        sampled_token_ids=part.sampled_token_ids[own],
+        is_valid=part.is_valid[own],
+        logprobs=raw,
+        logprobs_rows=raw_rows,
+        processed_logprobs=processed,
+        processed_rows=rows,
+        whole_rows={} if whole is None else {0: whole},
+    )
+
+
+def _cut(lists: Any, rows: Any, row: int) -> tuple[Any, Any]:
+    """The rows that a step reports of one of its rows: one or none."""
+    if lists is None or rows[row] < 0:
+        return None, np.array([-1])
+    place = int(rows[row])
+    return lists.rows(place, place + 1, int(lists.num_logprobs[place])), np.array([0])
+
+
+def _as_ours(error: BaseException, what: str) -> LogprobeError:
+    if isinstance(error, LogprobeError):
+        return error
+    reason = ForwardError(f"the draw in vLLM's worker {what}: {error!r}")
+    reason.__cause__ = error
+    return reason

@@ -1,0 +1,390 @@
+"""`VllmEngine`: vLLM's `AsyncLLM` behind `EngineBackend`.
+
+Before it: the front doors. After it: one request of vLLM's for each sample, whose tokens the draw in vLLM's
+workers picks (`worker`), and what that found, fetched by one call for all samples that went on. A paused
+sample leaves vLLM and comes back with its tokens in the prompt, of which vLLM's prefix cache knows most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
+from logprobe.engine.backends.vllm.follow import Fetcher, Follow
+from logprobe.engine.backends.vllm.orders import WORKS, Work
+from logprobe.engine.backends.vllm.params import drawing_params, scoring_params
+from logprobe.engine.backends.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
+from logprobe.engine.protocol import EngineStats
+from logprobe.errors import EngineClosedError, EngineError, LogprobeError, require
+from logprobe.transport.messages import Abort, Delta, Failure, Finish, Pause, Resume
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterable, Sequence
+    from pathlib import Path
+
+    from logprobe.engine.backends.bridge import LoopThread
+    from logprobe.engine.backends.process.admission import Admission
+    from logprobe.engine.backends.vllm.loras import VllmLoras
+    from logprobe.engine.fold import Describer
+    from logprobe.engine.protocol import Capabilities
+    from logprobe.engine.request import RequestOutput
+    from logprobe.transport.messages import Admitted, Request
+
+logger = logging.getLogger("logprobe")
+
+
+class VllmEngine:
+    """Implements `EngineBackend` on an `AsyncLLM` that lives in the loop of `bridge`.
+
+    `end_ids` are the tokens that end a text.
+    """
+
+    def __init__(  # noqa: PLR0913 (what an engine is made of)
+        self,
+        llm: Any,
+        bridge: LoopThread,
+        *,
+        capabilities: Capabilities,
+        describer: Describer,
+        admission: Admission,
+        loras: VllmLoras,
+        end_ids: Sequence[int],
+    ) -> None:
+        self._llm, self._bridge = llm, bridge
+        self._capabilities, self._admission, self._loras = capabilities, admission, loras
+        self._end_ids = sorted(end_ids)
+        self._readers = Readers(describer, self._send)
+        self._is_closed = False
+        # All below is touched on the event loop alone.
+        self._follows: dict[str, list[Follow]] = {}
+        self._numbers, self._runs = itertools.count(), itertools.count()
+        self._prefix = uuid.uuid4().hex[:8]  # the workers may know samples of another engine around this vLLM
+        self._fetcher = Fetcher(llm, self._receive, self._fail_all)
+        self._thread_id: int | None = None
+        self._num_cached, self._num_pauses = 0, 0
+        self._told_at = time.monotonic()
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request.
+
+        Raises:
+            ParameterError: it can never be served.
+        """
+        admitted = self._admission.admit(request)
+        check_prompt(request, self._capabilities.vocab_size)
+        is_safe = request.params.prompt_logprobs is None or not self._loras.spoils_prompts
+        remedy = "ends vLLM on a CPU that is ready for LoRA weights; start it without enable_lora"
+        require(is_safe, "prompt_logprobs", remedy)
+        if request.params.max_tokens == 0:
+            fits = len(request.prompt_token_ids) <= self._capabilities.max_model_len
+            require(
+                fits, "prompt", f"has one token more than the {self._capabilities.max_model_len} that fit"
+            )
+        return admitted
+
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+
+        Raises:
+            ParameterError: an id that is in use; none was accepted then.
+            EngineClosedError: the engine was closed.
+        """
+        self._readers.open(admitted)
+        self._bridge.post(self._start, tuple(admitted))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; a new one then joins the next step without delay."""
+        return bool(self._follows)
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended; giving up the wait aborts the request."""
+        return await self._readers.result(request_id)
+
+    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
+        """The request's one output, each time it has grown; leaving the stream early aborts the request.
+
+        The request is paused while `buffer_rows` rows wait for the reader.
+        """
+        return self._readers.stream(request_id, buffer_rows)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
+        self._send(Abort(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Let a request take no step until `resume`; its tokens are kept."""
+        self._send(Pause(request_id))
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on."""
+        self._send(Resume(request_id))
+
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix; vLLM keeps them while any request runs."""
+        self._bridge.post(self._reset_prefixes)
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: vLLM was started without LoRA.
+        """
+        self._loras.add(name, path)
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights; they go once none runs on them.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        self._loras.remove(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded LoRA weights: name → path."""
+        return {load.name: load.path for load in self._loras.names.all()}
+
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now; 0 for the model's own weights.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        return 0 if name is None else self._loras.names.get(name).number
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return self._capabilities
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done, as far as vLLM shows it; read while it runs."""
+        active = [one for many in list(self._follows.values()) for one in many if not one.is_over]
+        running = [one for one in active if one.vllm_request is not None]
+        held = sum(one.num_running for one in running)
+        return EngineStats(
+            waiting=len(active) - len(running),
+            running=len(running),
+            paused=sum(bool(one.paused_by) for one in active),
+            free_slots=max(self._capabilities.num_slots - held, 0),
+            cached_tokens=self._num_cached,
+            preempted=0,
+            pauses=self._num_pauses,
+            seconds={},
+            processors=dict(self._fetcher.processors),
+        )
+
+    def stalled_s(self) -> float:
+        """How long nothing has come, s: 0 while it waits for work, infinite once vLLM has died."""
+        if self._is_closed or self._llm.errored:
+            return math.inf
+        is_waiting = any(
+            one.vllm_request is not None for many in list(self._follows.values()) for one in many
+        )
+        return time.monotonic() - self._told_at if is_waiting else 0.0
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError`, and vLLM's processes; a second call does nothing."""
+        self._readers.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._bridge.run(self._shut_down())
+            self._bridge.close()
+        self._readers.end(EngineClosedError("the engine was closed before this request ended"))
+
+    # -- on the event loop -------------------------------------------------------------------------------
+
+    def _send(self, command: Abort | Pause | Resume) -> None:
+        if threading.get_ident() == self._thread_id:
+            self._handle(command)
+        elif not self._is_closed:
+            self._bridge.post(self._handle, command)
+
+    def _handle(self, command: Abort | Pause | Resume) -> None:
+        follows = self._follows.get(command.request_id, [])
+        match command:
+            case Abort(request_id):
+                ended = [
+                    Delta(request_id=request_id, index=one.index, finish=Finish("abort"))
+                    for one in follows
+                    if not one.is_over
+                ]
+                self._drop(follows)
+                self._readers.publish(ended)
+            case Pause(_, by):
+                self._num_pauses += by == "reader"
+                for one in follows:
+                    one.paused_by.add(by)
+                    one.may_run.clear()
+                    one.leave_vllm()
+            case Resume(_, by):
+                for one in follows:
+                    one.paused_by.discard(by)
+                    if not one.paused_by:
+                        one.may_run.set()
+                self._flush(follows)
+
+    def _start(self, admitted: Sequence[Admitted]) -> None:
+        self._thread_id = threading.get_ident()
+        for each in admitted:
+            request, number = each.request, next(self._numbers)
+            follows = [self._new_follow(each, index, number) for index in range(request.params.num_samples)]
+            self._follows[request.request_id] = follows
+            for one in follows:
+                if one.is_scored_only and one.has_prompt_rows:
+                    self._end(one, Finish("length"))
+                else:
+                    one.runner = asyncio.ensure_future(self._run(one))
+            self._flush(follows)
+
+    def _new_follow(self, admitted: Admitted, index: int, number: int) -> Follow:
+        request = admitted.request
+        work = (
+            b""
+            if request.params.max_tokens == 0
+            else WORKS.encode(Work(admitted=admitted, index=index, number=number))
+        )
+        has_rows = asked_of_vllm(request) is not None and index == 0 and len(request.prompt_token_ids) > 1
+        tag = f"{self._prefix}-{number}-{index}"
+        one = Follow(admitted, index, tag, work, has_prompt_rows=not has_rows)
+        one.may_run.set()
+        return one
+
+    async def _run(self, one: Follow) -> None:
+        """Run a sample to its end; while it is paused vLLM does not have it."""
+        try:
+            while not one.is_done:
+                await one.may_run.wait()
+                if one.is_done:  # it was given up meanwhile
+                    break
+                one.vllm_request = asyncio.ensure_future(self._run_in_vllm(one))
+                await asyncio.wait([one.vllm_request])
+                has_ended = not one.vllm_request.cancelled() and one.vllm_request.result()
+                one.vllm_request = None
+                if not (one.is_done or one.is_scored_only):
+                    await self._fetcher.note(one)
+                if has_ended and not one.is_done:
+                    early = EngineError(f"vLLM ended a text of request {one.request_id!r} before its end")
+                    self._fail_all([one], early)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request by name
+            self._fail_all([one], error)
+
+    async def _run_in_vllm(self, one: Follow) -> bool:
+        """Follow one request of vLLM's to its end."""
+        request, num_before = one.admitted.request, len(one.token_ids)
+        prompt = [*request.prompt_token_ids.tolist(), *one.token_ids]
+        if one.is_scored_only:
+            params = scoring_params(request)
+        else:
+            is_first = not one.has_prompt_rows
+            params = drawing_params(
+                request, one.tag, one.work, num_before, end_ids=self._end_ids, is_first=is_first
+            )
+        one.num_seen, one.num_running = num_before, len(prompt)
+        is_new = True
+        outputs = self._llm.generate(
+            {"prompt_token_ids": prompt},
+            params,
+            f"{one.tag}-{next(self._runs)}",
+            lora_request=self._loras.request_of(one.admitted),
+        )
+        async for output in outputs:
+            self._told_at = time.monotonic()
+            if is_new:
+                self._num_cached += output.num_cached_tokens or 0
+                is_new = False
+            await self._see(one, output)
+        return True
+
+    async def _see(self, one: Follow, output: Any) -> None:
+        """Take in what vLLM shows: a prompt's rows, and that there are tokens."""
+        num_tokens = len(output.outputs[0].token_ids)
+        one.num_seen += num_tokens
+        one.num_running += num_tokens
+        if output.prompt_logprobs and not one.has_prompt_rows:
+            one.has_prompt_rows = True
+            request, vocab_size = one.admitted.request, self._capabilities.vocab_size
+            flat = output.prompt_logprobs
+            if asked_of_vllm(request) == -1:
+                rows = await asyncio.to_thread(prompt_rows, flat, request, vocab_size)
+            else:
+                rows = prompt_rows(flat, request, vocab_size)
+            finish = Finish("length") if one.is_scored_only else None
+            one.outbox.append(Delta(request_id=one.request_id, index=0, prompt=rows, finish=finish))
+            one.is_done = one.is_done or one.is_scored_only
+            self._flush([one])
+        if num_tokens and not one.is_scored_only:
+            self._fetcher.note(one)
+
+    def _receive(self, found: dict[str, tuple[Follow, list[Delta]]]) -> None:
+        for one, deltas in found.values():
+            if one.is_done:
+                continue
+            one.outbox += deltas
+            for delta in deltas:
+                one.token_ids += delta.token_ids
+                one.is_done = one.is_done or delta.finish is not None
+            if one.is_done:
+                one.leave_vllm()
+                self._fetcher.forget(one.tag)
+        self._flush([one for one, _ in found.values()])
+
+    def _flush(self, follows: Iterable[Follow]) -> None:
+        """Tell what waits of samples that are not paused, a step at a time: telling may pause them."""
+        follows = list(follows)
+        while ready := [one for one in follows if one.outbox and not one.paused_by]:
+            self._readers.publish([one.outbox.popleft() for one in ready])
+        for one in follows:
+            if one.is_over:
+                self._forget_request(one.request_id)
+
+    def _end(self, one: Follow, finish: Finish) -> None:
+        one.is_done = True
+        one.outbox.append(Delta(request_id=one.request_id, index=one.index, finish=finish))
+
+    def _fail_all(self, follows: Iterable[Follow], error: BaseException) -> None:
+        """End the requests of samples by name, at once."""
+        reason = _as_ours(error)
+        for request_id in {one.request_id for one in follows if not one.is_over}:
+            self._drop(self._follows.get(request_id, []))
+            self._readers.publish([Failure(request_id, reason)])
+
+    def _drop(self, follows: Iterable[Follow]) -> None:
+        for one in list(follows):
+            one.is_done = True
+            one.outbox.clear()
+            one.leave_vllm()
+            one.may_run.set()  # its runner finds that it is done
+            self._fetcher.forget(one.tag)
+            self._forget_request(one.request_id)
+
+    def _forget_request(self, request_id: str) -> None:
+        if all(one.is_over for one in self._follows.get(request_id, [])):
+            self._follows.pop(request_id, None)
+            if not self._follows:
+                self._loras.drop()
+
+    def _reset_prefixes(self) -> None:
+        asyncio.ensure_future(self._llm.reset_prefix_cache())  # noqa: RUF006 - the loop outlives it
+
+    async def _shut_down(self) -> None:
+        follows = [one for many in self._follows.values() for one in many]
+        self._drop(follows)
+        await asyncio.gather(*(one.runner for one in follows if one.runner), return_exceptions=True)
+        await self._fetcher.close()
+        self._llm.shutdown()
+
+
+def _as_ours(error: BaseException) -> LogprobeError:
+    if isinstance(error, LogprobeError):
+        return error
+    reason = EngineError(f"vLLM could not go on: {error!r}")
+    reason.__cause__ = error
+    return reason

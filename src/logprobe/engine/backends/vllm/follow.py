@@ -1,0 +1,120 @@
+"""One sample of a request while vLLM runs it, and `Fetcher`, which brings what the workers found for many.
+
+Before it: what vLLM tells of its requests. After it: deltas, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, Ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from logprobe.processors.interface import ProcessorCounter
+    from logprobe.transport.messages import Admitted, Delta, PausedBy
+
+
+@dataclass(slots=True, eq=False)
+class Follow:
+    """One sample; touched on the engine's event loop alone."""
+
+    admitted: Admitted
+    index: int  # of the sample in its request
+    tag: str
+    work: bytes
+    token_ids: list[int] = field(default_factory=list)  # drawn, as far as they were fetched
+    num_seen: int = 0  # tokens that vLLM has shown
+    num_running: int = 0  # tokens that vLLM holds for it now
+    has_prompt_rows: bool = False  # they were told, or are not asked
+    is_done: bool = False  # its end is told, or waits in the outbox
+    paused_by: set[PausedBy] = field(default_factory=set)
+    may_run: asyncio.Event = field(default_factory=asyncio.Event)
+    vllm_request: asyncio.Future[bool] | None = None  # while vLLM runs it
+    runner: asyncio.Future[None] | None = None
+    outbox: deque[Delta] = field(default_factory=deque)  # what comes while it is paused
+
+    @property
+    def request_id(self) -> str:
+        """The name of its request."""
+        return self.admitted.request.request_id
+
+    @property
+    def is_scored_only(self) -> bool:
+        """Whether no token is asked for."""
+        return self.admitted.request.params.max_tokens == 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to tell."""
+        return self.is_done and not self.outbox
+
+    def leave_vllm(self) -> None:
+        """Let vLLM drop it."""
+        if self.vllm_request is not None:
+            self.vllm_request.cancel()
+
+
+class Fetcher:
+    """Asks the workers what they found: one call at a time, for all samples of which there is news."""
+
+    def __init__(
+        self,
+        llm: Any,
+        receive: Callable[[dict[str, tuple[Follow, list[Delta]]]], None],
+        fail: Callable[[Iterable[Follow], BaseException], None],
+    ) -> None:
+        self._llm = llm
+        self._receive = receive
+        self._fail = fail
+        self._dirty: dict[str, Follow] = {}
+        self._forget: list[str] = []
+        self._task: asyncio.Future[None] | None = None
+        self._next: asyncio.Future[None] | None = None  # the call that will ask for what is dirty
+        self.processors: dict[str, ProcessorCounter] = {}
+        self.num_calls = 0
+
+    def note(self, one: Follow) -> asyncio.Future[None]:
+        """Ask for what is new of a sample, soon; what is returned is done once that was received."""
+        self._dirty[one.tag] = one
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._work())
+        return self._next
+
+    def forget(self, tag: str) -> None:
+        """Let the workers forget a sample, with the next call."""
+        self._dirty.pop(tag, None)
+        self._forget.append(tag)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _work(self) -> None:
+        while self._next is not None:
+            dirty, done, forget = self._dirty, self._next, self._forget
+            self._dirty, self._next, self._forget = {}, None, []
+            try:
+                await self._ask(dirty, forget)
+            except Exception as error:  # noqa: BLE001 - it ends what was asked for, and not the next call
+                self._fail(dirty.values(), error)
+            finally:
+                if not done.done():
+                    done.set_result(None)
+        self._task = None
+
+    async def _ask(self, dirty: dict[str, Follow], forget: list[str]) -> None:
+        ask = ASKS.encode(Ask({tag: one.num_seen for tag, one in dirty.items()}, forget))
+        self.num_calls += 1
+        replies = await self._llm.collective_rpc("logprobe_take", args=(ask,))
+        answer = ANSWERS.decode(next(reply for reply in replies if reply))
+        self.processors.update(answer.processors)
+        self._receive({tag: (dirty[tag], deltas) for tag, deltas in answer.deltas.items()})

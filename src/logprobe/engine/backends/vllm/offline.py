@@ -1,0 +1,192 @@
+"""`OfflineClient`: a `vllm.LLM`, which blocks its caller, behind the few async methods of vLLM's `AsyncLLM`.
+
+Before it: `VllmEngine`, which calls either alike. After it: vLLM's own engine, stepped by one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+from logprobe.errors import EngineClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+Order: TypeAlias = "Callable[[], None]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sink:
+    """Where the outputs of one request go: to the loop that asked."""
+
+    loop: asyncio.AbstractEventLoop
+    items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # outputs, or the error that ended it
+
+    def tell(self, item: Any) -> None:
+        """Hand an item over; from any thread."""
+        self.loop.call_soon_threadsafe(self.items.put_nowait, item)
+
+
+@final
+class OfflineClient:
+    """Steps the engine of an open `vllm.LLM` while there are requests of its own; the LLM stays its owner's.
+
+    vLLM's engine is used by one thread at a time: its owner calls `generate` only while nothing runs here.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self.vllm_config = self._engine.vllm_config
+        self.dead_error: BaseException | None = None  # what ended vLLM's engine
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False  # guarded by `_lock`: no order comes after None
+        self._sinks: dict[str, Sink] = {}  # by request id; of the thread alone
+        self._thread = threading.Thread(target=self._drive, name="logprobe-vllm", daemon=True)
+        self._thread.start()
+
+    @property
+    def errored(self) -> bool:
+        """Whether vLLM's engine has died."""
+        return self.dead_error is not None
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncGenerator[Any]:
+        """The outputs of a request as they come; leaving early aborts it.
+
+        Raises:
+            EngineClosedError: after `shutdown`. Other errors are vLLM's own.
+        """
+        sink = Sink(asyncio.get_running_loop())
+        add = partial(self._engine.add_request, request_id, prompt, sampling_params)
+        self._post(partial(self._open, request_id, sink, partial(add, lora_request=lora_request)))
+        has_ended = False
+        try:
+            while not has_ended:
+                item = await sink.items.get()
+                has_ended = isinstance(item, BaseException) or item.finished
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            if not has_ended:
+                await self.abort(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Give a request up; one that has ended is left alone."""
+        try:
+            self._post(partial(self._give_up, request_id))
+        except EngineClosedError:
+            return  # and with the thread its requests have ended
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What each worker's method of this name gives, called between two steps."""
+        answers: list[Any] = await self._call(partial(self._engine.collective_rpc, method, args=args))
+        return answers
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Load LoRA weights."""
+        return bool(await self._call(partial(self._engine.add_lora, lora_request)))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let LoRA weights go."""
+        return bool(await self._call(partial(self._engine.remove_lora, lora_id)))
+
+    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What a function of the model gives in each worker, called between two steps."""
+        answers: list[Any] = await self._call(partial(self._engine.apply_model, function))
+        return answers
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every prefix."""
+        await self._call(self._engine.reset_prefix_cache)
+
+    def shutdown(self) -> None:
+        """End this client's requests and its thread; vLLM's engine stays. A second call does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._orders.put(None)
+        self._thread.join()
+
+    def _post(self, order: Order) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError("the engine is closed; make a new one")
+            self._orders.put(order)
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        outcome: Future[Any] = Future()
+        self._post(partial(_settle, outcome, work))
+        return await asyncio.wrap_future(outcome)
+
+    # -- on the thread -----------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        while self._take_orders():
+            if self._sinks:
+                self._step()
+        for request_id in list(self._sinks):
+            self._sinks[request_id].tell(EngineClosedError("the engine was closed before this request ended"))
+            self._give_up(request_id)
+
+    def _take_orders(self) -> bool:
+        """Do what was ordered, and wait for it while nothing runs; False: nothing more will be."""
+        is_waiting = not self._sinks
+        while True:
+            try:
+                order = self._orders.get(block=is_waiting)
+            except queue.Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            is_waiting = False
+
+    def _open(self, request_id: str, sink: Sink, add: Callable[[], Any]) -> None:
+        if self.dead_error is not None:
+            sink.tell(self.dead_error)
+            return
+        try:
+            add()
+        except Exception as error:  # noqa: BLE001 - a request that vLLM refuses ends alone
+            sink.tell(error)
+            return
+        self._sinks[request_id] = sink
+
+    def _give_up(self, request_id: str) -> None:
+        if self._sinks.pop(request_id, None) is not None and self.dead_error is None:
+            self._engine.abort_request([request_id])
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            self.dead_error = error
+            sinks, self._sinks = self._sinks, {}
+            for sink in sinks.values():
+                sink.tell(error)
+            return
+        for output in outputs:
+            if output.request_id not in self._sinks:
+                continue  # given up
+            self._sinks[output.request_id].tell(output)
+            if output.finished:
+                del self._sinks[output.request_id]
+
+
+def _settle(outcome: Future[Any], work: Callable[[], Any]) -> None:
+    if not outcome.set_running_or_notify_cancel():
+        return
+    try:
+        outcome.set_result(work())
+    except Exception as error:  # noqa: BLE001 - whoever asked for it must hear of it
+        outcome.set_exception(error)

@@ -1,0 +1,136 @@
+"""Prompt positions: vLLM's flat record → this library's rows.
+
+Before it: vLLM's `RequestOutput.prompt_logprobs`, of raw log-probabilities, k a position or the whole
+vocabulary. After it: the request's record. Named ids, entropy and the distribution drawn from are computed
+from whole rows: vLLM's own given ids carry no true ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from logprobe.errors import EngineError, NonFiniteLogitsError, ParameterError
+from logprobe.kernels import extract
+from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.records import LogprobsLists
+from logprobe.sampling import Sampler
+
+if TYPE_CHECKING:
+    from logprobe.records.store.columns import Array
+    from logprobe.sampling import SamplingParams
+    from logprobe.transport.messages import Request
+
+MAX_ENTRIES: Final = 1 << 25  # vLLM holds some 70 bytes for each
+
+
+def asked_of_vllm(request: Request) -> int | None:
+    """The `prompt_logprobs` that answer a request: what it asks, or whole rows."""
+    params = request.params
+    if params.prompt_logprobs is None:
+        return None
+    return -1 if _needs_rows(request) else params.prompt_logprobs
+
+
+def check_prompt(request: Request, vocab_size: int) -> None:
+    """Raise `ParameterError` where a prompt's whole rows are more than vLLM can hand over."""
+    if asked_of_vllm(request) != -1:
+        return
+    limit = MAX_ENTRIES // vocab_size
+    if len(request.prompt_token_ids) > limit:
+        name = "logprob_token_ids" if request.params.logprob_token_ids else "prompt_logprobs"
+        raise ParameterError(
+            name,
+            f"needs whole rows of {len(request.prompt_token_ids)} prompt tokens, but the vLLM engine hands "
+            f"over at most {limit} of them; score it in windows, or with engine='native'",
+        )
+
+
+def prompt_rows(flat: Any, request: Request, vocab_size: int) -> LogprobsLists:
+    """The rows of prompt positions from the first that is wanted on.
+
+    Raises:
+        EngineError: vLLM gave the record of another prompt.
+        NonFiniteLogitsError: a row holds NaN.
+    """
+    ids, width = request.prompt_token_ids, _width(request, vocab_size)
+    num_rows = len(ids) - 1
+    token_ids = np.array(flat.token_ids, dtype=np.int32)
+    if token_ids.size != num_rows * width or not np.array_equal(token_ids[::width], ids[1:]):
+        raise EngineError(f"vLLM gave the prompt logprobs of another prompt to {request.request_id!r}")
+    own = slice(request.first_scored - 1, None)
+    table = token_ids.reshape(num_rows, width)[own]
+    logprobs = np.array(flat.logprobs, dtype=np.float32).reshape(num_rows, width)[own]
+    if np.isnan(logprobs).any():
+        position = request.first_scored + int(np.isnan(logprobs).any(axis=1).argmax())
+        raise NonFiniteLogitsError(
+            f"the model gave NaN or +inf, or nothing but -inf, at prompt position {position} of request "
+            f"{request.request_id!r}; check the weights and the dtype"
+        )
+    if asked_of_vllm(request) == -1:
+        return _from_whole_rows(table, logprobs, request, vocab_size)
+    ranks = np.array(flat.ranks, dtype=np.int32).reshape(num_rows, width)[own, 0]
+    return _narrow(table, logprobs, ranks)
+
+
+def _needs_rows(request: Request) -> bool:
+    params = request.params
+    is_whole = params.prompt_logprobs == -1
+    return is_whole or bool(params.logprob_token_ids) or params.entropy or request.scores_processed
+
+
+def _width(request: Request, vocab_size: int) -> int:
+    asked = asked_of_vllm(request)
+    return 1 + (vocab_size if asked == -1 else min(asked or 0, vocab_size))
+
+
+def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> LogprobsLists:
+    """Rows as vLLM gives them, but for ties: alternatives by ascending id, the chosen one's rank the best."""
+    order = np.lexsort((token_ids[:, 1:], -logprobs[:, 1:]), axis=1) + 1
+    best = np.take_along_axis(logprobs, order, axis=1)
+    num_rows, k = best.shape
+    chosen = logprobs[:, :1]
+    # Where it stands among the alternatives, all that are greater are there too.
+    is_listed = (best <= chosen).any(axis=1)
+    ranks = np.where(is_listed, 1 + (best > chosen).sum(axis=1), ranks).astype(np.int32)
+    return LogprobsLists.of_rows(
+        token_ids=np.hstack([token_ids[:, :1], np.take_along_axis(token_ids, order, axis=1)]),
+        logprobs=np.hstack([chosen, best]),
+        ranks=ranks,
+        lse=np.full(num_rows, np.nan, np.float32),
+        num_logprobs=np.full(num_rows, k, np.int32),
+        is_valid=np.ones(num_rows, np.bool_),
+    )
+
+
+@torch.inference_mode()
+def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_size: int) -> LogprobsLists:
+    """What is asked, from rows of the whole vocabulary in descending order."""
+    params, size = request.params, default_chunk_rows(vocab_size)
+    parts = []
+    for start in range(0, len(token_ids), size):
+        own = slice(start, start + size)
+        dense = np.full((len(token_ids[own]), vocab_size), -np.inf, np.float32)
+        np.put_along_axis(dense, token_ids[own, 1:], logprobs[own, 1:], axis=1)
+        parts.append(_extracted(torch.from_numpy(dense), token_ids[own, 0], request, params))
+    return LogprobsLists.joined(parts)
+
+
+def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: SamplingParams) -> LogprobsLists:
+    count = len(dense)
+    if request.scores_processed:
+        forced = chosen.tolist()
+        output = Sampler().sample(dense, [params] * count, np.zeros(count), None, forced)
+        assert output.processed_logprobs is not None
+        return output.processed_logprobs
+    assert params.prompt_logprobs is not None
+    given = params.logprob_token_ids
+    return extract(
+        dense,
+        chosen,
+        params.prompt_logprobs,
+        given_ids=[given] * count if given else None,
+        entropy=params.entropy,
+    ).to_lists()

@@ -1,0 +1,1 @@
+"""From a model's files to modules that are ready to run: followed and proven, or recalled from a proof."""

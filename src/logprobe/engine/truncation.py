@@ -1,0 +1,131 @@
+"""What does not fit a model's context: its end alone, or windows that slide, each token's numbers once.
+
+Before it: the client's prompts and pairs. After it: requests that fit, and one output of several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from logprobe.errors import ParameterError, require
+from logprobe.records import FlatLogprobs
+from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_tokens, window_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.request import RequestOutput
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
+
+
+class Split(NamedTuple):
+    """A context and its continuation as one sequence; the continuation begins at `start`."""
+
+    token_ids: IntArray  # (num_tokens,) int32
+    start: int
+
+    @property
+    def context(self) -> IntArray:
+        """What stands before the continuation."""
+        return self.token_ids[: self.start]
+
+    @property
+    def continuation(self) -> IntArray:
+        """What is scored."""
+        return self.token_ids[self.start :]
+
+
+def forced_params(params: SamplingParams, num_tokens: int, *, logprobs: int, entropy: bool) -> SamplingParams:
+    """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from."""
+    return replace(
+        params,
+        n=1,
+        best_of=None,
+        max_tokens=num_tokens,
+        min_tokens=min(params.min_tokens, num_tokens),
+        logprobs=logprobs,
+        prompt_logprobs=None,
+        logprobs_mode="processed_logprobs",
+        entropy=entropy,
+        explain=False,
+    )
+
+
+def check_truncation(truncation: Truncation) -> None:
+    """Refuse a name that is none of `TRUNCATIONS`."""
+    known = f"must be one of {', '.join(TRUNCATIONS)}, got {truncation!r}"
+    require(truncation in TRUNCATIONS, "truncation", known)
+
+
+def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[Split]:
+    """The continuation in parts that fit: all of it after the end of its context, or window by window.
+
+    Raises:
+        ParameterError: `left`, and the continuation alone is too long.
+    """
+    limit = max_model_len + 1  # the last token is never run
+    if len(split.token_ids) <= limit or truncation == "error":
+        return [split]
+    if truncation == "left":
+        try:
+            pairs = [last_tokens(split.token_ids, split.start, limit)]
+        except ParameterError as error:
+            raise ParameterError("continuation", str(error).removeprefix("text: ")) from error
+    else:
+        pairs = list(window_pairs(split.token_ids, split.start, limit))
+    return [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
+
+
+def cut_prompt(
+    ids: IntArray, params: SamplingParams, truncation: Truncation, max_model_len: int
+) -> list[tuple[IntArray, SamplingParams, int]]:
+    """Requests in a prompt's place, as (ids, params, first scored): one that generates, then its windows.
+
+    The first holds the end of a prompt that is too long; the windows are there for `window` where numbers of
+    the prompt are asked.
+    """
+    # A prompt that is only scored may hold one token more: its last token is never run.
+    room = max_model_len - params.max_tokens if params.max_tokens else max_model_len + 1
+    if truncation == "error" or len(ids) <= room:
+        return [(ids, params, 1)]
+    end = ids[-max(room, 1) :]
+    if truncation == "left" or params.prompt_logprobs is None:
+        return [(end, params, 1)]
+    has_rows = params.logprobs is not None
+    generating = replace(
+        params,
+        prompt_logprobs=None,
+        entropy=params.entropy and has_rows,
+        logprob_token_ids=params.logprob_token_ids if has_rows else None,
+    )
+    scoring = replace(params, max_tokens=0, min_tokens=0, n=1, best_of=None, logprobs=None, explain=False)
+    pairs = window_pairs(ids, 1, max_model_len + 1)
+    return [
+        (end, generating, 1),
+        *((np.concatenate(pair), scoring, len(pair[0])) for pair in pairs),
+    ]
+
+
+def joined_output(output: RequestOutput, windows: Sequence[RequestOutput], ids: IntArray) -> RequestOutput:
+    """The output of a prompt in windows: what was generated after its end, and the numbers of all of it."""
+    if not windows:
+        return output
+    output.prompt_token_ids = ids.tolist()
+    failed = next((window.error for window in windows if window.error is not None), None)
+    if failed is not None:
+        for completion in output.outputs:
+            completion.error, completion.finish_reason = failed, "error"
+        return output
+    records = [window.prompt_logprobs for window in windows]
+    assert records[0] is not None
+    joined = FlatLogprobs(table=records[0].table, info=records[0].info)
+    for record in records:
+        assert record is not None
+        joined.extend(record)
+    output.prompt_logprobs = joined
+    output.info = output.info or windows[0].info
+    return output

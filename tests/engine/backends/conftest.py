@@ -1,0 +1,317 @@
+"""The engines of the conformance suite: every way to reach one model, each started once a test process.
+
+An engine process takes seconds to start, so whoever breaks one leaves a whole one behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import shutil
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+
+from logprobe.config import EngineConfig
+from logprobe.engine.backends.bridge import LoopThread
+from logprobe.engine.backends.process import replica as replicas
+from logprobe.engine.backends.remote.engine import HttpEngine
+from logprobe.engine.backends.start import start_engine, start_native_engine
+from logprobe.engine.layers.packed import can_publish
+from logprobe.models.stored import store
+from logprobe.sampling import SamplingParams
+from logprobe.server import ServerSettings
+from logprobe.transport.messages import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from logprobe.engine.protocol import EngineBackend, RowEngine
+    from logprobe.engine.request import RequestOutput
+
+LIMIT_S = 60  # nothing takes as long, also on a busy machine
+VLLM_BLOCK = 32  # tokens, of its prefix cache
+CONTEXT_LEN = 4096  # more tokens than are drawn before a test has given a request up
+
+
+# Run before an engine process does anything else: even a small model in a passing folder is recalled from the
+# proof of its first load, which spares each process that all of transformers is imported.
+RECALLED = """
+import os
+from types import SimpleNamespace
+os.environ["LOGPROBE_HOME"] = {home!r}
+from logprobe.models.stored import store
+store.SMALLEST_BYTES, store.tempfile = 0, SimpleNamespace(gettempdir=lambda: "/nowhere")
+"""
+
+
+@contextmanager
+def thread(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+    """The engine on a thread of this process."""
+    engine = start_native_engine(config).engine
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@contextmanager
+def overlapped(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+    """The same, with each step told beside the next one."""
+    with thread(replace(config, overlap=True), None) as engine:
+        yield engine
+
+
+@contextmanager
+def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[EngineBackend]:
+    """The engine in a process of its own."""
+    engine = start_engine(replace(config, **settings or {"process": True})).engine
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def router(config: EngineConfig, _: Any) -> AbstractContextManager[EngineBackend]:
+    """Two such processes."""
+    return process(config, _, data_parallel=2)
+
+
+@contextmanager
+def vllm(config: EngineConfig, _: Any, **more: Any) -> Iterator[EngineBackend]:
+    """The model in vLLM, uncompiled."""
+    options = {"enforce_eager": True, "block_size": VLLM_BLOCK, **more}
+    with process(config, None, engine="vllm", weights="auto", engine_options=options) as engine:
+        yield engine
+
+
+def vllm_with_lora(config: EngineConfig, _: Any) -> AbstractContextManager[EngineBackend]:
+    """The same, ready for LoRA weights, beside which it scores no prompts on a CPU."""
+    return vllm(config, _, enable_lora=True, max_lora_rank=8)
+
+
+@contextmanager
+def remote(config: EngineConfig, new_serving: Any) -> Iterator[RowEngine]:
+    """A server of this library, by HTTP: rows and samples."""
+    loaded = start_native_engine(config)
+    with new_serving(loaded, ServerSettings(model_name="tiny")) as (url, _):
+        bridge = LoopThread()
+        engine = HttpEngine(bridge, url, None, LIMIT_S)
+        try:
+            yield engine
+        finally:
+            engine.close()
+            bridge.close()
+            loaded.engine.close()
+
+
+# Whole engines implement `EngineBackend`, the others `RowEngine` alone.
+WHOLE: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
+    "thread": thread,
+    "overlapped": overlapped,
+    "process": process,
+    "router": router,
+    "vllm": vllm,
+}
+PARTIAL: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {"remote": remote}
+EVERY = WHOLE | PARTIAL
+WITH_LORA = {"vllm": vllm_with_lora}
+
+
+def marked(engines: dict[str, Any]) -> list[Any]:
+    """Their names as parameters; what needs vLLM is marked so."""
+    return [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in engines]
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of the tests' own, where engine processes look; they are started again without much delay."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "MAIN", RECALLED.format(home=str(folder)) + replicas.MAIN)
+        patch.setattr(replicas, "LONGEST_DELAY_S", replicas.FIRST_DELAY_S)
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def config(
+    wide_heads: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory, home: Path
+) -> EngineConfig:
+    """The tiny Llama with a long context, proven once in a layout of weights that no clock chooses."""
+    folder = tmp_path_factory.mktemp("long-llama")
+    shutil.copytree(wide_heads[0], folder, dirs_exist_ok=True)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["max_position_embeddings"] = CONTEXT_LEN
+    (folder / "config.json").write_text(json.dumps(settings))
+    weights: Any = "published" if can_publish([]) else "packed"
+    config = EngineConfig(
+        model=str(folder), kv_bytes=1 << 23, max_batch_tokens=64, max_batch_rows=16, weights=weights
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOGPROBE_HOME", str(home))
+        patch.setattr(store, "SMALLEST_BYTES", 0)
+        patch.setattr(store, "tempfile", SimpleNamespace(gettempdir=lambda: "/nowhere"))
+        start_native_engine(config).engine.close()
+    return config
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(wide_heads: tuple[Path, dict[str, Path]]) -> dict[str, Path]:
+    """LoRA weights of this suite's model."""
+    return wide_heads[1]
+
+
+@pytest.fixture(params=marked(EVERY))
+def new_engine(
+    request: pytest.FixtureRequest, config: EngineConfig, new_serving: Any
+) -> Callable[[], AbstractContextManager[RowEngine]]:
+    """Start one of each engine, for tests that break or close it."""
+    return lambda: EVERY[request.param](config, new_serving)
+
+
+@pytest.fixture(scope="session")
+def started(config: EngineConfig, new_serving: Any) -> Iterator[Callable[..., Any]]:
+    """The backend of a name, started when it is first asked for and shared by all tests."""
+    running: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def start(name: str, new: Any = None) -> Any:
+            if name not in running:
+                running[name] = stack.enter_context((new or EVERY[name])(config, new_serving))
+            return running[name]
+
+        yield start
+
+
+@pytest.fixture(params=marked(WHOLE))
+def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iterator[EngineBackend]:
+    """Each whole engine, which holds no request before or after a test."""
+    needs_lora = getattr(request.cls, "needs_lora", False) and request.param in WITH_LORA
+    name = f"{request.param} with LoRA" if needs_lora else request.param
+    engine: EngineBackend = started(name, WITH_LORA[request.param] if needs_lora else None)
+    num_slots = engine.stats().free_slots
+    yield engine
+    wait_until(lambda: is_idle(engine, num_slots))
+
+
+@pytest.fixture(params=marked(EVERY))
+def row_engine(request: pytest.FixtureRequest, started: Callable[[str], Any]) -> RowEngine:
+    """Each engine, for what every one of them does."""
+    engine: RowEngine = started(request.param)
+    return engine
+
+
+@pytest.fixture
+def reference(started: Callable[[str], Any]) -> EngineBackend:
+    """The engine that all others are held to."""
+    engine: EngineBackend = started("thread")
+    return engine
+
+
+def is_idle(engine: EngineBackend, num_slots: int) -> bool:
+    stats = engine.stats()
+    return (stats.waiting, stats.running, stats.paused, stats.free_slots) == (0, 0, 0, num_slots)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+class Asker:
+    """Requests with names of their own, and what becomes of them; no wait is endless."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def request(self, ids: Sequence[int] = (5, 6, 7), *, wants_row: bool = False, **params: Any) -> Request:
+        asked = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
+        return Request(
+            request_id=f"r{next(self._numbers)}",
+            prompt_token_ids=np.array(ids, dtype=np.int32),
+            params=SamplingParams(**asked),
+            wants_row=wants_row,
+        )
+
+    def submit(self, engine: RowEngine, *requests: Request) -> list[str]:
+        """Have them admitted and enter together; their names."""
+        engine.submit([engine.admit(request) for request in requests])
+        return [request.request_id for request in requests]
+
+    async def ended(self, engine: RowEngine, *requests: Request) -> list[RequestOutput]:
+        """Their outputs once all have ended."""
+        names = self.submit(engine, *requests)
+        return await asyncio.wait_for(asyncio.gather(*map(engine.result, names)), LIMIT_S)
+
+    def ask(
+        self, engine: RowEngine, ids: Sequence[int] = (5, 6, 7), *, wants_row: bool = False, **params: Any
+    ) -> RequestOutput:
+        """The output of one request."""
+        [output] = asyncio.run(self.ended(engine, self.request(ids, wants_row=wants_row, **params)))
+        return output
+
+
+@pytest.fixture(scope="session")
+def asker() -> Asker:
+    return Asker()
+
+
+@pytest.fixture
+def block_size(backend: EngineBackend) -> int:
+    """Tokens of a prefix that the engine knows together or not at all."""
+    return VLLM_BLOCK if backend.capabilities().engine == "vllm" else 1
+
+
+def belongings(folder: Path) -> Counter[str]:
+    """What this process holds that a fault could leave behind, and how many of each."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    held = Counter(f"descriptor {link.split(':')[0]}" for link in links if "/proc/" not in link)
+    held["children"] = len(psutil.Process().children(recursive=True))  # one may have been started again
+    held.update(map(str, Path("/dev/shm").glob("*logprobe*")))  # noqa: S108 - where names would be
+    held.update(map(str, folder.glob("logprobe-*")))
+    return held
+
+
+@pytest.fixture
+def nothing_left(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    until: Callable[[Callable[[], bool]], None],
+) -> Iterator[None]:
+    """After the test there are no more processes, descriptors, shared memory and folders than before."""
+    if request.node.get_closest_marker("vllm"):
+        yield  # what vLLM leaves behind is not this library's
+        return
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    uvloop.new_event_loop().close()  # the first one in a process makes a pipe that stays
+    gc.collect()  # what former tests let go of is no part of this one's
+    before = belongings(tmp_path)
+    yield
+    gc.collect()
+    until(lambda: not belongings(tmp_path) - before)
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait until something is true, or fail."""
+    return wait_until
+
+
+@pytest.fixture(scope="session")
+def limit_s() -> int:
+    return LIMIT_S

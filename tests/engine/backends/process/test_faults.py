@@ -1,0 +1,237 @@
+"""Engine processes that die, cannot start or hang, fronts that are killed, readers that never read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from logprobe.engine.backends.process import replica as replicas
+from logprobe.engine.backends.process.orders import Pulse
+from logprobe.errors import EngineError, ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from logprobe.engine.backends.process.engine import ProcessEngine
+
+    Until = Callable[[Callable[[], bool]], None]
+
+LIMIT_S = 90
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps what has a name
+FRONT = """
+import sys, time
+from logprobe import LLM, SamplingParams
+from logprobe.engine.backends.process import replica
+
+if __name__ == "__main__":
+    replica.MAIN = sys.argv[3]
+    llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=True, weights=sys.argv[2])
+    for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
+        print(llm.engine._replicas[0].pid, flush=True)
+        time.sleep(1000)
+"""
+
+
+def kill(engine: ProcessEngine, place: int = 0) -> int:
+    pid = engine._replicas[place].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
+    engine: ProcessEngine,
+    teller: Any,
+    adapter_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it cannot be started for a while, which fails what waits for it."""
+    engine.add_lora("a", adapter_folders["wide"])
+    plain = teller.ask(engine, lora="a", logprobs=2)
+    num_restarts = engine.stats().restarts
+    streamed, waiting = teller.submit(engine, max_tokens=4000), teller.submit(engine, max_tokens=4000)
+
+    async def kill_in_the_stream() -> tuple[int, Any, Any]:
+        whole = asyncio.create_task(teller.result(engine, waiting))
+        pid = 0
+        async with asyncio.timeout(LIMIT_S), aclosing(engine.stream(streamed)) as outputs:
+            async for output in outputs:
+                if not pid and len(output.outputs[0].token_ids) >= 3:
+                    pid = kill(engine)
+        return pid, output, await whole
+
+    with monkeypatch.context() as broken:
+        broken.setattr(replicas, "MAIN", "raise SystemExit(3)")
+        pid, *outputs = asyncio.run(kill_in_the_stream())
+        for output in outputs:
+            assert type(output.error) is EngineError
+            assert f"the engine process (pid {pid}) was killed by SIGKILL" in str(output.error)
+        assert 3 <= len(outputs[0].outputs[0].token_ids) < 4000, "what was seen is kept"
+        error = teller.ask(engine).error
+        assert isinstance(error, EngineError)
+        assert "ended with exit code 3" in str(error)
+        assert 0 < engine.stalled_s() < LIMIT_S
+    while (again := teller.ask(engine, lora="a", logprobs=2)).error is not None:
+        assert "exit code 3" in str(again.error)
+    assert again.outputs[0].logprobs == plain.outputs[0].logprobs, "the new process has the weights"
+    assert engine._replicas[0].pid != pid
+    assert engine.stats().restarts >= num_restarts + 2
+    engine.remove_lora("a")
+
+
+def test_a_killed_front_leaves_no_process_and_no_file(
+    settings: dict[str, Any], tmp_path: Path, until: Until
+) -> None:
+    script = tmp_path / "front.py"
+    script.write_text(FRONT)
+    own = tmp_path / "tmp"
+    own.mkdir()
+    environment = os.environ | {"TMPDIR": str(own), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    front = subprocess.Popen(
+        [sys.executable, str(script), settings["model"], settings["weights"], replicas.MAIN],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert front.stdout is not None
+        pid = int(front.stdout.readline())
+        assert psutil.pid_exists(pid)
+        assert not list(own.glob("logprobe-*")), "no name is needed once it runs"
+    finally:
+        front.kill()
+        front.communicate()
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not list(own.glob("logprobe-*")))
+    assert not list(SHARED_MEMORY.glob("*logprobe*"))
+
+
+def test_a_reader_that_never_reads_holds_up_nobody(engine: ProcessEngine, teller: Any, until: Until) -> None:
+    lazy = teller.submit(engine, max_tokens=4000, logprobs=2)
+
+    async def others_go_on() -> int:
+        stream = engine.stream(lazy, buffer_rows=4)
+        await asyncio.wait_for(anext(stream), LIMIT_S)  # and never again
+        await asyncio.to_thread(until, lambda: engine.stats().paused == 1)
+        for _ in range(3):
+            output = await teller.result(engine, teller.submit(engine, max_tokens=200))
+            assert len(output.outputs[0].token_ids) == 200
+        num_waiting = engine._readers._collector.num_waiting(lazy)
+        await stream.aclose()
+        return num_waiting
+
+    # Rows that were on their way when it was paused come, too; the rest of the 4,000 does not.
+    assert asyncio.run(others_go_on()) < 400
+    until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
+
+
+def test_200_aborts_at_random_leave_nothing(engine: ProcessEngine, teller: Any, until: Until) -> None:
+    draw = random.Random(0)  # noqa: S311 - a test's own
+    assert len(teller.ask(engine).outputs[0].token_ids) == 8
+    pid = engine._replicas[0].pid
+
+    async def ask_and_give_up() -> None:
+        name = teller.submit(engine, [draw.randrange(2, 200) for _ in range(20)], max_tokens=1000, logprobs=1)
+        count = draw.randrange(12)
+        async with aclosing(engine.stream(name, buffer_rows=8)) as outputs:
+            async for output in outputs:
+                if len(output.outputs[0].token_ids) >= count:
+                    if draw.random() < 0.5:
+                        return
+                    engine.abort(name)
+
+    async def many() -> None:
+        async with asyncio.timeout(2 * LIMIT_S), asyncio.TaskGroup() as group:
+            for _ in range(200):
+                group.create_task(ask_and_give_up())
+
+    asyncio.run(many())
+    until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
+    stats = engine.stats()
+    assert (stats.waiting, stats.running, stats.paused) == (0, 0, 0)
+    assert engine._replicas[0].pid == pid, "it was not started again"
+    assert not engine.is_busy
+    assert not engine._readers._folds
+    assert len(teller.ask(engine).outputs[0].token_ids) == 8
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_process_that_cannot_use_its_settings_says_why(start: Any) -> None:
+    with pytest.raises(ParameterError, match="kv_bytes"), start(kv_bytes=100):
+        pass
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_model_that_cannot_be_loaded_is_told_by_its_fault(
+    start: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    for file in Path(settings["model"]).iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(EngineError, match=r"cannot start.*header"), start(model=str(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL (out of memory?)"),
+        ("raise SystemExit(3)", "ended with exit code 3"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_left")
+def test_a_process_that_dies_before_it_serves_is_one_clear_error(
+    start: Any, monkeypatch: pytest.MonkeyPatch, code: str, told: str
+) -> None:
+    monkeypatch.setattr(replicas, "MAIN", code)
+    with pytest.raises(EngineError) as caught, start():
+        pass
+    assert str(caught.value).startswith("the engine process (pid ")
+    assert told in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it_does_not(
+    engine: ProcessEngine, teller: Any, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, num_restarts = engine._replicas[0].pid, engine.stats().restarts
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: engine.stalled_s() > replicas.LATE_S)
+        name = teller.submit(engine)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert len(asyncio.run(teller.result(engine, name)).outputs[0].token_ids) == 8
+    until(lambda: engine.stalled_s() == 0)
+    name = teller.submit(engine, max_tokens=4000)
+    with monkeypatch.context() as impatient:
+        os.kill(pid, signal.SIGSTOP)
+        impatient.setattr(replicas, "SILENT_S", 2 * replicas.LOOK_S)
+        error = asyncio.run(teller.result(engine, name)).error
+    assert type(error) is EngineError
+    assert str(error) == f"the engine process (pid {pid}) has not answered for 2 s and was killed"
+    assert len(teller.ask(engine).outputs[0].token_ids) == 8
+    assert engine.stats().restarts == num_restarts + 1
+    assert engine._replicas[0].pid != pid
+
+
+def test_a_step_that_does_not_end_is_a_hang(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = engine._replicas[0]
+    monkeypatch.setattr(replica, "_kill", EngineError)
+    channel: Any = None
+    assert replica._take(channel, [Pulse(engine.stats(), replicas.STUCK_S - 1)]) is None
+    error = replica._take(channel, [Pulse(engine.stats(), replicas.STUCK_S + 1)])
+    assert str(error) == "has not ended a step for 601 s"

@@ -1,0 +1,260 @@
+"""The engine in a process of its own: admission on this side, LoRA weights and processors on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe.engine.backends.process import replica as replicas
+from logprobe.errors import ModelError, ParameterError, ProcessorError, require
+from logprobe.processors import LogitsProcessor
+from logprobe.transport.shm import FILE_BYTES, _Lease
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.processors import BatchState
+
+    Until = Callable[[Callable[[], bool]], None]
+
+LIMIT_S = 90
+WHOLE = {"max_tokens": 2, "logprobs": -1, "prompt_logprobs": -1}
+
+
+class RaiseOneArgs(msgspec.Struct):
+    """Which token, and by how much."""
+
+    raised: int
+    by: float = 50.0
+
+
+class RaiseOneLogitsProcessor(LogitsProcessor):
+    """Raises one token's logit; says which process it runs in by refusing the token 3."""
+
+    Args = RaiseOneArgs
+
+    def __init__(self, config: Any) -> None:
+        self.device = config.device
+        self.rows: Any = ()
+
+    def check_args(self, args: Any) -> None:
+        if args.raised == 3:
+            raise ValueError(f"token 3 on {self.device}")
+
+    def update_state(self, batch: BatchState) -> None:
+        self.rows = batch.rows
+
+    def apply(self, logits: Tensor) -> Tensor:
+        for place, row in enumerate(self.rows):
+            others = [thread.name for thread in threading.enumerate() if "tell" in thread.name]
+            require(row.args.by < 100, "by", f"is too much, beside {' '.join(others)}")
+            logits[place, row.args.raised] += row.args.by
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+
+def shared_bytes() -> set[int]:
+    """Sizes of the files of shared rows that this process has."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return {link.stat().st_size for link in links if "logprobe-rows" in str(link.readlink())}
+
+
+def test_it_says_where_it_runs_and_what_it_does(engine: ProcessEngine, teller: Any, until: Until) -> None:
+    facts = engine.capabilities()
+    assert (facts.engine, facts.num_processes, facts.max_batch_rows, facts.device) == ("native", 1, 16, "cpu")
+    assert facts.layout is not None
+    before = engine.stats()
+    assert before.free_slots == facts.num_slots
+    assert before.replicas == {}
+    teller.ask(engine)
+    until(lambda: engine.stats().seconds["forward"] > before.seconds["forward"])
+    until(lambda: engine.stats().free_slots == facts.num_slots)
+    until(lambda: engine.stalled_s() == 0)
+    assert not engine.is_busy
+
+
+@pytest.fixture(scope="module")
+def other(start: Any) -> Iterator[ProcessEngine]:
+    """One with a registered processor and overlapped steps, whose shared memory is full."""
+    resource = pytest.importorskip("resource")  # only POSIX limits a process
+    limit = 1 << 20  # bytes of a file, fewer than the pages take
+    with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
+        resource.prlimit(one._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+        yield one
+
+
+def test_steps_overlap_over_there_with_the_same_numbers(
+    engine: ProcessEngine, other: ProcessEngine, teller: Any
+) -> None:
+    asked = [{"logprobs": 3}, {"n": 2, "temperature": 1.1, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}]
+    for params in asked:
+        mine, theirs = (teller.ask(one, range(4, 40), max_tokens=12, **params) for one in (other, engine))
+        assert mine.prompt_logprobs == theirs.prompt_logprobs
+        for one, want in zip(mine.outputs, theirs.outputs, strict=True):
+            assert (one.token_ids, one.logprobs) == (want.token_ids, want.logprobs)
+    told = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
+    assert "beside logprobe-tell" in str(told.__cause__)
+
+
+def test_wide_rows_share_memory_and_where_that_is_full_they_come_in_messages(
+    engine: ProcessEngine, other: ProcessEngine, teller: Any
+) -> None:
+    ids = list(range(2, 66))
+    shared = teller.ask(engine, ids, **WHOLE)
+    assert FILE_BYTES in shared_bytes()
+    narrow = teller.ask(other, ids, logprobs=5, prompt_logprobs=5)
+    by_message = teller.ask(other, ids, **WHOLE)
+    assert shared_bytes() >= {0, FILE_BYTES}
+    assert by_message.prompt_logprobs == shared.prompt_logprobs
+    assert by_message.outputs[0].logprobs == shared.outputs[0].logprobs
+    assert len(narrow.prompt_logprobs) == 64
+    for few, all_of_them in zip(narrow.prompt_logprobs[1:], shared.prompt_logprobs[1:], strict=True):
+        assert few.items() <= all_of_them.items()
+
+
+def test_rows_that_are_kept_keep_no_pages(engine: ProcessEngine, teller: Any) -> None:
+    ids = list(range(2, 66))
+    outputs = [teller.ask(engine, ids, max_tokens=0, prompt_logprobs=-1) for _ in range(12)]
+    assert all(output.prompt_logprobs == outputs[0].prompt_logprobs for output in outputs)
+    gc.collect()
+    leases = [one for one in gc.get_objects() if type(one) is _Lease]
+    assert not leases
+
+
+def test_what_can_never_be_served_is_refused_on_this_side(
+    engine: ProcessEngine, teller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("it was sent")
+
+    monkeypatch.setattr(engine._replicas[0], "submit", never)
+    for ids, params, match in (
+        ([], {}, "empty"),
+        ([10**6], {}, "outside the vocabulary"),
+        ([5] * 5000, {}, "at most 4096 fit"),
+        ([5], {"lora": "x"}, "no LoRA weights 'x'"),
+        ([5], {"logits_processors_args": {"raised": 1}}, "no registered processor"),
+        ([5], {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        ([5], {"seed": 2**70}, "64 bits"),
+    ):
+        with pytest.raises(ParameterError, match=match):
+            teller.submit(engine, ids, **params)
+
+
+def test_a_grammar_binds_what_is_drawn_over_there(
+    engine: ProcessEngine, teller: Any, settings: dict[str, Any]
+) -> None:
+    asked = {"type": "choice", "choice": ["the cat", "the dog"]}
+    output = teller.ask(engine, response_format=asked, ignore_eos=False, temperature=1, seed=1)
+    text = AutoTokenizer.from_pretrained(settings["model"]).decode(
+        output.outputs[0].token_ids, skip_special_tokens=True
+    )
+    assert text in {"the cat", "the dog"}
+
+
+def test_registered_processors_run_over_there_and_check_here(other: ProcessEngine, teller: Any) -> None:
+    output = teller.ask(other, logits_processors_args={"raised": 65})
+    assert output.outputs[0].token_ids == [65] * 8
+    with pytest.raises(ParameterError, match="token 3 on cpu"):
+        teller.submit(other, logits_processors_args={"raised": 3})
+    with pytest.raises(ParameterError, match="raised"):
+        teller.submit(other, logits_processors_args={"raised": "x"})
+
+
+def test_what_a_processor_fails_of_comes_with_the_failure(other: ProcessEngine, teller: Any) -> None:
+    """A server answers 400 where that is a mistake of whoever asked."""
+    error = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
+    assert (type(error), error.processor) == (ProcessorError, "RaiseOneLogitsProcessor")
+    assert (type(error.__cause__), error.__cause__.parameter) == (ParameterError, "by")
+    assert "by: is too much" in str(error.__cause__)
+
+
+def test_processors_that_another_process_cannot_find_or_give_back_are_refused(start: Any) -> None:
+    class Local(RaiseOneLogitsProcessor):
+        """Has no name elsewhere."""
+
+    for given, match in (
+        ([Local], "module.path:ClassName"),
+        (["CaptureLogitsProcessor"], "keeps rows in the engine's process"),
+        (["GlobalLogprobsCapture"], "keeps rows in the engine's process"),
+        (["no.such:Thing"], "cannot import"),
+    ):
+        with pytest.raises(ParameterError, match=match), start(logits_processors=given):
+            pass
+
+
+def test_lora_weights_are_loaded_there_and_known_here(
+    engine: ProcessEngine, teller: Any, adapter_folders: dict[str, Path]
+) -> None:
+    ids = [5, 9, 17, 60, 31]
+    plain = teller.ask(engine, ids, logprobs=2)
+    engine.add_lora("a", adapter_folders["wide"])
+    assert engine.list_loras() == {"a": str(adapter_folders["wide"])}
+    number = engine.lora_number("a")
+    wide = teller.ask(engine, ids, lora="a", logprobs=2)
+    assert wide.outputs[0].logprobs != plain.outputs[0].logprobs
+    engine.add_lora("a", adapter_folders["narrow"])
+    assert engine.lora_number("a") > number
+    narrow = teller.ask(engine, ids, lora="a", logprobs=2)
+    assert narrow.outputs[0].logprobs not in (wide.outputs[0].logprobs, plain.outputs[0].logprobs)
+    held = teller.submit(engine, ids, lora="a", max_tokens=500, logprobs=2)
+    engine.remove_lora("a")
+    with pytest.raises(ParameterError, match="no LoRA weights 'a'"):
+        teller.submit(engine, ids, lora="a")
+    output = asyncio.run(teller.result(engine, held))
+    assert output.outputs[0].logprobs[:8] == narrow.outputs[0].logprobs
+    assert teller.ask(engine, ids, logprobs=2).outputs[0].logprobs == plain.outputs[0].logprobs
+    with pytest.raises(ModelError, match="nowhere"):
+        engine.add_lora("b", "nowhere")
+    assert engine.list_loras() == {}
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_front_doors_take_it_for_any_engine_and_close_does_not_wait_where_it_hangs(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = SamplingParams(max_tokens=6, temperature=0, logprobs=2)
+    with LLM(**settings) as llm:
+        want = AsyncLM(llm).batch_next_token_logprobs_sync([[5, 6], [5, 6, 7]])
+        [text] = llm.generate("the cat", asked)
+    with LLM(**settings, process=True) as llm:
+        lm = AsyncLM(llm)
+        np.testing.assert_allclose(lm.batch_next_token_logprobs_sync([[5, 6], [5, 6, 7]]), want, atol=5e-5)
+        assert (lm.underlying_model, llm.processors) == (None, None)
+        [output] = llm.generate("the cat", asked)
+        assert (output.outputs[0].text, output.outputs[0].logprobs) == (
+            text.outputs[0].text,
+            text.outputs[0].logprobs,
+        )
+        monkeypatch.setattr(replicas, "CLOSE_S", 0.2)
+        os.kill(llm.engine._replicas[0].pid, signal.SIGSTOP)
+        closing = threading.Thread(target=llm.close)
+        closing.start()
+        closing.join(LIMIT_S)
+        assert not closing.is_alive()
+
+
+def test_signals_of_the_terminal_are_for_the_front(engine: ProcessEngine, teller: Any) -> None:
+    assert len(teller.ask(engine).outputs[0].token_ids) == 8
+    pid = engine._replicas[0].pid
+    assert pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    assert len(teller.ask(engine).outputs[0].token_ids) == 8
+    assert engine._replicas[0].pid == pid

@@ -1,0 +1,122 @@
+"""Several engine processes behind one router: who takes what, and what becomes of the rest when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from logprobe.errors import EngineError
+from logprobe.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from logprobe.engine.backends.process.engine import ProcessEngine
+
+    Until = Callable[[Callable[[], bool]], None]
+
+NAMES = ["replica 0", "replica 1"]
+
+
+def load(engine: ProcessEngine) -> list[int]:
+    return [replica.num_queued_tokens for replica in engine._replicas]
+
+
+def place_of(engine: ProcessEngine, name: str) -> int:
+    return [replica.has(name) for replica in engine._replicas].index(True)
+
+
+def test_there_are_two_processes_that_share_the_threads(replicas: ProcessEngine) -> None:
+    pids = {replica.pid for replica in replicas._replicas}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+    assert replicas.capabilities().num_processes == 2
+    assert list(replicas.stats().replicas) == NAMES
+    assert replicas.stats().free_slots == 2 * replicas.capabilities().num_slots
+    assert [replica._threads for replica in replicas._replicas] == [max(torch.get_num_threads() // 2, 1)] * 2
+
+
+def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
+    replicas: ProcessEngine, teller: Any
+) -> None:
+    names = [teller.submit(replicas, [5, 6, index], max_tokens=1000) for index in range(6)]
+    assert sorted(place_of(replicas, name) for name in names) == [0, 0, 0, 1, 1, 1]
+    assert all(0 < tokens <= 3 * 1003 for tokens in load(replicas))
+
+    async def give_up() -> None:
+        for name in names:
+            replicas.abort(name)
+        for output in await asyncio.gather(*(teller.result(replicas, name) for name in names)):
+            assert output.outputs[0].finish_reason == "abort"
+
+    asyncio.run(give_up())
+    assert load(replicas) == [0, 0]
+
+
+def test_every_replica_has_the_lora_weights(
+    replicas: ProcessEngine, teller: Any, adapter_folders: dict[str, Path]
+) -> None:
+    replicas.add_lora("a", adapter_folders["wide"])
+    names = [teller.submit(replicas, [9, 8, 7], lora="a", logprobs=2) for _ in range(4)]
+    assert {place_of(replicas, name) for name in names} == {0, 1}
+
+    async def results() -> list[Any]:
+        return await asyncio.gather(*(teller.result(replicas, name) for name in names))
+
+    first, *others = asyncio.run(results())
+    for output in others:
+        assert output.outputs[0].token_ids == first.outputs[0].token_ids
+    replicas.remove_lora("a")
+
+
+def test_metrics_tell_the_replicas_apart(replicas: ProcessEngine, teller: Any, until: Until) -> None:
+    for _ in range(2):
+        teller.ask(replicas, [33, 44, 55])
+    until(lambda: all(part.seconds["forward"] > 0 for part in replicas.stats().replicas.values()))
+    text = Metrics(replicas).text().decode()
+    labels: dict[str, set[str | None]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).add(sample.labels.get("replica"))
+    for name in ("free_slots", "running_requests", "step_seconds_total", "engine_restarts_total"):
+        assert labels[f"logprobe_{name}"] == {"0", "1"}, name
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
+    replicas: ProcessEngine, teller: Any, until: Until
+) -> None:
+    until(lambda: all(replica.is_up for replica in replicas._replicas))
+    before = [replica.num_restarts for replica in replicas._replicas]
+    names = [teller.submit(replicas, [5, 6, index], max_tokens=2000) for index in range(4)]
+    places = {name: place_of(replicas, name) for name in names}
+    assert sorted(places.values()) == [0, 0, 1, 1]
+
+    async def kill_one() -> dict[str, Any]:
+        waiting = {name: asyncio.create_task(teller.result(replicas, name)) for name in names}
+        os.kill(replicas._replicas[0].pid or 0, signal.SIGKILL)
+        later = teller.submit(replicas, [7, 7, 7], max_tokens=20)
+        return {name: await task for name, task in waiting.items()} | {
+            "later": await teller.result(replicas, later)
+        }
+
+    outputs = asyncio.run(kill_one())
+    for name, place in places.items():
+        error = outputs[name].error
+        if place == 0:
+            assert isinstance(error, EngineError)
+            assert str(error).startswith("replica 0 (pid ")
+        else:
+            assert error is None
+            assert len(outputs[name].outputs[0].token_ids) == 2000
+    assert outputs["later"].error is None or "replica 0" in str(outputs["later"].error)
+    until(lambda: replicas._replicas[0].is_up)
+    assert [replica.num_restarts for replica in replicas._replicas] == [before[0] + 1, before[1]]
+    assert [len(teller.ask(replicas, [index]).outputs[0].token_ids) for index in range(4, 8)] == [8] * 4

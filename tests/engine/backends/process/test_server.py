@@ -1,0 +1,77 @@
+"""A server whose engine is a process: it outlives the engine, and lets requests end when it is told to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LIMIT_S = 90
+
+
+@pytest.fixture
+def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`logprobe serve --engine-process`, and its address."""
+    words = ["--engine-process", "--port", "0", "--kv-bytes", "8388608", "--model-name", "tiny"]
+    path = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "logprobe", "serve", settings["model"], *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert process.stderr is not None
+    try:
+        yield process, next(line.split()[-1] for line in process.stderr if line.startswith("listening on"))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def body(num_tokens: int, *, stream: bool) -> dict[str, Any]:
+    return {
+        "prompt": [5, 6],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 2,
+        "stream": stream,
+    }
+
+
+def test_the_server_outlives_its_engine_and_drains_before_it_goes(
+    server: tuple[subprocess.Popen[str], str], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    process, url = server
+    [engine] = psutil.Process(process.pid).children()
+    with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+        assert client.get("/v1/capabilities").json()["num_processes"] == 1
+        with client.stream("POST", "/v1/completions", json=body(4000, stream=True)) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            os.kill(engine.pid, signal.SIGKILL)
+            assert any("was killed by SIGKILL" in line for line in lines)
+        assert client.get("/health").status_code == 200
+        reply = client.post("/v1/completions", json=body(3, stream=False))  # waits for the new process
+        assert reply.status_code == 200, reply.text
+        assert "logprobe_engine_restarts_total 1.0" in client.get("/metrics").text
+        [engine] = psutil.Process(process.pid).children()
+        with client.stream("POST", "/v1/completions", json=body(2000, stream=True)) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            engine.send_signal(signal.SIGTERM)  # as when both are told
+            events = [line for line in lines if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2] + events[-3]
+    assert process.wait(LIMIT_S) == 0
+    until(lambda: not engine.is_running())

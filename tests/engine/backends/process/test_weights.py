@@ -1,0 +1,185 @@
+"""Other weights in engine processes: in all of them or in none, and again in one that is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from logprobe.engine.backends.start import LoadedModel, replace_weights
+from logprobe.errors import EngineError, ParameterError, UnsupportedModelError, WeightsReplacedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.protocol import EngineBackend
+
+    Until = Callable[[Callable[[], bool]], None]
+
+LIMIT_S = 90
+NEAR = 5e-5  # nats; new weights are off by 1e-2 and more
+IDS = [4, 9, 17, 60, 31]
+
+
+@pytest.fixture(scope="module")
+def packed(config: EngineConfig) -> EngineConfig:
+    """Weights of a form that can be replaced."""
+    return dataclasses.replace(config, weights="packed")
+
+
+@pytest.fixture(scope="module")
+def replicas(start: Any) -> Iterator[ProcessEngine]:
+    with start(data_parallel=2, weights="packed") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
+    """The weights of a model in training, some steps on; two of them share memory."""
+    model = AutoModelForCausalLM.from_pretrained(packed.model)
+    generator = torch.Generator().manual_seed(7)
+    state = {
+        name: weight + 0.03 * torch.randn(weight.shape, generator=generator)
+        for name, weight in model.state_dict().items()
+    }
+    norms = [name for name in state if name.endswith("layernorm.weight")]
+    state[norms[1]] = state[norms[0]].view(-1)
+    return state
+
+
+@pytest.fixture(scope="module")
+def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor]) -> Iterator[EngineBackend]:
+    """An engine of this process on the new weights."""
+    with start(process=False, weights="packed") as engine:
+        replace_weights(loaded(engine), packed, state, finishes=True)
+        yield engine
+
+
+@pytest.fixture
+def whole_again(replicas: ProcessEngine, packed: EngineConfig, until: Until) -> Iterator[None]:
+    """Both processes run, and have the model's own weights after the test."""
+    until(lambda: all(replica.is_up for replica in replicas._replicas))
+    yield
+    replicas.load_weights(packed.model, finishes=False)
+
+
+def loaded(engine: Any) -> LoadedModel:
+    return LoadedModel(engine, engine)
+
+
+def answers(engine: ProcessEngine, teller: Any, **params: Any) -> list[Any]:
+    """What each process answers."""
+    names = [teller.submit(engine, IDS, logprobs=3, **params) for _ in engine._replicas]
+    places = [[replica.has(name) for replica in engine._replicas].index(True) for name in names]
+    assert sorted(places) == list(range(len(places)))
+
+    async def results() -> list[Any]:
+        return await asyncio.gather(*(teller.result(engine, name) for name in names))
+
+    return [output.outputs[0].logprobs for output in asyncio.run(results())]
+
+
+def assert_near(record: Any, expected: Any) -> None:
+    """The bits may differ: a replica has fewer threads than an engine of this process."""
+    assert len(record) == len(expected)
+    for row, expected_row in zip(record, expected, strict=True):
+        assert row.keys() == expected_row.keys()
+        for token_id, entry in row.items():
+            assert entry.logprob == pytest.approx(expected_row[token_id].logprob, abs=NEAR)
+
+
+@pytest.mark.usefixtures("nothing_left", "whole_again")
+def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
+    replicas: ProcessEngine,
+    *,
+    packed: EngineConfig,
+    state: dict[str, torch.Tensor],
+    new_thread: EngineBackend,
+    adapter_folders: dict[str, Path],
+    teller: Any,
+    until: Until,
+) -> None:
+    engines: tuple[Any, ...] = (replicas, new_thread)
+    for engine in engines:
+        engine.add_lora("a", adapter_folders["wide"])
+    before = answers(replicas, teller)
+    numbers = [replicas.lora_number(name) for name in (None, "a")]
+    assert replace_weights(loaded(replicas), packed, state, finishes=True).engine is replicas
+    assert [replicas.lora_number(name) for name in (None, "a")] > numbers
+    want = [teller.ask(new_thread, IDS, logprobs=3, lora=lora).outputs[0].logprobs for lora in (None, "a")]
+    assert want[0] not in before
+
+    def are_new() -> None:
+        for lora, expected in zip((None, "a"), want, strict=True):
+            for record in answers(replicas, teller, lora=lora):
+                assert_near(record, expected)
+
+    are_new()
+    # A process that dies while it reads: the other goes on as before, and so does the one that comes.
+    victim = replicas._replicas[1]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGSTOP)
+    errors: list[EngineError] = []
+
+    def load() -> None:
+        with pytest.raises(EngineError) as caught:
+            replicas.load_weights(packed.model, finishes=True)
+        errors.append(caught.value)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    until(lambda: len(victim._asked) == 1)
+    os.kill(victim.pid, signal.SIGKILL)
+    loading.join(LIMIT_S)
+    assert "replica 1 (pid " in str(errors[0])
+    until(lambda: victim.is_up)
+    are_new()
+    replicas.remove_lora("a")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
+    replicas: ProcessEngine, packed: EngineConfig, state: dict[str, torch.Tensor], teller: Any
+) -> None:
+    before = answers(replicas, teller)
+    name = "model.layers.0.mlp.up_proj.weight"
+    part = {key: weight for key, weight in state.items() if key != name}
+    with pytest.raises(UnsupportedModelError, match=rf"1 missing \({name}\)"):
+        replace_weights(loaded(replicas), packed, part, finishes=True)
+    published: Any = type(packed)(model=packed.model, weights="published")
+    with pytest.raises(ParameterError, match="published"):
+        replace_weights(loaded(replicas), published, state, finishes=True)
+    assert answers(replicas, teller) == before
+
+
+@pytest.mark.usefixtures("whole_again")
+@pytest.mark.parametrize("finishes", [True, False])
+def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
+    replicas: ProcessEngine, packed: EngineConfig, teller: Any, finishes: bool
+) -> None:
+    want = teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids
+    names = [teller.submit(replicas, IDS, max_tokens=200 if finishes else 4000) for _ in range(4)]
+    for name in names if not finishes else []:
+        replicas.pause(name)  # or they might be through before the weights are read
+
+    async def run() -> list[Any]:
+        waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]
+        await asyncio.to_thread(replicas.load_weights, packed.model, finishes=finishes)
+        return await asyncio.gather(*waiting)
+
+    for output in asyncio.run(run()):
+        if finishes:
+            assert output.outputs[0].token_ids == want
+        else:
+            assert type(output.error) is WeightsReplacedError
+    assert teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids == want

@@ -1,0 +1,273 @@
+"""One suite for every engine: whatever stands behind `EngineBackend` keeps the same promises."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing, suppress
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.engine.backends.remote.engine import HttpEngine
+from logprobe.engine.protocol import EngineBackend, RowEngine
+from logprobe.errors import ParameterError, PromptTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from logprobe.engine.request import RequestOutput
+
+TOLERANCE = 5e-5  # nats, between any two compositions of a batch
+PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
+LONG = 4000  # tokens that no test waits for
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"logprobs": 3},
+    "drawn, several": {"n": 3, "temperature": 1.3, "top_p": 0.9, "seed": 7, "logprobs": 2},
+    "the best of several": {"best_of": 3, "temperature": 1.5, "seed": 2, "logprobs": 0},
+    "whole vocabulary": {"max_tokens": 3, "logprobs": -1, "prompt_logprobs": -1},
+    "named ids, entropy": {
+        "logprobs": 1,
+        "prompt_logprobs": 1,
+        "logprob_token_ids": [3, 200],
+        "entropy": True,
+    },
+    "both stages": {"logprobs": 4, "logprobs_mode": "both", "temperature": 0.7, "top_k": 20, "seed": 3},
+    "processed alone": {"logprobs": 2, "logprobs_mode": "processed_logprobs", "temperature": 0.5, "seed": 5},
+    "processors": {
+        "logprobs": 2,
+        "repetition_penalty": 1.4,
+        "presence_penalty": 0.5,
+        "logit_bias": {9: 3.0},
+        "min_tokens": 5,
+        "bad_words": ["cat"],
+        "explain": True,
+        "temperature": 0.9,
+        "seed": 4,
+    },
+    "no logprobs": {"temperature": 1.0, "seed": 11},
+    "scored only": {"max_tokens": 0, "prompt_logprobs": 2},
+    "end of text": {
+        "ignore_eos": False,
+        "logit_bias": {1: 4.0},
+        "temperature": 1.0,
+        "seed": 6,
+        "logprobs": 1,
+    },
+}
+
+
+def assert_close(got: RequestOutput, want: RequestOutput, assert_same: Callable[..., None]) -> None:
+    assert_same(got, want)
+    assert got.prompt_token_ids == want.prompt_token_ids
+    for mine, theirs in zip(got.outputs, want.outputs, strict=True):
+        assert mine.index == theirs.index
+        assert (mine.explanations is None) == (theirs.explanations is None)
+        for my_effects, their_effects in zip(mine.explanations or [], theirs.explanations or [], strict=True):
+            assert [one.processor for one in my_effects] == [one.processor for one in their_effects]
+
+
+async def growth(
+    engine: EngineBackend, name: str, buffer_rows: int, limit_s: float
+) -> tuple[list[list[int]], RequestOutput]:
+    """What each hand-over added to the first completion, and the output that it grew to."""
+    added: list[list[int]] = []
+    before: list[int] = []
+    async with asyncio.timeout(limit_s), aclosing(engine.stream(name, buffer_rows=buffer_rows)) as outputs:
+        async for output in outputs:
+            one = output.outputs[0]
+            assert one.token_ids[: len(before)] == before, "what was seen has changed"
+            assert one.logprobs is None or len(one.logprobs) == len(one.token_ids)
+            added.append(one.token_ids[len(before) :])
+            before = list(one.token_ids)
+    assert output.is_finished
+    return added, output
+
+
+class TestResults:
+    def test_every_kind_of_request_gives_the_numbers_of_the_thread(
+        self, backend: EngineBackend, reference: EngineBackend, asker: Any, assert_same: Any
+    ) -> None:
+        """All beside each other here; there each alone."""
+        requests = [
+            asker.request(PROMPT[: 3 + place % 6], **kind) for place, kind in enumerate(KINDS.values())
+        ]
+        outputs = asyncio.run(asker.ended(backend, *requests))
+        for request, output, (title, kind) in zip(requests, outputs, KINDS.items(), strict=True):
+            assert output.request_id == request.request_id
+            assert output.error is None, title
+            want = asker.ask(reference, request.prompt_token_ids.tolist(), **kind)
+            assert_close(output, want, assert_same)
+
+    @pytest.mark.parametrize("buffer_rows", [1, 2, 7])
+    def test_a_stream_comes_to_the_whole(
+        self, backend: EngineBackend, asker: Any, assert_same: Any, buffer_rows: int, limit_s: int
+    ) -> None:
+        kinds = {title: kind for title, kind in KINDS.items() if "best" not in title}
+        whole = asyncio.run(asker.ended(backend, *(asker.request(PROMPT, **kind) for kind in kinds.values())))
+
+        async def read() -> list[tuple[list[list[int]], RequestOutput]]:
+            names = asker.submit(backend, *(asker.request(PROMPT, **kind) for kind in kinds.values()))
+            return await asyncio.gather(*(growth(backend, name, buffer_rows, limit_s) for name in names))
+
+        for (added, output), want in zip(asyncio.run(read()), whole, strict=True):
+            assert_close(output, want, assert_same)
+            assert list(chain.from_iterable(added)) == want.outputs[0].token_ids
+
+    def test_a_stop_string_ends_a_text_in_the_same_place(
+        self, backend: EngineBackend, reference: EngineBackend, asker: Any
+    ) -> None:
+        ids = asker.ask(reference, PROMPT, max_tokens=6).outputs[0].token_ids
+        asked = {"max_tokens": 6, "stop_token_ids": [ids[3]], "logprobs": 1}
+        got, want = asker.ask(backend, PROMPT, **asked), asker.ask(reference, PROMPT, **asked)
+        assert got.outputs[0].finish_reason == want.outputs[0].finish_reason == "stop"
+        assert got.outputs[0].stop_reason == ids[3]
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids == ids[: ids.index(ids[3]) + 1]
+
+    def test_a_long_prompt_is_scored_in_chunks(
+        self, backend: EngineBackend, reference: EngineBackend, asker: Any, assert_same: Any, limit_s: int
+    ) -> None:
+        ids = np.random.default_rng(5).integers(2, 250, 300).tolist()
+        [name] = asker.submit(backend, asker.request(ids, max_tokens=2, prompt_logprobs=1))
+        _, output = asyncio.run(growth(backend, name, 1, limit_s))
+        assert len(output.prompt_logprobs or []) == len(ids)
+        assert_close(output, asker.ask(reference, ids, max_tokens=2, prompt_logprobs=1), assert_same)
+
+    def test_what_is_known_of_a_prompt_is_used_until_it_is_forgotten(
+        self, backend: EngineBackend, asker: Any, block_size: int
+    ) -> None:
+        ids = np.random.default_rng(6).integers(2, 250, 40).tolist()
+
+        def num_known() -> int:
+            before = backend.stats().cached_tokens
+            asker.ask(backend, ids, max_tokens=1)
+            return backend.stats().cached_tokens - before
+
+        assert num_known() == 0
+        assert num_known() >= (len(ids) - 1) // block_size * block_size
+        backend.forget_prefixes()
+        assert num_known() == 0
+
+
+class TestRowsAndSamples:
+    """What every engine does, those behind HTTP included."""
+
+    def test_a_whole_row_is_the_threads(
+        self, row_engine: RowEngine, reference: EngineBackend, asker: Any
+    ) -> None:
+        prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
+        requests = [asker.request(ids, wants_row=True, max_tokens=1) for ids in prompts]
+        for ids, output in zip(prompts, asyncio.run(asker.ended(row_engine, *requests)), strict=True):
+            [one] = output.outputs
+            want = asker.ask(reference, ids, wants_row=True, max_tokens=1).outputs[0].row
+            assert one.row is not None
+            assert want is not None
+            assert (one.row.dtype, one.row.shape) == (np.float32, want.shape)
+            assert not one.row.flags.writeable
+            np.testing.assert_allclose(one.row, want, atol=TOLERANCE, rtol=0)
+
+    def test_a_sample_is_the_threads(
+        self, row_engine: RowEngine, reference: EngineBackend, asker: Any
+    ) -> None:
+        for asked in ({}, {"temperature": 1.2, "seed": 9}, {"temperature": 0.8, "top_k": 5, "seed": 1}):
+            got, want = asker.ask(row_engine, PROMPT, **asked), asker.ask(reference, PROMPT, **asked)
+            assert got.outputs[0].token_ids == want.outputs[0].token_ids
+            assert got.outputs[0].finish_reason == want.outputs[0].finish_reason
+
+    @pytest.mark.parametrize(
+        ("ids", "params", "kind", "parameter"),
+        [
+            ([5, 10**6], {}, ParameterError, "prompt"),
+            ([], {}, ParameterError, "prompt"),
+            ([5] * 5000, {}, PromptTooLongError, "prompt"),
+            ([5], {"stop_token_ids": [10**6]}, ParameterError, "stop_token_ids"),
+        ],
+    )
+    def test_what_can_never_be_served_is_refused_alike(
+        self, row_engine: RowEngine, asker: Any, ids: list[int], params: Any, kind: Any, parameter: str
+    ) -> None:
+        with pytest.raises(kind) as raised:
+            row_engine.admit(asker.request(ids, **params))
+        assert raised.value.parameter == parameter
+
+    def test_an_id_that_stands_twice_or_is_in_use_is_refused(self, row_engine: RowEngine, asker: Any) -> None:
+        first = row_engine.admit(asker.request(max_tokens=2))
+        other = row_engine.admit(asker.request(max_tokens=2))
+        with pytest.raises(ParameterError, match="twice"):
+            row_engine.submit([first, first])
+        row_engine.submit([first])
+        name = first.request.request_id
+        with pytest.raises(ParameterError, match=f"'{name}' is in use"):
+            row_engine.submit([other, first])
+        with pytest.raises(ParameterError, match="unknown"):  # so the other was not accepted either
+            asyncio.run(row_engine.result(other.request.request_id))
+        assert len(asyncio.run(row_engine.result(name)).outputs[0].token_ids) == 2
+        with pytest.raises(ParameterError, match="unknown"):
+            asyncio.run(row_engine.result(name))
+        row_engine.submit([first])  # an id is free again once its output was taken
+        assert len(asyncio.run(row_engine.result(name)).outputs[0].token_ids) == 2
+
+    def test_an_abort_ends_a_request_and_leaves_the_others(
+        self, row_engine: RowEngine, asker: Any, limit_s: int
+    ) -> None:
+        async def run() -> list[RequestOutput]:
+            names = asker.submit(
+                row_engine,
+                *(asker.request([5, 6 + place], max_tokens=LONG) for place in range(3)),
+                asker.request(),
+            )
+            waiting = [asyncio.ensure_future(row_engine.result(name)) for name in names]
+            await asyncio.sleep(0)
+            for name in names[:3]:
+                row_engine.abort(name)
+            row_engine.abort("nobody")
+            return await asyncio.wait_for(asyncio.gather(*waiting), limit_s)
+
+        *aborted, whole = asyncio.run(run())
+        assert [output.outputs[0].finish_reason for output in aborted] == ["abort"] * 3
+        assert all(output.error is None for output in aborted)
+        assert len(whole.outputs[0].token_ids) == 8
+
+    def test_giving_up_the_wait_gives_the_request_up(
+        self, row_engine: RowEngine, asker: Any, limit_s: int
+    ) -> None:
+        async def run() -> None:
+            [name] = asker.submit(row_engine, asker.request(max_tokens=LONG))
+            task = asyncio.ensure_future(row_engine.result(name))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait_for(task, limit_s)
+            assert task.cancelled()
+            with pytest.raises(ParameterError, match=f"'{name}' is unknown"):
+                await row_engine.result(name)
+
+        asyncio.run(run())
+        assert len(asker.ask(row_engine).outputs[0].token_ids) == 8
+
+    def test_capabilities_tell_the_model_and_the_limits(
+        self, row_engine: RowEngine, reference: EngineBackend
+    ) -> None:
+        told, want = row_engine.capabilities(), reference.capabilities()
+        for name in ("model", "device", "dtype", "vocab_size", "stages"):
+            assert getattr(told, name) == getattr(want, name), name
+        is_vllm = told.engine == "vllm"  # which keeps a place for the last token of a text
+        assert told.max_model_len == want.max_model_len - is_vllm
+        assert told.weights == ("vllm" if is_vllm else want.weights)
+
+    def test_what_an_engine_lacks_it_refuses_by_name(self, row_engine: RowEngine, asker: Any) -> None:
+        """An engine of the smaller contract drops nothing silently."""
+        if not isinstance(row_engine, HttpEngine):
+            assert not lacking(row_engine)
+            return
+        assert lacking(row_engine) == lacking(RowEngine)
+        for kind in (kind for title, kind in KINDS.items() if title not in {"greedy", "no logprobs"}):
+            with pytest.raises(ParameterError) as raised:
+                row_engine.admit(asker.request(**kind))
+            assert raised.value.parameter in kind
+
+
+def lacking(engine: object) -> set[str]:
+    """The methods of a whole engine that this one does not have."""
+    return {name for name in vars(EngineBackend) if not name.startswith("_") and not hasattr(engine, name)}

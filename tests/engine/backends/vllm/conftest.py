@@ -1,0 +1,45 @@
+"""One vLLM for the tests of this folder: few rows and short chunks; requests wait and prompts are cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.config import EngineConfig
+from logprobe.engine.backends.start import LoadedModel, start_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ROWS = 8  # that run at once
+CHUNK = 32  # tokens of one step
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "block_size": 32}
+
+
+@pytest.fixture(scope="session")
+def vllm_config(wide_heads: tuple[Path, dict[str, Path]]) -> EngineConfig:
+    return EngineConfig(
+        model=str(wide_heads[0]),
+        engine="vllm",
+        kv_bytes=1 << 23,
+        max_batch_rows=ROWS,
+        max_batch_tokens=CHUNK,
+        engine_options=OPTIONS,
+    )
+
+
+@pytest.fixture(scope="session")
+def on_vllm(vllm_config: EngineConfig) -> Iterator[LoadedModel]:
+    loaded = start_engine(vllm_config)
+    yield loaded
+    loaded.engine.close()
+
+
+@pytest.fixture(scope="session")
+def native(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[LoadedModel]:
+    """The engine that vLLM's numbers are held to."""
+    loaded = start_engine(EngineConfig(model=str(wide_heads[0]), kv_bytes=1 << 22, weights="packed"))
+    yield loaded
+    loaded.engine.close()

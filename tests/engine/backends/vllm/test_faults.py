@@ -1,0 +1,159 @@
+"""What vLLM answers wrongly, and what this engine answers; each fails, too, once vLLM has mended it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+
+from logprobe.engine.request import Requests
+from logprobe.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from logprobe.engine.backends.start import LoadedModel
+
+pytestmark = pytest.mark.vllm
+LIMIT_S = 120
+TOLERANCE = 1e-4
+GIVEN = [4, 9, 200]
+
+
+def vllm_params(**asked: Any) -> Any:
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind.FINAL_ONLY
+    return VllmParams(temperature=0.0, ignore_eos=True, detokenize=False, output_kind=kind, **asked)
+
+
+async def of_vllm(engine: Any, ids: list[int], **asked: Any) -> Any:
+    """VLLM's own answer to one request of its own."""
+    name = uuid.uuid4().hex
+    outputs = engine._llm.generate({"prompt_token_ids": ids}, vllm_params(**asked), name)
+    return [output async for output in outputs][-1]
+
+
+def ask_vllm(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
+    async def together() -> list[Any]:
+        return await asyncio.gather(*(of_vllm(engine, ids, **asked) for ids, asked in requests))
+
+    return engine._bridge.run(asyncio.wait_for(together(), LIMIT_S))
+
+
+def ask(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
+    """This engine's answers to requests beside each other."""
+
+    async def together() -> list[Any]:
+        maker = Requests(engine)
+        admitted = [
+            maker.admit(
+                np.array(ids, np.int32), SamplingParams(**{"temperature": 0.0, "ignore_eos": True} | params)
+            )
+            for ids, params in requests
+        ]
+        engine.submit(admitted)
+        waits = [engine.result(one.request.request_id) for one in admitted]
+        return await asyncio.wait_for(asyncio.gather(*waits), LIMIT_S)
+
+    outputs = asyncio.run(together())
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return outputs
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    ids: list[int] = np.random.default_rng(seed).integers(2, 250, length).tolist()
+    return ids
+
+
+class TestPromptLogprobsBesideThePrefixCache:
+    """VLLM leaves the rows of cached tokens as the memory was, where the cache is read."""
+
+    LENGTH = 80
+
+    def chosen_by_vllm(self, engine: Any, ids: list[int], *, reads_cache: bool) -> Any:
+        asked = {"prompt_logprobs": 0, "flat_logprobs": True, "max_tokens": 1}
+        [output] = ask_vllm(engine, (ids, {**asked, "skip_reading_prefix_cache": not reads_cache}))
+        return np.array(output.prompt_logprobs.logprobs, np.float64), output.num_cached_tokens
+
+    def test_vllms_own_rows_are_not_those_of_the_prompt(self, on_vllm: LoadedModel) -> None:
+        engine, ids = on_vllm.engine, random_ids(1, self.LENGTH)
+        cold, num_cold = self.chosen_by_vllm(engine, ids, reads_cache=False)
+        self.chosen_by_vllm(engine, random_ids(2, self.LENGTH), reads_cache=False)  # the memory is used again
+        warm, num_warm = self.chosen_by_vllm(engine, ids, reads_cache=True)
+        assert (num_cold, num_warm > 0) == (0, True)
+        assert np.abs(warm[:num_warm] - cold[:num_warm]).max() > 0.1, "vLLM has mended it: read the cache"
+        np.testing.assert_allclose(warm[num_warm:], cold[num_warm:], atol=TOLERANCE)
+
+    def test_ours_are_the_same_cold_and_cached(self, on_vllm: LoadedModel, native: LoadedModel) -> None:
+        ids = random_ids(1, self.LENGTH)
+        asked = {"prompt_logprobs": 2, "max_tokens": 1}
+        [want] = ask(native.engine, (ids, asked))
+        for _ in range(2):
+            [got] = ask(on_vllm.engine, (ids, asked))
+            for mine, theirs in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
+                assert {key: one.rank for key, one in mine.items()} == {
+                    key: one.rank for key, one in theirs.items()
+                }
+                for key, one in mine.items():
+                    assert one.logprob == pytest.approx(theirs[key].logprob, abs=TOLERANCE)
+
+
+class TestGivenIds:
+    def test_vllm_spoils_the_alternatives_of_a_neighbour(self, on_vllm: LoadedModel) -> None:
+        """A request for named ids in the batch takes the top-k of the others away."""
+        ids = random_ids(3, 10)
+        asked = {"logprobs": 3, "max_tokens": 6}
+        [alone] = ask_vllm(on_vllm.engine, (ids, asked))
+        given = {"logprob_token_ids": GIVEN, "max_tokens": 6}
+        beside, _ = ask_vllm(on_vllm.engine, (ids, asked), (random_ids(4, 10), given))
+        steps = zip(alone.outputs[0].logprobs, beside.outputs[0].logprobs, strict=True)
+        assert any(set(one) != set(other) for one, other in steps), "vLLM has mended it"
+
+    def test_ours_do_not_depend_on_neighbours(self, on_vllm: LoadedModel, native: LoadedModel) -> None:
+        asked = {"logprobs": 3, "max_tokens": 6}
+        given = {"logprobs": 1, "logprob_token_ids": GIVEN, "max_tokens": 6}
+        requests = [(random_ids(3, 10), asked), (random_ids(4, 10), given)]
+        for mine, theirs in zip(ask(on_vllm.engine, *requests), ask(native.engine, *requests), strict=True):
+            assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+            for got, want in zip(mine.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+                assert list(got) == list(want)
+
+    def test_vllms_ranks_of_named_ids_are_their_places_in_the_list(self, on_vllm: LoadedModel) -> None:
+        ids = random_ids(5, 12)
+        [own] = ask_vllm(on_vllm.engine, (ids, {"logprob_token_ids": GIVEN, "max_tokens": 1}))
+        told = own.outputs[0].logprobs[0]
+        [ours] = ask(on_vllm.engine, (ids, {"logprobs": -1, "logprob_token_ids": GIVEN, "max_tokens": 1}))
+        row = ours.outputs[0].logprobs[0]
+        true = {key: 1 + sum(other.logprob > row[key].logprob for other in row.values()) for key in GIVEN}
+        assert [told[key].rank for key in GIVEN] == [1, 2, 3] != list(true.values()), "vLLM has mended them"
+        given = ours.outputs[0].logprobs.given[0]
+        assert {key: given[key].rank for key in GIVEN} == true
+        for key in GIVEN:
+            assert given[key].logprob == pytest.approx(told[key].logprob, abs=TOLERANCE)
+
+
+class TestTheLastAlternative:
+    """Where the chosen token lies outside the k best, vLLM's chat reply holds it and k - 1 of them."""
+
+    ASKED: ClassVar = {"temperature": 2.0, "seed": 5, "logprobs": 2, "max_tokens": 30}
+
+    def test_ours_hold_all_k(self, on_vllm: LoadedModel) -> None:
+        [output] = ask(on_vllm.engine, (random_ids(6, 8), self.ASKED))
+        record = output.outputs[0].logprobs
+        outside = [row for row in record if next(iter(row.values())).rank > 2]
+        assert outside, "a token was drawn from beyond the two best"
+        for row in outside:
+            assert len(row) == 3
+            assert sorted(one.rank for one in row.values())[:2] == [1, 2]
+
+    def test_vllms_reply_drops_the_last_of_them(self) -> None:
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+        from vllm.logprobs import Logprob
+
+        row = {7: Logprob(-6.0, 40, "c"), 1: Logprob(-0.1, 1, "a"), 2: Logprob(-2.5, 2, "b")}
+        serving: Any = object.__new__(OpenAIServingChat)
+        listed = serving._get_top_logprobs(row, 2, None, False)
+        assert [one.token for one in listed] == ["c", "a"], "vLLM has mended it"

@@ -1,0 +1,78 @@
+"""What is said at the start: of what is missing, of what vLLM refuses, and of what cannot stand together."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe.config import EngineConfig
+from logprobe.engine.backends.start import start_engine
+from logprobe.errors import ModelError, ParameterError, UnknownParameterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_without_vllm_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_model_folder: Path
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ModelError, match=r"pip install 'logprobe\[vllm\]'"):
+        start_engine(EngineConfig(model=str(tiny_model_folder), engine="vllm"))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"weights": "packed"}, {"overlap": True}, {"process": True}, {"data_parallel": 2}]
+)
+def test_settings_of_the_native_engine_are_refused_by_name(
+    tiny_model_folder: Path, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(ParameterError, match="native engine") as raised:
+        start_engine(EngineConfig(model=str(tiny_model_folder), engine="vllm", **settings))
+    assert raised.value.parameter in settings
+
+
+def test_options_are_a_dict_or_json_and_of_vllm_alone() -> None:
+    text = '{"tensor_parallel_size": 2}'
+    assert EngineConfig(engine="vllm", engine_options=text).engine_options == {"tensor_parallel_size": 2}
+    for wrong in ("{", "[1]", {1: 2}):
+        with pytest.raises(ParameterError, match="engine_options"):
+            EngineConfig(engine="vllm", engine_options=wrong)
+    with pytest.raises(ParameterError, match="engine='vllm'"):
+        EngineConfig(engine_options={})
+    with pytest.raises(ParameterError, match="native, vllm"):
+        EngineConfig(engine="sglang")
+
+
+@pytest.mark.vllm
+class TestOptions:
+    def test_an_unknown_one_is_refused_with_the_nearest(self, vllm_config: EngineConfig) -> None:
+        with pytest.raises(UnknownParameterError, match="tensor_parallel_size"):
+            start_engine(replace(vllm_config, engine_options={"tensor_paralel_size": 2}))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+            ("data_parallel_size", 2),
+            ("logprobs_mode", "processed_logprobs"),
+            ("logits_processors", ["a:B"]),
+            ("model", "gpt2"),
+        ],
+    )
+    def test_what_cannot_stand_beside_the_capture_is_refused_by_name(
+        self, vllm_config: EngineConfig, name: str, value: Any
+    ) -> None:
+        with pytest.raises(ParameterError, match=name):
+            start_engine(replace(vllm_config, engine_options={name: value}))
+
+    def test_what_vllm_refuses_is_told_in_its_words(self, vllm_config: EngineConfig) -> None:
+        with pytest.raises((ParameterError, ModelError), match="max_model_len"):
+            start_engine(replace(vllm_config, max_model_len=100_000))
+        with pytest.raises(ParameterError, match="this vLLM runs on cpu"):
+            start_engine(replace(vllm_config, device="cuda"))

@@ -1,0 +1,233 @@
+"""A second load builds on the first one's proof: the same bits, and never what is damaged."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe.engine.layers.forms import has_form
+from logprobe.engine.ready import forms
+from logprobe.engine.ready.usual import UsualModel
+from logprobe.errors import EngineClosedError
+from logprobe.models.stored import store
+from logprobe.models.stored.panels import INDEX, PANELS
+from logprobe.models.stored.record import FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FROM_TRANSFORMERS = 2e-4  # nats
+PROMPT = list(range(5, 45))
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "Qwen2": {"tie_word_embeddings": False},  # biases
+    "Qwen3": {"head_dim": 16},  # norms of heads
+    "Mistral": {"sliding_window": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(small_model: Callable[..., Path]) -> Path:
+    return small_model("Llama", {"tie_word_embeddings": False})
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **{"weights": "published", "kv_bytes": 1 << 21, **settings})
+
+
+def is_recalled(llm: LLM) -> bool:
+    forward: Any = llm.engine._engine.forward
+    assert forward.is_recalled == (type(forward.model) is UsualModel)
+    return forward.is_recalled  # type: ignore[no-any-return]
+
+
+def scored(llm: LLM, **settings: Any) -> list[float]:
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=0, prompt_logprobs=0, **settings)
+    output = llm.generate([PROMPT], params)[0]
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    return [*output.prompt_logprobs.logprobs, *output.outputs[0].logprobs.logprobs]
+
+
+def load_twice(folder: Path) -> tuple[list[float], list[float]]:
+    """What a first and a second load say; the second must be recalled."""
+    with open_llm(folder) as llm:
+        assert not is_recalled(llm)
+        first = scored(llm)
+    with open_llm(folder) as llm:
+        assert is_recalled(llm)
+        return first, scored(llm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recalled_model_gives_the_bits_of_the_proven_one(
+    kind: str, small_model: Callable[..., Path]
+) -> None:
+    def with_biases(model: Any) -> None:
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight)
+
+    folder = small_model(kind, KINDS[kind], with_biases)
+    first, second = load_twice(folder)
+    assert first == second
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    want = logprobs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    assert (torch.tensor(second[: len(want)]) - want).abs().max() <= FROM_TRANSFORMERS
+
+
+def test_a_model_of_another_form_is_proven_each_time(tiny_window_folder: Path, home: Path) -> None:
+    for _ in range(2):
+        with open_llm(tiny_window_folder) as llm:
+            assert not is_recalled(llm)
+    assert not list(home.glob(f"loads/*/{FILE}"))
+    assert list(home.glob(f"panels/*/{PANELS}"))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_bits(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    for place in range(0, len(data), 7):
+        data[place] ^= 0x41
+    file.write_bytes(bytes(data))
+
+
+def reach_beyond_the_end(file: Path) -> None:
+    index = json.loads(file.read_text())
+    index["tensors"] = {name: [*entry[:3], entry[3] + (1 << 30)] for name, entry in index["tensors"].items()}
+    file.write_text(json.dumps(index))
+
+
+def name_another_form(file: Path) -> None:
+    file.write_text(file.read_text().replace("float32", "float31"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [
+        (f"panels/*/{PANELS}", truncate),
+        (f"panels/*/{PANELS}", flip_bits),
+        (f"panels/*/{PANELS}", lambda file: file.write_bytes(b"")),
+        (f"panels/*/{INDEX}", truncate),
+        (f"panels/*/{INDEX}", reach_beyond_the_end),
+        (f"panels/*/{INDEX}", name_another_form),
+        (f"loads/*/{FILE}", truncate),
+        (f"loads/*/{FILE}", flip_bits),
+        (f"loads/*/{FILE}", lambda file: file.unlink()),
+    ],
+)
+def test_what_is_damaged_is_made_again(
+    pattern: str, damage: Callable[[Path], None], llama: Path, home: Path
+) -> None:
+    first, _ = load_twice(llama)
+    [file] = home.glob(pattern)
+    damage(file)
+    with open_llm(llama) as llm:
+        assert not is_recalled(llm)
+        assert scored(llm) == first
+    with open_llm(llama) as llm:
+        assert is_recalled(llm)
+        assert scored(llm) == first
+
+
+def test_other_weights_of_the_same_name_are_another_model(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in llama.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    first, _ = load_twice(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] *= 0.5
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with open_llm(folder) as llm:
+        assert not is_recalled(llm)
+        assert scored(llm) != first
+
+
+def test_a_cache_that_cannot_be_written_costs_speed_alone(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path / "file"))
+    with open_llm(llama) as llm:
+        assert not is_recalled(llm)
+        assert len(scored(llm)) > 0
+    assert "at each load" in caplog.text
+
+
+def test_a_recalled_model_runs_lora_weights(
+    tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    asked = {"lora": "wide"}
+    said = []
+    for _ in range(2):
+        with open_llm(tiny_model_folder) as llm:
+            llm.add_lora("wide", adapter_folders["wide"])
+            said.append((is_recalled(llm), scored(llm), scored(llm, **asked)))
+    assert [one[0] for one in said] == [False, True]
+    assert said[0][1] == said[1][1]
+    assert said[0][2] == pytest.approx(said[1][2], abs=5e-5)
+    assert said[0][1] != said[0][2]
+
+
+def test_the_transformers_module_of_a_recalled_model_is_loaded_when_asked_for(llama: Path) -> None:
+    load_twice(llama)
+    with AsyncLM.from_name(str(llama), weights="published", kv_bytes=1 << 21) as lm:
+        module = lm.underlying_model
+        assert type(module).__name__ == "LlamaForCausalLM"
+        assert lm.underlying_model is module
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+def test_the_forms_are_those_of_transformers(kind: str) -> None:
+    module = importlib.import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
+    for suffix, known in (
+        ("Model", forms.DECODER),
+        ("ForCausalLM", forms.HEAD),
+        ("RotaryEmbedding", forms.ROTARY),
+    ):
+        assert has_form(getattr(module, f"{kind}{suffix}").forward, known)
+
+
+def test_small_and_passing_models_leave_nothing(
+    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SMALLEST_BYTES", 1 << 25)
+    with open_llm(llama):
+        assert not home.exists()
+    monkeypatch.setattr(store, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(store, "tempfile", SimpleNamespace(gettempdir=lambda: str(llama.parent)))
+    with open_llm(llama):
+        assert not home.exists()
+
+
+@pytest.mark.parametrize("weights", ["packed", "published"])
+def test_a_closed_model_lets_its_weights_and_its_pool_go(llama: Path, weights: str) -> None:
+    llm = open_llm(llama, weights=weights)
+    forward: Any = llm.engine._engine.forward
+    decoder, slots = weakref.ref(forward.decoder.module), forward.pool.keys[0]
+    assert len(scored(llm)) > 0
+    assert slots.any()
+    llm.close()
+    assert decoder() is None
+    assert not slots.any()  # its pages were given back
+    llm.close()
+    with pytest.raises(EngineClosedError):
+        scored(llm)
+    assert llm.engine.stats().running == 0
+    assert llm.list_loras() == {}
