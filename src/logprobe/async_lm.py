@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError, UnknownParameterError, require
-from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
-from logprobe.next_token.rows import RowCache
+from logprobe.next_token.lm import DEFAULT_CACHE_BYTES
+from logprobe.next_token.local import LocalLM
+from logprobe.next_token.rows import Row, RowCache
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.engine.backends.start import LoadedModel
-
-ENGINES = ("native",)
 
 
 class Opened(Protocol):
@@ -31,7 +30,7 @@ class Opened(Protocol):
         """The engine, with its text edge."""
 
 
-class AsyncLM(NextTokenLM):
+class AsyncLM(LocalLM[Row]):
     """A model of this process asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Args:
@@ -58,21 +57,21 @@ class AsyncLM(NextTokenLM):
         owns_engine: bool | None = None,
         **settings: Any,
     ) -> None:
-        RowCache(cache_bytes)  # refused before the model is loaded
+        cache = RowCache(cache_bytes)  # refused before the model is loaded
         is_name = isinstance(model, str | os.PathLike)
-        self._loaded = _loaded(model, settings)
+        loaded = _loaded(model, settings)
         owns = is_name if owns_engine is None else owns_engine
         try:
             super().__init__(
-                self._loaded,
-                cache_bytes=cache_bytes,
+                loaded,
+                cache=cache,
                 batch_size=batch_size,
                 timeout=timeout,
                 owns_engine=owns,
             )
         except ParameterError:
             if owns:
-                self._loaded.engine.close()
+                loaded.engine.close()
             raise
 
     @classmethod
@@ -92,58 +91,21 @@ class AsyncLM(NextTokenLM):
             ModelError: the model cannot be had or used.
             ParameterError: a setting that cannot be used.
         """
-        require(engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}, got {engine!r}")
         require(isinstance(model, str | os.PathLike), "model", f"must be a name or a path, got {model!r:.60}")
-        return cls(model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, **settings)
+        return cls(
+            model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, engine=engine, **settings
+        )
 
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; `set_lora` or `lora=` then use them.
-
-        A name that is loaded again stands for the new weights; answers already asked keep theirs.
-
-        Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
-        """
-        self._loaded.engine.add_lora(name, path)
-
-    def add_new_lora(
-        self,
-        path: str | Path | None = None,
-        name: str = "lora_1",
-        *,
-        lora_path: str | Path | None = None,
-        lora_name: str | None = None,
-    ) -> None:
-        """`add_lora` in genlm-backend's words: `add_new_lora(lora_path, lora_name="lora_1")`."""
-        given = lora_path if path is None else path
-        if given is None:
-            raise ParameterError("path", "is missing; name the folder with the LoRA weights")
-        self.add_lora(lora_name or name, given)
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new asks for LoRA weights; those in flight end as they would have.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        self._loaded.engine.remove_lora(name)
-
-    def clear_kv_cache(self) -> None:
-        """Let the engine forget every prefix that no request stands on."""
-        self._loaded.engine.forget_prefixes()
-
-    @property
-    def underlying_model(self) -> Any:
-        """The transformers module; None where the model lives in another process."""
-        return self._loaded.model
+    def _given(self, rows: Row) -> Row:
+        return rows
 
 
 def _loaded(model: str | Path | LoadedModel | Opened, settings: dict[str, Any]) -> LoadedModel:
     """An engine of its own for a name; what is open stays as it is."""
     if isinstance(model, str | os.PathLike):
-        from logprobe.engine.backends.start import start_native_engine
+        from logprobe.engine.backends.start import start_engine
 
-        return start_native_engine(EngineConfig(model=os.fspath(model), **settings))
+        return start_engine(EngineConfig(model=os.fspath(model), **settings))
     loaded: Any = getattr(model, "loaded", model)
     is_open = hasattr(loaded, "engine") and hasattr(loaded, "text")
     require(is_open, "model", f"must be a name, a path or an open LLM, got {model!r:.60}")

@@ -5,14 +5,15 @@ After it: `next_token`, which holds rows and asks, and whose engine is a server 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import final
 
+from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.remote.engine import HttpEngine
 from logprobe.engine.backends.remote.text import RemoteText
-from logprobe.errors import LogprobeError
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
-from logprobe.next_token.rows import RowCache
+from logprobe.next_token.rows import Row, RowCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class RemoteModel:
 
 
 @final
-class RemoteLM(NextTokenLM):
+class RemoteLM(NextTokenLM[Row]):
     """A model behind HTTP asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Rows hold the server's float32 bits. Concurrent asks become one exchange, equal ones are computed once,
@@ -57,13 +58,21 @@ class RemoteLM(NextTokenLM):
         timeout: float = 0.001,
         request_timeout: float = 600.0,
     ) -> None:
-        RowCache(cache_bytes)  # refused before the server is met
-        engine = HttpEngine(url, api_key, request_timeout)
-        try:
-            loaded = RemoteModel(engine, RemoteText(engine.fetch))
+        cache = RowCache(cache_bytes)  # refused before the server is met
+        with ExitStack() as undone:
+            bridge = LoopThread()
+            undone.callback(bridge.close)
+            engine = HttpEngine(bridge, url, api_key, request_timeout)
+            undone.callback(engine.close)
             super().__init__(
-                loaded, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, owns_engine=True
+                RemoteModel(engine, RemoteText(engine.fetch)),
+                cache=cache,
+                batch_size=batch_size,
+                timeout=timeout,
+                owns_engine=True,
+                bridge=bridge,
             )
-        except LogprobeError:
-            engine.close()
-            raise
+            undone.pop_all()
+
+    def _given(self, rows: Row) -> Row:
+        return rows

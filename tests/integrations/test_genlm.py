@@ -183,3 +183,29 @@ def test_the_example_of_the_page_runs(tiny_model_folder: Path) -> None:
     for name in ("potential", "by_name"):
         assert type(names[name].model).__name__ == "LogprobeLM"
         names[name].model.cleanup()
+
+
+def test_genlm_backends_own_lines_of_the_page_run(
+    tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    import re
+    from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
+    from inspect import isawaitable
+
+    from genlm.backend.llm import AsyncTransformer
+
+    page = Path(__file__).parents[2] / "docs" / "coming-from.md"
+    section = page.read_text(encoding="utf-8").split("## genlm-backend\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(lines) == 10
+    # What transformers loads adapters by is theirs, and so is their loop: one for all lines.
+    names = {"AsyncTransformer": AsyncTransformer, "lora": str(adapter_folders["narrow"])}
+
+    async def run() -> None:
+        for line in lines:
+            code = line.replace('"smollm2"', repr(str(tiny_model_folder)))
+            ended = eval(compile(code, str(page), "exec", flags=PyCF_ALLOW_TOP_LEVEL_AWAIT), names)  # noqa: S307
+            if isawaitable(ended):
+                await ended
+
+    asyncio.run(run())

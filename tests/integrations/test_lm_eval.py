@@ -137,8 +137,9 @@ def test_a_tiny_model_scores_and_writes_as_hf_does(
 
 @pytest.mark.real_model
 def test_a_real_model_scores_and_writes_as_hf_does(evaluate: Callable[..., Any]) -> None:
+    """Beside `hf` in float64: its float32 sums are themselves 2.5e-4 nats off at 30 tokens of 49,152."""
     model = resolve("smollm2").folder
-    want = evaluate("hf", f"pretrained={model},dtype=float32", "--device", "cpu")
+    want = evaluate("hf", f"pretrained={model},dtype=float64", "--device", "cpu")
     assert_same(evaluate("logprobe", f"pretrained={model},dtype=float32"), want)
 
 

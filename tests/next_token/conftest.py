@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import AsyncLM, RemoteLM
+from logprobe import AsyncLM, AsyncVirtualLM, RemoteLM
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -22,6 +23,15 @@ SETTINGS: dict[str, Any] = {
     "max_batch_tokens": 64,
     "max_batch_rows": 16,
     "cache_bytes": 1 << 20,
+}
+VLLM_OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 23,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "enable_lora": True,
+    "max_lora_rank": 8,
 }
 
 
@@ -40,9 +50,15 @@ class PlainRows:
         return torch.log_softmax(logits.double(), -1).numpy()
 
 
-@pytest.fixture(scope="session")
-def plain_row(tiny_model_folder: Path) -> PlainRows:
-    return PlainRows(tiny_model_folder)
+plain_rows = functools.cache(PlainRows)
+
+
+@pytest.fixture
+def plain_row(request: pytest.FixtureRequest, tiny_model_folder: Path) -> PlainRows:
+    """Of the model that the test's `lm` has."""
+    callspec = getattr(request.node, "callspec", None)
+    is_on_vllm = callspec is not None and callspec.params.get("lm") == "vllm"
+    return plain_rows(request.getfixturevalue("wide_heads")[0] if is_on_vllm else tiny_model_folder)
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +88,28 @@ def far_lm(shared_lm: AsyncLM, new_serving: Any) -> Iterator[RemoteLM]:
         yield far
 
 
+@pytest.fixture(scope="session")
+def vllm_options() -> dict[str, Any]:
+    return dict(VLLM_OPTIONS)
+
+
+@pytest.fixture(scope="session")
+def virtual_lm(wide_heads: tuple[Path, dict[str, Path]]) -> Iterator[AsyncVirtualLM]:
+    """An AsyncVirtualLM: fewer rows than are asked at once, and prompts that one step cannot hold."""
+    with AsyncVirtualLM.from_name(wide_heads[0], VLLM_OPTIONS, cache_size=256) as lm:
+        yield lm
+
+
 @pytest.fixture
-def lm(request: pytest.FixtureRequest, shared_lm: AsyncLM) -> AsyncLM | RemoteLM:
-    """An AsyncLM that knows nothing yet, or where a test asks for "far", a RemoteLM at its engine."""
+def lm(request: pytest.FixtureRequest) -> AsyncLM | RemoteLM | AsyncVirtualLM:
+    """A language model that knows nothing yet: in this process, "far" on a server, or in "vllm"."""
+    if getattr(request, "param", "near") == "vllm":
+        virtual: AsyncVirtualLM = request.getfixturevalue("virtual_lm")
+        virtual.clear_cache()
+        virtual.clear_kv_cache()
+        virtual.clear_lora()
+        return virtual
+    shared_lm: AsyncLM = request.getfixturevalue("shared_lm")
     shared_lm.clear_cache()
     shared_lm.clear_kv_cache()
     shared_lm.clear_lora()

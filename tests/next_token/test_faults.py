@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from logprobe.errors import EngineClosedError, ForwardError
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from logprobe import AsyncLM
 
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
+ON_VLLM = 2e-4  # nats: its layers round elsewhere
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+NEAR_AND_VLLM = pytest.mark.parametrize("lm", ["near", VLLM], indirect=True)
+EVERY = pytest.mark.parametrize("lm", ["near", "far", VLLM], indirect=True)
 
 
 def forward_of(lm: AsyncLM) -> Any:
@@ -29,11 +34,12 @@ def scheduler_of(lm: AsyncLM) -> Any:
     return lm._engine._engine.scheduler  # type: ignore[attr-defined]
 
 
-def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
+def assert_row(row: Any, want: Any) -> None:
+    tolerance = ON_VLLM if isinstance(row, torch.Tensor) else TOLERANCE
     np.testing.assert_allclose(row, want, atol=tolerance, rtol=0)
 
 
-@BOTH
+@EVERY
 def test_prefixes_that_differ_only_in_their_cached_part_keep_their_own_rows(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -48,17 +54,17 @@ def test_prefixes_that_differ_only_in_their_cached_part_keep_their_own_rows(
     rows = asyncio.run(ask())
     assert_row(rows[0], plain_row(left + suffix))
     assert_row(rows[1], plain_row(right + suffix))
-    assert np.abs(rows[0] - rows[1]).max() > 0.1
+    assert np.abs(np.asarray(rows[0]) - np.asarray(rows[1])).max() > 0.1
 
 
-@BOTH
+@EVERY
 def test_sync_after_a_cached_prefix_two_tokens_shorter(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(4, 14)
     lm.next_token_logprobs_sync(ids[:12])
     assert_row(lm.next_token_logprobs_sync(ids), plain_row(ids))
 
 
-@BOTH
+@EVERY
 def test_a_cached_prefix_used_twice_and_by_two_siblings_at_once(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -73,7 +79,7 @@ def test_a_cached_prefix_used_twice_and_by_two_siblings_at_once(
         assert_row(row, plain_row(ids))
 
 
-@BOTH
+@EVERY
 def test_one_cancelled_waiter_of_eight_leaves_the_seven_alone(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -127,7 +133,7 @@ def test_a_row_that_nobody_waits_for_any_more_is_given_up(
     asyncio.run(ask())
     lm.next_token_logprobs_sync(random_ids(9, 3))
     assert lm._desk._in_flight == {}
-    assert not lm._engine._folds  # type: ignore[attr-defined]
+    assert not lm._engine._readers._folds  # type: ignore[attr-defined]
 
 
 def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
@@ -150,7 +156,7 @@ def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
     scheduler_of(lm).check_integrity()
 
 
-@BOTH
+@EVERY
 def test_one_id_out_of_range_fails_alone_of_eight(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     asked = [random_ids(20 + place, 6) for place in range(8)]
     asked[3] = [*asked[3], lm.vocab_size]
@@ -185,7 +191,7 @@ def test_a_caller_cannot_edit_a_returned_row(lm: AsyncLM, random_ids: Any) -> No
     np.testing.assert_array_equal(lm.next_token_logprobs_sync(ids), row)
 
 
-@BOTH
+@EVERY
 def test_an_edited_batch_does_not_change_later_answers(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(32, 5)
     lm.batch_next_token_logprobs_sync([ids, ids])[:] = 0.0
@@ -223,7 +229,7 @@ def test_more_asks_than_one_step_can_hold(new_lm: Any, plain_row: Any, random_id
         assert_row(row, plain_row(ids))
 
 
-@BOTH
+@EVERY
 def test_prompts_of_very_unequal_cached_length_keep_their_rows(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -236,6 +242,7 @@ def test_prompts_of_very_unequal_cached_length_keep_their_rows(
         assert_row(row, plain_row(ids))
 
 
+@NEAR_AND_VLLM
 def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
     lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
@@ -245,13 +252,13 @@ def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
             lm.batch_next_token_logprobs_sync([good, bad])
         with pytest.raises(ValueError, match=r"token_ids|prompt"):
             lm.next_token_logprobs_sync(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="128"):
+    with pytest.raises(ValueError, match=str(lm._engine.capabilities().max_model_len)):
         lm.next_token_logprobs_sync(too_long)
-    assert not lm._engine._folds  # type: ignore[attr-defined]
+    assert not lm._engine._readers._folds  # type: ignore[attr-defined]
     assert_row(lm.next_token_logprobs_sync(random_ids(58, 4)), plain_row(random_ids(58, 4)))
 
 
-@BOTH
+@EVERY
 def test_an_asyncio_run_that_died_and_then_another(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(59, 20)
 
@@ -266,7 +273,7 @@ def test_an_asyncio_run_that_died_and_then_another(lm: AsyncLM, plain_row: Any, 
     assert_row(asyncio.run(asyncio.wait_for(lm.next_token_logprobs(ids), 20)), plain_row(ids))
 
 
-@BOTH
+@EVERY
 def test_a_loop_closed_under_its_ask_fails_no_other(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     ids = random_ids(61, 20)
     loop = asyncio.new_event_loop()
@@ -278,46 +285,7 @@ def test_a_loop_closed_under_its_ask_fails_no_other(lm: AsyncLM, plain_row: Any,
     task.get_coro().close()  # type: ignore[union-attr]
 
 
-@BOTH
-def test_a_stop_id_that_is_half_a_character_stops_before_it(lm: AsyncLM, random_ids: Any) -> None:
-    half = next(token.token_id for token in lm.byte_vocab if bytes(token) == b"\xc3")
-    prompt = random_ids(70, 4)
-    free = asyncio.run(lm.sample(prompt, 40, [], seed=3))
-    stop = free[5]
-    assert asyncio.run(lm.sample(prompt, 40, [half, stop], seed=3)) == free[: _first(free, {half, stop})]
-
-
-def test_sample_without_stop_ids_runs_past_the_models_own_end_of_text(
-    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = lm._engine._engine.recorder  # type: ignore[attr-defined]
-    monkeypatch.setattr(recorder, "_eos_token_ids", frozenset(range(lm.vocab_size)))
-    samples = asyncio.run(lm.batch_sample([random_ids(71, 4)] * 3, 50, [], seed=0))
-    assert [len(sample) for sample in samples] == [50] * 3
-
-
-@BOTH
-def test_sample_at_temperature_0_follows_the_likeliest_token(lm: AsyncLM, random_ids: Any) -> None:
-    ids = random_ids(72, 4)
-    sampled = asyncio.run(lm.sample(ids, 6, [], temperature=0))
-    for token_id in sampled:
-        assert lm.next_token_logprobs_sync(ids).argmax() == token_id
-        ids = [*ids, token_id]
-
-
-@BOTH
-def test_samples_of_one_prompt_with_one_seed_are_distinct_and_reproducible(
-    lm: AsyncLM, random_ids: Any
-) -> None:
-    prompt = random_ids(73, 4)
-    first = asyncio.run(lm.batch_sample([prompt] * 6, 12, [], seed=5))
-    assert asyncio.run(lm.batch_sample([prompt] * 6, 12, [], seed=5)) == first
-    assert len({tuple(sample) for sample in first}) == 6
-    assert asyncio.run(lm.sample(prompt, 12, [], seed=5)) == first[0]
-    assert asyncio.run(lm.batch_sample([prompt] * 6, 12, [], seed=6)) != first
-
-
-@BOTH
+@EVERY
 def test_logprobs_and_samples_asked_concurrently(lm: AsyncLM, plain_row: Any, random_ids: Any) -> None:
     asked = [random_ids(80 + place, 8) for place in range(6)]
 
@@ -384,14 +352,11 @@ def test_twenty_prompts_of_4096_tokens_need_bounded_memory(long_model_folder: Pa
 
     prompts = np.random.default_rng(0).integers(0, 8000, (20, 4096))
     with AsyncLM.from_name(str(long_model_folder), kv_bytes=1 << 24) as lm:
-        lm.next_token_logprobs_sync(prompts[0, :600])
+        lm.next_token_logprobs_sync(prompts[0, :1500] ^ 1)  # several chunks: every kernel has run
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rows = lm.batch_next_token_logprobs_sync(list(prompts))
         grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert rows.shape == (20, 8192)
-    # All logits of one prompt alone would take 4,096 x 8,192 x 4 bytes = 134 MB.
-    assert grown_bytes < 100e6
-
-
-def _first(token_ids: list[int], stops: set[int]) -> int:
-    return next(place for place, token_id in enumerate(token_ids) if token_id in stops)
+    # The pool's pages, taken as slots are first used, and the scratch of long contexts come to 100 MB.
+    # All logits of one prompt alone would add 4,096 x 8,192 x 4 bytes = 134 MB.
+    assert grown_bytes < 200e6

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from safetensors.numpy import save
 
+from fuzzing import fuzz
 from logprobe import RemoteLM
 from logprobe.errors import LogprobeError, ParameterError, ServerError
 
@@ -201,3 +205,37 @@ def test_what_is_no_tokenizer_is_an_error(data: bytes) -> None:
         with pytest.raises(LogprobeError):
             _ = lm.tokenizer
         lm.cleanup()
+
+
+ANSWER = st.one_of(
+    st.binary(max_size=40),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=6,
+    ),
+    st.builds(
+        lambda name, value: FACTS | {name: value}, st.sampled_from(sorted(FACTS)), st.integers() | st.text()
+    ),
+    st.builds(rows_of, arrays(np.float32, (1, VOCAB_SIZE))),
+    st.builds(
+        lambda place, value: rows_of(EVEN)[:place] + value + rows_of(EVEN)[place + len(value) :],
+        st.integers(0, 90),
+        st.binary(min_size=1, max_size=9),
+    ),
+)
+PATHS = st.sampled_from(["/v1/capabilities", "/v1/models", "/tokenizer_info", "/v1/next_token_logprobs"])
+
+
+@pytest.mark.fuzz
+@fuzz(0.5)
+@given(path=PATHS, answer=ANSWER, status=st.sampled_from([200, 200, 200, 400, 429, 500]))
+def test_every_reply_is_rows_or_one_short_error(path: str, answer: Any, status: int) -> None:
+    data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+    with server_with({path: (status, {}, data)}) as url:
+        try:
+            ask(url)
+        except (ServerError, ParameterError) as error:
+            message = str(error)
+            assert message.isprintable()
+            assert len(message) < 3000

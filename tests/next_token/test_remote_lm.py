@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from logprobe.errors import ParameterError, PromptTooLongError
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
-    import threading
     from pathlib import Path
 
 TOLERANCE = 5e-5  # two engine steps of other neighbours: float32 rounding, nats
@@ -43,6 +43,15 @@ def test_rows_are_the_engines_own_bits(far: RemoteLM, lm: AsyncLM, random_ids: A
         np.testing.assert_array_equal(far.next_token_logprobs_sync(ids), near)
         lm.clear_kv_cache()
     np.testing.assert_array_equal(far.next_token_logprobs_sync([]), lm.next_token_logprobs_sync([]))
+
+
+def test_one_loop_serves_the_desk_and_the_exchanges(far: RemoteLM) -> None:
+    before = set(threading.enumerate())
+    with RemoteLM(far._engine._link.url) as lm:  # type: ignore[attr-defined]
+        lm.next_token_logprobs_sync([5, 6])
+        loops = [one for one in set(threading.enumerate()) - before if one.name == "logprobe-loop"]
+        assert len(loops) == 1
+    assert not loops[0].is_alive()
 
 
 def test_a_trie_walked_far_is_the_trie_walked_near(far: RemoteLM, lm: AsyncLM, random_ids: Any) -> None:

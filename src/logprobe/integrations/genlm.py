@@ -15,7 +15,7 @@ from genlm.backend.llm.base import AsyncLM as GenlmAsyncLM
 from genlm.backend.tokenization import Token as GenlmToken
 
 from logprobe.async_lm import AsyncLM
-from logprobe.errors import UnknownParameterError
+from logprobe.errors import UnknownParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,27 +53,64 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         for option, value in (hf_opts or {}).items():
             if option not in HF_OPTIONS:
                 raise UnknownParameterError(option, HF_OPTIONS, of="hf_opts")
-            settings[HF_OPTIONS[option]] = str(value).removeprefix("torch.")
+            settings[HF_OPTIONS[option]] = _word_of(value)
         return cls(AsyncLM.from_name(name, **settings))
 
+    @property
+    def batch_size(self) -> int:
+        """Asks that start a step at once where the engine is idle; may be set."""
+        return self.lm.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        self.lm.batch_size = batch_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which the first of fewer asks starts a step; may be set."""
+        return self.lm.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self.lm.timeout = timeout
+
     async def next_token_logprobs(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
-        """The distribution of the next token: (V,) float32 tensor, nats."""
+        """The distribution of the next token: (V,) float32 tensor, nats.
+
+        Raises:
+            ParameterError: no token ids, which genlm-backend refuses of every model; or as `AsyncLM` does.
+        """
+        _check_given(token_ids)
         return torch.tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
         """The distributions after each prefix: (n, V) float32 tensor, nats."""
+        for token_ids in token_ids_list:
+            _check_given(token_ids)
         return torch.from_numpy(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
         """`next_token_logprobs` without an event loop."""
+        _check_given(token_ids)
         return torch.tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
+
+    def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
+        """`next_token_logprobs_sync` without the rows that are kept."""
+        _check_given(token_ids)
+        return torch.tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
+
+    def cache_kv(self, prompt_tokens: Sequence[int], lora_name: str | None = None) -> None:
+        """Run a prompt now, so that what begins with it costs its own tokens alone."""
+        self.next_token_logprobs_uncached(prompt_tokens, lora_name)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
     ) -> Any:
         """`batch_next_token_logprobs` without an event loop."""
+        for token_ids in token_ids_list:
+            _check_given(token_ids)
         return torch.from_numpy(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
 
     async def sample(
@@ -128,6 +165,16 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
     def cleanup(self) -> None:
         """Let the model go."""
         self.lm.cleanup()
+
+
+def _word_of(value: Any) -> str:
+    """A dtype or device as `EngineConfig` says it: transformers takes torch's own objects and short names."""
+    dtype = getattr(torch, value, None) if isinstance(value, str) else value
+    return str(dtype if isinstance(dtype, torch.dtype) else value).removeprefix("torch.")
+
+
+def _check_given(token_ids: Sequence[int]) -> None:
+    require(len(token_ids), "token_ids", "must not be empty; give at least one token, such as the BOS")
 
 
 @contextmanager

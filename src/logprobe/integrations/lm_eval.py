@@ -42,7 +42,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         max_length: longest sequence in tokens; None: the model's context.
         add_bos_token: put BOS before texts, or do not; None: as the tokenizer does.
         max_gen_toks: most tokens to generate where a task does not say.
-        lora: a folder of a LoRA adapter to run on.
+        lora: a folder of LoRA weights to run on.
         batch_size: taken and not needed: a task is one batch.
         max_batch_size: likewise.
         device: `cpu`; anything else is a GPU where there is one.

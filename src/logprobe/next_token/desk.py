@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, final
 
-from logprobe.errors import EngineClosedError, LogprobeError, RequestAbortedError
+from logprobe.errors import EngineClosedError, LogprobeError, RequestAbortedError, require
 from logprobe.next_token.rows import Row, RowCache, RowKey, key_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,18 @@ class Turns(Generic[T]):
             self._hand_over(items)
 
 
+def check_batching(*, batch_size: object = 1, timeout: object = 0) -> None:
+    """Refuse a batch or a wait that cannot be.
+
+    Raises:
+        ParameterError: naming the one at fault.
+    """
+    is_count = isinstance(batch_size, int) and batch_size >= 1
+    require(is_count, "batch_size", f"must be a positive number of asks, got {batch_size!r}")
+    is_time = isinstance(timeout, int | float) and 0 <= timeout < threading.TIMEOUT_MAX
+    require(is_time, "timeout", f"must be a number of seconds, 0 or more, got {timeout!r}")
+
+
 Waiter: TypeAlias = "Future[Row]"
 
 
@@ -96,7 +108,10 @@ class Computation:
 
 @final
 class Desk:
-    """Hands asks to the engine: at once while it works, else when `batch_size` wait or `timeout_s` passed."""
+    """Hands asks to the engine: at once while it works, else when `batch_size` wait or `timeout_s` passed.
+
+    Both may be changed at any time, for asks that come then.
+    """
 
     def __init__(
         self, engine: RowEngine, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
@@ -104,8 +119,8 @@ class Desk:
         self._engine = engine
         self._cache = cache
         self._bridge = bridge
-        self._batch_size = batch_size
-        self._timeout_s = timeout_s
+        self.batch_size = batch_size
+        self.timeout_s = timeout_s
         self._turns: Turns[Ask] = Turns(self._send)
         # All below belongs to the bridge's loop.
         self._in_flight: dict[RowKey, Computation] = {}
@@ -150,12 +165,12 @@ class Desk:
             self._start()
         elif self._held and self._timer is None:
             # Armed by the first ask and never again until it fires: later asks cannot push it back.
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._start)
+            self._timer = asyncio.get_running_loop().call_later(self.timeout_s, self._start)
 
     def _is_full(self) -> bool:
         """Whether `batch_size` asks wait; equal ones share a row, and count each."""
         waiting = (not waiter.cancelled() for computation in self._held for waiter in computation.waiters)
-        return sum(waiting) >= self._batch_size
+        return sum(waiting) >= self.batch_size
 
     def _accept(self, ask: Ask) -> None:
         key = key_of(ask.admitted)

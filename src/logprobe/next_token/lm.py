@@ -7,26 +7,26 @@ concurrent asks into requests to that engine, each distinct one computed once.
 from __future__ import annotations
 
 import asyncio
-import functools
-import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.client import Requests
+from logprobe.engine.request import Requests
 from logprobe.errors import EngineClosedError, require
 from logprobe.models.lora import resolved_folder
-from logprobe.next_token.desk import Desk, shut_down, shut_down_elsewhere
+from logprobe.next_token.desk import Desk, check_batching, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import (
+    ArrayT,
     KnownPrefix,
-    RowCache,
     Token,
     TopTokens,
     nth_seed,
+    row_params,
     sampled,
     top_tokens,
 )
@@ -41,33 +41,29 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from logprobe.engine.protocol import RowEngine, RowModel, Words
-    from logprobe.next_token.rows import Row, SampledIds
+    from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-
+    FloatArray = npt.NDArray[np.float32]
 
 DEFAULT_CACHE_BYTES = 1 << 28
 
 
-@functools.lru_cache(maxsize=64)
-def row_params(lora: str | None) -> SamplingParams:
-    """What an ask for a row under some weights is; the draw is not used, and this is the cheapest."""
-    return SamplingParams(max_tokens=1, temperature=0, lora=lora)
-
-
-class NextTokenLM:
+class NextTokenLM(ABC, Generic[ArrayT]):
     """A model asked for next-token distributions; rows are (V,) float32 log-probabilities in nats, read-only.
 
+    Classes derived from it say as what callers are given them: see `_given`.
     Asks may come from any number of event loops and threads. `token_ids` may be empty where the model has a
     BOS, which then stands alone. `lora` names LoRA weights; without it those of `set_lora` are used.
 
     Args:
         loaded: the engine, with its words.
-        cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
+        cache: of rows that are kept whole.
         batch_size: asks that start a step at once where the engine is idle.
         timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
         owns_engine: whether `cleanup` closes the engine too.
+        bridge: the loop of an engine that needs one; it then serves both, and `cleanup` closes it.
 
     Raises:
         ParameterError: a setting that cannot be used.
@@ -77,31 +73,32 @@ class NextTokenLM:
         self,
         loaded: RowModel,
         *,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache: RowCache,
         batch_size: int = 64,
         timeout: float = 0.001,
         owns_engine: bool = False,
+        bridge: LoopThread | None = None,
     ) -> None:
-        is_count = isinstance(batch_size, int) and batch_size >= 1
-        require(is_count, "batch_size", f"must be a positive number of asks, got {batch_size!r}")
-        is_time = isinstance(timeout, int | float) and 0 <= timeout < threading.TIMEOUT_MAX
-        require(is_time, "timeout", f"must be a number of seconds, 0 or more, got {timeout!r}")
-        self._cache = RowCache(cache_bytes)
+        check_batching(batch_size=batch_size, timeout=timeout)
+        self._cache = cache
         self._engine: RowEngine = loaded.engine
         self._text: Words = loaded.text
         self._lora: str | None = None
         self._requests = Requests(loaded.engine)
-        self._bridge = LoopThread()
+        self._bridge = LoopThread() if bridge is None else bridge
         self._desk = Desk(self._engine, self._cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
+        self._parts = (self._desk, self._bridge, self._engine if owns_engine else None)
         # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
-        parts = (self._desk, self._bridge, self._engine if owns_engine else None)
-        self._parts = parts
-        self._finalizer = weakref.finalize(self, shut_down_elsewhere, *parts)
+        self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
+
+    @abstractmethod
+    def _given(self, rows: FloatArray) -> ArrayT:
+        """Rows as callers get them: from one (V,), shared and read-only, or (n, V) of the caller's own."""
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
-    ) -> Row:
+    ) -> ArrayT:
         """The distribution of the token after `token_ids`: (V,) float32, nats, read-only.
 
         With `use_cache=False` no kept row answers and this one is not kept; known prefixes serve still.
@@ -112,11 +109,11 @@ class NextTokenLM:
             EngineError: the engine failed, was closed, or gave the ask up.
         """
         [row] = await self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache)
-        return row
+        return self._given(row)
 
     async def batch_next_token_logprobs(
         self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
-    ) -> npt.NDArray[np.float32]:
+    ) -> ArrayT:
         """The distributions after each prefix: (len(prefixes), V) float32, nats; what they share is run once.
 
         It starts at once, without waiting for more asks.
@@ -128,23 +125,23 @@ class NextTokenLM:
         chosen = self._chosen_lora(lora)
         rows = await self._rows(prefixes, chosen, use_cache=use_cache, is_urgent=True)
         if not rows:
-            return np.empty((0, self.vocab_size), dtype=np.float32)
-        return await asyncio.to_thread(np.stack, rows)
+            return self._given(np.empty((0, self.vocab_size), dtype=np.float32))
+        return self._given(await asyncio.to_thread(np.stack, rows))
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
-    ) -> Row:
+    ) -> ArrayT:
         """`next_token_logprobs` for callers without an event loop; it starts at once."""
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
-        return self._bridge.run(asked)[0]
+        return self._given(self._bridge.run(asked)[0])
 
-    def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> Row:
+    def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> ArrayT:
         """`next_token_logprobs_sync` with `use_cache=False`, by genlm-backend's name."""
         return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
 
     def batch_next_token_logprobs_sync(
         self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
-    ) -> npt.NDArray[np.float32]:
+    ) -> ArrayT:
         """`batch_next_token_logprobs` for callers without an event loop."""
         asked = self.batch_next_token_logprobs(prefixes, lora=lora, use_cache=use_cache)
         return self._bridge.run(asked)
@@ -156,11 +153,12 @@ class NextTokenLM:
             ParameterError: as `next_token_logprobs`, or `k` lies outside [1, V].
         """
         require(0 < k <= self.vocab_size, "k", f"must lie in [1, {self.vocab_size}], got {k}")
-        return top_tokens(await self.next_token_logprobs(token_ids, lora=lora), k)
+        [row] = await self._rows([token_ids], self._chosen_lora(lora))
+        return top_tokens(row, k)
 
     async def next_token_logprobs_for(
         self, token_ids: TokenIds, given_token_ids: TokenIds, *, lora: str | None = None
-    ) -> npt.NDArray[np.float32]:
+    ) -> ArrayT:
         """The log-probabilities, nats, of these next tokens alone: (len(given_token_ids),) float32.
 
         Raises:
@@ -170,12 +168,12 @@ class NextTokenLM:
         outside = given[given >= self.vocab_size][:1]
         limit = f"token id {outside} lies outside the vocabulary [0, {self.vocab_size})"
         require(not len(outside), "given_token_ids", limit)
-        row = await self.next_token_logprobs(token_ids, lora=lora)
-        return row[given]
+        [row] = await self._rows([token_ids], self._chosen_lora(lora))
+        return self._given(row[given])
 
     async def trie_logprobs(
         self, sequences: Iterable[TokenIds], *, lora: str | None = None
-    ) -> dict[tuple[int, ...], Row]:
+    ) -> dict[tuple[int, ...], ArrayT]:
         """The row of every node of the token trie that `sequences` span: each of their prefixes → its row.
 
         The root, which has no token, is left out; ask for it by an empty prefix. A token that many sequences
@@ -185,19 +183,19 @@ class NextTokenLM:
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
         ordered = sorted(nodes)
         rows = await self._rows(ordered, self._chosen_lora(lora), is_urgent=True)
-        return dict(zip(ordered, rows, strict=True))
+        return dict(zip(ordered, map(self._given, rows), strict=True))
 
-    async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix:
+    async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix[ArrayT]:
         """A prefix with its row, for `extend`."""
         ids, chosen = self._as_prompt(token_ids), self._chosen_lora(lora)
         [row] = await self._rows([ids], chosen)
-        return KnownPrefix(ids, chosen, row)
+        return KnownPrefix(ids, chosen, self._given(row))
 
-    async def extend(self, known: KnownPrefix, token_id: int) -> KnownPrefix:
+    async def extend(self, known: KnownPrefix[ArrayT], token_id: int) -> KnownPrefix[ArrayT]:
         """A prefix one token longer, under the same LoRA weights; it costs one token while that is cached."""
         ids = as_token_ids([*known.token_ids, token_id], "token_id")
         [row] = await self._rows([ids], known.lora)
-        return KnownPrefix(ids, known.lora, row)
+        return KnownPrefix(ids, known.lora, self._given(row))
 
     async def sample(  # noqa: PLR0913 - one argument a field of the draw
         self,
@@ -369,7 +367,7 @@ class NextTokenLM:
     ) -> list[Row]:
         self._check_open()
         prompts = [self._as_prompt(ids) for ids in prefixes]
-        number = 0 if lora is None else self._engine.lora_number(lora)
+        number = self._engine.lora_number(lora)
         rows = [self._cache.get((lora, number, ids.tobytes())) if use_cache else None for ids in prompts]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 from cachetools import LRUCache
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from logprobe.errors import RequestAbortedError, require
 from logprobe.records.values import top_indices
+from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
@@ -20,29 +22,38 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.transport.messages import Admitted
 
+ArrayT = TypeVar("ArrayT")
+"""What callers are given rows as: arrays, or tensors."""
+
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
 
 RowKey: TypeAlias = tuple[str | None, int, bytes]
-"""All that changes a row of one model: the LoRA weights, the number of their load, and every token id."""
+"""All that changes a row of one model: the LoRA weights, the number of their load (of the model's own weights
+where there are none), and every token id."""
 
 
 def key_of(admitted: Admitted) -> RowKey:
     """The key of the row that a request asks for."""
-    request, number = admitted.request, 0 if admitted.lora is None else admitted.lora.number
+    request = admitted.request
+    number = admitted.weights_number if admitted.lora is None else admitted.lora.number
     return request.lora, number, request.prompt_token_ids.tobytes()
 
 
 @final
 class RowCache:
-    """Least recently used rows go first once rows and keys take more than `max_bytes`; 0 keeps none."""
+    """Least recently used rows go first once rows and keys take more than `max_bytes`; 0 keeps none.
 
-    def __init__(self, max_bytes: int) -> None:
+    With `max_rows` they also go first once there are more than so many.
+    """
+
+    def __init__(self, max_bytes: int, max_rows: int | None = None) -> None:
         is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
         known = "must be a number of bytes (0 keeps no rows); a cache without a bound would fill the memory"
         require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
         # The size of a value is all that it is told, so a value brings its key's bytes along.
         self._kept: LRUCache[RowKey, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
+        self._max_rows = max_rows
         self._lock = threading.Lock()
 
     @property
@@ -70,6 +81,8 @@ class RowCache:
         if num_bytes <= self.max_bytes:
             with self._lock:
                 self._kept[key] = (row, num_bytes)
+                if self._max_rows is not None and len(self._kept) > self._max_rows:
+                    self._kept.popitem()
 
     def clear(self) -> None:
         """Forget every row."""
@@ -78,12 +91,12 @@ class RowCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownPrefix:
+class KnownPrefix(Generic[ArrayT]):
     """A prefix, the LoRA weights it was read under (None: none), and its next-token distribution."""
 
     token_ids: IntArray  # (num_tokens,) int32
     lora: str | None
-    logprobs: Row  # (V,) float32, nats, read-only
+    logprobs: ArrayT  # (V,) float32, nats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,12 +113,17 @@ def top_tokens(row: Row, k: int) -> TopTokens:
     return TopTokens(ids, row[ids])
 
 
+@functools.lru_cache(maxsize=64)
+def row_params(lora: str | None) -> SamplingParams:
+    """What an ask for a row under some weights is; the draw is not used, and this is the cheapest."""
+    return SamplingParams(max_tokens=1, temperature=0, lora=lora)
+
+
 def nth_seed(seed: int, repeat: int) -> int:
-    """A seed of its own for each repetition; the first is the seed itself."""
+    """A seed of its own for each repetition, in the 64 bits that cross to any engine; the first is `seed`."""
     if repeat == 0:
         return seed
-    words = np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(2, np.uint64)
-    return int(words[0]) << 64 | int(words[1])
+    return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
 
 
 @final
