@@ -12,7 +12,13 @@ import pytest
 
 from logprobe import LLM
 from logprobe.errors import InputError, ParameterError
-from logprobe.scoring import DataSettings, compare, compare_stored, score_dataset
+from logprobe.scoring import (
+    DataSettings,
+    compare,
+    compare_stored,
+    compare_with_stored,
+    score_dataset,
+)
 from logprobe.scoring.comparison import common_units, whole_rows
 from logprobe.scoring.texts import surprisal
 
@@ -131,6 +137,32 @@ def test_stored_runs_are_compared_token_by_token(tiny_llm: LLM, int8_llm: LLM, t
     score_dataset(tiny_llm, str(source), tmp_path / "d.parquet")
     with pytest.raises(InputError, match="score it with tokens"):
         compare_stored(tmp_path / "a.parquet", tmp_path / "d.parquet")
+
+
+def test_a_stored_run_is_compared_with_a_model_on_its_data(
+    tiny_llm: LLM, int8_llm: LLM, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["", *TEXTS]))
+    score_dataset(tiny_llm, str(source), tmp_path / "a.parquet", settings=DataSettings(tokens=True))
+    found = compare_with_stored(tmp_path / "a.parquet", int8_llm, ["", *TEXTS])
+    direct = compare(tiny_llm, int8_llm, TEXTS)
+    assert found.delta.mean == pytest.approx(direct.delta.mean, abs=1e-4)
+    assert (found.num_positions, found.num_bytes) == (direct.num_positions, direct.num_bytes)
+    itself = compare_with_stored(tmp_path / "a.parquet", tiny_llm, ["", *TEXTS])
+    assert itself.delta.max < 1e-5
+    for texts in (["", *reversed(TEXTS)], TEXTS[:2]):
+        with pytest.raises(InputError, match="give the run's own data"):
+            compare_with_stored(tmp_path / "a.parquet", tiny_llm, texts)
+
+
+def test_bfloat16_is_compared_with_float32(tiny_llm: LLM, tiny_model_folder: Path) -> None:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, dtype="bfloat16") as rough:
+        found = compare(tiny_llm, rough, TEXTS)
+    assert found.kl is not None
+    assert 0 < found.kl.mean < 0.1
+    assert found.clipped_share is not None
+    assert 0 < found.delta.max < 2
 
 
 def test_a_record_without_whole_rows_is_refused(tiny_llm: LLM) -> None:

@@ -140,3 +140,40 @@ def test_progress_counts_every_byte_and_token(tiny_llm: LLM) -> None:
     found = perplexity(tiny_llm, TEXT, advance=lambda *more: seen.append(more))
     assert sum(num_bytes for num_bytes, _ in seen) == found.num_scored_bytes
     assert sum(num_tokens for _, num_tokens in seen) == found.num_scored
+
+
+def test_the_first_numbers_of_a_long_text_come_before_it_is_read(
+    tiny_llm: LLM, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first window comes part by part; its numbers are those of the plain loop."""
+    monkeypatch.setattr("logprobe.scoring.windows.FIRST_TOKENS", 16)
+    ids = tiny_llm.text.encode(TEXT)
+    num_read = 0
+
+    def pieces() -> Iterator[Any]:
+        nonlocal num_read
+        for start in range(0, len(ids), 64):
+            num_read += 64
+            yield ids[start : start + 64]
+
+    settings = WindowSettings.of(tiny_llm, window=100, stride=30)
+    results = score_windows(tiny_llm, pieces(), settings)
+    first_window, first = next(results)
+    assert (first_window.first_scored, len(first_window.token_ids), first.num_tokens) == (1, 16, 15)
+    assert num_read <= 128 < len(ids)
+    rest = list(results)
+    assert [score.num_tokens for _, score in rest[:3]] == [16, 32, 36]
+    got = [value for score in [first, *(score for _, score in rest)] for value in score.token_logprobs]
+    np.testing.assert_allclose(got, reference(ids.tolist(), 100, 30), atol=2e-4)
+
+
+def test_parts_of_a_window_are_computed_once(tiny_llm: LLM) -> None:
+    """Each part stands on the one before it in the prefix tree."""
+    ids = np.arange(120, dtype=np.int32) + 40
+    before = tiny_llm.engine.stats().cached_tokens
+    settings = WindowSettings.of(tiny_llm, window=120, stride=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logprobe.scoring.windows.FIRST_TOKENS", 16)
+        for _ in score_windows(tiny_llm, [ids], settings):
+            pass
+    assert tiny_llm.engine.stats().cached_tokens - before >= 15 + 31 + 63

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.errors import InputError, ParameterError, require
+from logprobe.errors import ParameterError, require
 from logprobe.scoring import measures
 from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.texts import surprisal
@@ -184,15 +184,15 @@ def compare(
     lora_a: str | None = None,
     lora_b: str | None = None,
 ) -> Comparison:
-    """Score the same texts with two models, or one model on two adapters, and compare what they give.
+    """Score the same texts with two models, or with two sets of LoRA weights, and compare what they give.
 
     Args:
         a: the reference.
         b: what is used in its place; may be `a` itself.
         texts: each no longer than both contexts.
         bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
-        lora_a: the adapter that `a` runs on.
-        lora_b: the adapter that `b` runs on.
+        lora_a: the LoRA weights that `a` runs on.
+        lora_b: the LoRA weights that `b` runs on.
 
     Raises:
         ParameterError: no text that has a token to score, or one that is longer than a context.
@@ -328,46 +328,3 @@ def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
         sums.append(float(text.logprobs[token_range].sum()))
         first = place + 1
     return sums
-
-
-def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
-    """Compare two runs of `score_dataset` that kept their tokens: logprobs alone, row by row.
-
-    Raises:
-        InputError: a file that holds no tokens, or rows or tokens that differ.
-    """
-    parts, num_bytes = [], 0
-    for mine, theirs in zip_longest(_stored(path_a), _stored(path_b)):
-        same = mine is not None and theirs is not None
-        if not (same and all(mine[name] == theirs[name] for name in ("row", "token_ids"))):
-            raise InputError(
-                f"{path_a}, {path_b}: their rows or tokens differ; score the same data with one model"
-            )
-        parts.append((mine["token_logprobs"], theirs["token_logprobs"]))
-        num_bytes += mine["num_bytes"]
-    require(parts, "files", "hold no row")
-    logprobs_a, logprobs_b = (
-        np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True)
-    )
-    return Comparison(
-        unit="token",
-        num_positions=len(logprobs_a),
-        num_bytes=num_bytes,
-        logprobs_a=logprobs_a,
-        logprobs_b=logprobs_b,
-    )
-
-
-def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    columns = ["row", "token_ids", "token_logprobs", "num_bytes"]
-    try:
-        with pq.ParquetFile(path) as file:
-            if missing := [name for name in columns if name not in file.schema_arrow.names]:
-                raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
-            for batch in file.iter_batches(columns=columns):
-                yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.console import Console
+
     Advance: TypeAlias = Callable[[int, int], None]
+
+
+def can_draw(console: Console) -> bool:
+    """Whether a bar can be seen: on a terminal, or in a notebook that has widgets."""
+    if console.is_jupyter:
+        return find_spec("ipywidgets") is not None  # rich warns of each bar without them
+    return console.is_terminal
 
 
 @contextmanager
@@ -24,7 +34,7 @@ def byte_bar(num_bytes: int | None, *, shown: bool, unit: str = "tokens") -> Ite
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
+    if not can_draw(console):
         yield None
         return
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())

@@ -5,14 +5,17 @@ Before it: the record of a scored prompt. After it: Python callers, `/v1/score`,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from logprobe.records.forms.html import shaded
 from logprobe.scoring import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.errors import LogprobeError
     from logprobe.records import FlatLogprobs
 
 
@@ -31,6 +34,22 @@ class Score:
     entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
     unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
     record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
+    error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
+
+    @classmethod
+    def failed(cls, error: LogprobeError) -> Score:
+        """The score of a pair that could not be scored."""
+        return cls(
+            logprob=math.nan,
+            token_logprobs=[],
+            token_ids=[],
+            ranks=[],
+            is_greedy=False,
+            num_tokens=0,
+            num_bytes=0,
+            num_chars=0,
+            error=error,
+        )
 
     @classmethod
     def of(
@@ -58,6 +77,13 @@ class Score:
             unconditional_logprob=unconditional_logprob,
             record=record,
         )
+
+    def __repr__(self) -> str:
+        greedy = ", greedy" if self.is_greedy else ""
+        return f"<Score: {self.logprob:.4f} nats over {self.num_tokens} tokens{greedy}>"
+
+    def _repr_html_(self) -> str | None:
+        return None if self.record is None else shaded([self.record])
 
     @property
     def logprob_per_token(self) -> float:
@@ -92,7 +118,7 @@ class Score:
         return measures.pmi(self.logprob, self.unconditional_logprob)
 
 
-def joined(scores: Sequence[Score], data: bytes) -> Score:
+def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
     """The scores of the windows of a continuation whose bytes are `data`; without their records."""
     entropies = [score.entropy for score in scores]
     return Score(
@@ -105,4 +131,5 @@ def joined(scores: Sequence[Score], data: bytes) -> Score:
         num_bytes=len(data),
         num_chars=len(data.decode("utf-8", "replace")),
         entropy=None if None in entropies else [value for one in entropies for value in one or ()],
+        unconditional_logprob=unconditional_logprob,
     )

@@ -61,7 +61,7 @@ def surprisal(
             or do not; None: as its tokenizer does.
         window: tokens a window; the default is the model's context.
         stride: tokens from one window to the next; the default is half a window.
-        lora: the adapter to run on, by name.
+        lora: the LoRA weights to run on, by name.
 
     Raises:
         ParameterError: a text that cannot be encoded, a window or stride that cannot be used.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
 
-TOKENS_A_CALL = 1 << 12  # small, so that the first numbers of a long text are there soon
+Truncation: TypeAlias = Literal["error", "left", "window"]
+"""What becomes of a text longer than the context: refused, its end alone, or sliding windows."""
+TRUNCATIONS = ("error", "left", "window")
+
+TOKENS_A_CALL = 1 << 12
+FIRST_TOKENS = 256  # of a long text: their numbers do not wait for a whole window
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,31 @@ def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Wi
             held, start = held[stride:], start + stride
     if start + len(held) > max(num_scored, 1):
         yield Window(held, start, max(num_scored - start, 1))
+
+
+def window_pairs(
+    ids: IntArray, start: int, window: int, stride: int | None = None
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """The tokens from `start` on by window, each after what that window holds before it.
+
+    `stride` is half a window unless given.
+    """
+    for part in windows([ids], window, stride or max(window // 2, 1)):
+        first = max(part.first_scored, start - part.start)
+        if first < len(part.token_ids):
+            yield part.token_ids[:first], part.token_ids[first:]
+
+
+def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArray]:
+    """The tokens from `start` on after as much of what stands before them as `limit` tokens hold.
+
+    Raises:
+        ParameterError: they do not fit after even one.
+    """
+    num_scored = len(ids) - start
+    require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
+    first = max(len(ids) - limit, 0)
+    return ids[first:start], ids[start:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +131,23 @@ def score_windows(
         scores = llm.score(pairs, lora=lora, entropy=entropy, logprobs=logprobs)
         return list(zip(batch, scores, strict=True))
 
-    for scored in in_flight(score, _batches(windows(pieces, settings.window, settings.stride))):
+    all_windows = windows(pieces, settings.window, settings.stride)
+    first = next(all_windows, None)
+    if first is None:
+        return
+    early = ([part] for part in growing(first))
+    for scored in in_flight(score, chain(early, _batches(all_windows))):
         yield from scored
+
+
+def growing(window: Window) -> Iterator[Window]:
+    """A window part by part, each twice as long as all before it: the first numbers are there at once."""
+    first, end = window.first_scored, FIRST_TOKENS
+    while first < len(window.token_ids):
+        if end > first:
+            yield Window(window.token_ids[:end], window.start, first)
+            first = min(end, len(window.token_ids))
+        end *= 2
 
 
 def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
@@ -218,7 +264,7 @@ def perplexity(  # noqa: PLR0913 - keywords with defaults
         stride: tokens from one window to the next; the default is half a window.
         window: tokens a window; the default is the model's context.
         bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
-        lora: the adapter to run on, by name.
+        lora: the LoRA weights to run on, by name.
         advance: called with the bytes and tokens that were scored.
 
     Raises:

@@ -164,7 +164,7 @@ def test_bad_rows_are_told_apart_and_the_others_scored(tiny_llm: LLM, tmp_path: 
         '{"text": "the dog"}',
     ]  # fmt: skip
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
-    summary = score_dataset(tiny_llm, str(tmp_path / "in.jsonl"), tmp_path / "o.parquet")
+    summary = score_dataset(tiny_llm, tmp_path / "in.jsonl", tmp_path / "o.parquet")
     assert (summary.num_rows, summary.num_bad) == (3, 8)
     assert [row["row"] for row in rows_of(tmp_path / "o.parquet")] == [0, 9, 10]
     bad = rows_of(tmp_path / "o.parquet.errors.jsonl")
@@ -353,3 +353,45 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     assert got.num_rows == 4997
     name = "o.parquet.errors.jsonl"
     assert (tmp_path / name).read_text() == (tmp_path / "whole.parquet.errors.jsonl").read_text()
+
+
+DYING = """
+import os, signal, sys
+from logprobe import LLM
+from logprobe.scoring import score_dataset
+from logprobe.scoring.data import output, run
+
+plain, writes = output.pq.write_table, 0
+
+def dying(table, path, **options):
+    global writes
+    writes += 1
+    plain(table, path, **options)
+    if writes == 3:
+        os.truncate(path, 100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+output.pq.write_table, run.ROWS_A_PART = dying, 256
+with LLM(sys.argv[1], kv_bytes=1 << 20) as llm:
+    score_dataset(llm, sys.argv[2], sys.argv[3])
+"""
+
+
+def test_a_run_killed_while_it_writes_a_part_loses_that_part_alone(
+    tiny_llm: LLM, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "o.parquet"
+    lines = [json.dumps({"text": f"the cat {i}"}) for i in range(1500)]
+    lines[600] = "{broken"  # its part's side file is there, the part is not
+    source.write_text("\n".join(lines))
+    command = [sys.executable, "-c", DYING, str(tiny_model_folder), str(source), str(out)]
+    died = subprocess.run(command, check=False, capture_output=True)
+    assert died.returncode == -signal.SIGKILL
+    parts = tmp_path / "o.parquet.parts"
+    assert len(list(parts.glob("*.parquet"))) == 2
+    assert len(list(parts.glob("*.tmp"))) == 1
+    summary = score_dataset(tiny_llm, str(source), out, resume=True)
+    assert (summary.num_rows, summary.num_bad) == (1499, 1)
+    assert [row["row"] for row in rows_of(out)] == [row for row in range(1500) if row != 600]
+    assert [row["row"] for row in rows_of(tmp_path / "o.parquet.errors.jsonl")] == [600]
+    assert not parts.exists()

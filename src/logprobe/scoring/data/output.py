@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.records.info import LogprobsInfo
-    from logprobe.scoring.data.rows import BadRow
+    from logprobe.scoring.data.questions import BadRow
 
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 1 << 14
 SUFFIXES = (".parquet", ".jsonl")
+SOURCES_OF_NUMBERS = ("model", "weights")  # settings that are known with the first rows where not before
 
 
 class Journal:
@@ -51,6 +52,7 @@ class Journal:
         self.errors_path = self.path.with_name(f"{self.path.name}.errors.jsonl")
         if self.path.suffix not in SUFFIXES:
             raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
+        self._settings: dict[str, Any] = {}
         with _naming(self.path):
             self._open(settings, resume=resume, force=force)
             self.num_done = self._scan()
@@ -65,21 +67,46 @@ class Journal:
         elif self.path.exists():
             raise InputError(f"{self.path}: exists; give --force to write it anew, or another name")
         self._parts.mkdir(parents=True)
+        self._note(settings)
+
+    def _note(self, settings: dict[str, Any]) -> None:
+        self._settings = json.loads(json.dumps(settings))
         _write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
 
     def _check_resumes(self, settings: dict[str, Any], *, resume: bool) -> None:
         if not resume:
             raise InputError(f"{self.path}: an earlier run stopped half way; give --resume or --force")
         if not self._settings_file.exists():
-            _write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
+            self._note(settings)
         before = json.loads(self._settings_file.read_text())
         now = json.loads(json.dumps(settings))
-        other = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        names = before.keys() | now.keys()
+        names -= {name for name in SOURCES_OF_NUMBERS if name not in before or name not in now}
+        other = sorted(name for name in names if before.get(name) != now.get(name))
         if other:
             raise InputError(
                 f"{self.path}: the run to resume had another {', '.join(other)}; "
                 "repeat its settings, or give --force"
             )
+        self._settings = before
+        self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
+
+    def agree(self, source: dict[str, str]) -> None:
+        """Note what gave the rows that come next (`SOURCES_OF_NUMBERS`); it must be what gave all others.
+
+        Raises:
+            InputError: it is not.
+        """
+        for name, value in source.items():
+            before = self._settings.get(name, value)
+            if before != value:
+                raise InputError(
+                    f"{self.path}: rows of {name} {value!r} after rows of {before!r}; let every part of the "
+                    "run load the same model in the same dtype, or give --force"
+                )
+        if not source.keys() <= self._settings.keys():
+            with _naming(self.path):
+                self._note(self._settings | source)
 
     def _scan(self) -> int:
         """Rows that whole parts answer, from the first on; what else lies there is a killed run's."""
@@ -105,7 +132,7 @@ class Journal:
         table = pa.Table.from_pylist(list(rows), self._schema.with_metadata(metadata))
         with _naming(self.path):
             if bad:
-                lines = "".join(json.dumps(one.to_dict()) + "\n" for one in bad)
+                lines = "".join(json.dumps(row.to_dict()) + "\n" for row in bad)
                 _write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
             # Last: this one says that all of it is there.
             _write_durably(
@@ -118,6 +145,11 @@ class Journal:
         """The rows of each part, in order."""
         for part in self._all_parts():
             yield pq.read_table(part)
+
+    def leave(self) -> None:
+        """Give the run up: what was written stays for `resume`; where nothing was, nothing stays."""
+        if not self._all_parts():
+            shutil.rmtree(self._parts, ignore_errors=True)
 
     def num_bad(self) -> int:
         """Bad rows of all parts."""

@@ -1,36 +1,38 @@
-"""Rows of a data set → pairs of ids → the numbers of each row.
+"""Checked rows of a data set → pairs of ids → the numbers of each row.
 
 A row is a text, a continuation after a context, or a question with choices. What is wrong with one row is
-that row's own and never its neighbours'. Before it: `sources`. After it: `output`.
+that row's own and never its neighbours'. Before it: `questions`. After it: `output`.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from logprobe.errors import LogprobeError, ParameterError, require
+from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the fields
 from logprobe.scoring import measures
+from logprobe.scoring.data.questions import BadRow, bad_row
 from logprobe.scoring.data.settings import HITS
 from logprobe.scoring.score import joined
 from logprobe.scoring.scorer import prefix_of
-from logprobe.scoring.windows import WindowSettings, windows
+from logprobe.scoring.windows import WindowSettings, last_tokens, window_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.records.values import IntArray
+    from logprobe.scoring.data.questions import CheckedRow, Question
     from logprobe.scoring.data.settings import DataSettings
-    from logprobe.scoring.data.sources import Row
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
 
 Pair: TypeAlias = "tuple[IntArray, IntArray]"
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+Asked: TypeAlias = "tuple[Question, list[list[Pair]]]"
+"""A row and the pairs that it asks for, a list for each continuation; one in windows is several pairs."""
 
 
 def schema_of(settings: DataSettings) -> pa.Schema:
@@ -62,89 +64,87 @@ def schema_of(settings: DataSettings) -> pa.Schema:
     return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that could not be scored, and why."""
+class ScoredBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a batch of rows came to, and what its numbers are."""
 
-    row: Row
-    problem: str
+    end: int  # one past the index of its last row
+    num_bytes: float  # of the files, for progress
+    rows: list[dict[str, Any]]  # by column, in order
+    bad: list[BadRow]  # in order
+    model: str
+    weights: str  # their type and layout
+    info: LogprobsInfo | None  # None as long as there are no numbers
 
-    def to_dict(self) -> dict[str, Any]:
-        """As a line of the side file."""
-        row = self.row
-        return {"row": row.index, "source": row.source, "line": row.line, "error": self.problem}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A row with the pairs that it asks for; a continuation in windows is several pairs."""
-
-    row: Row
-    parts: list[list[Pair]]  # one a continuation
-    choices: list[str]
-    answer: int | None
+    @property
+    def num_rows(self) -> int:
+        """Rows answered, the bad ones too."""
+        return len(self.rows) + len(self.bad)
 
 
 class RowScorer:
-    """Scores rows in batches; `info` says what the numbers are, once there are any."""
+    """Scores rows in batches, each on its own.
+
+    Raises:
+        ParameterError: settings that this model cannot follow.
+    """
 
     def __init__(self, llm: Scorer, settings: DataSettings) -> None:
         self._llm = llm
         self._settings = settings
         self._prefix = prefix_of(llm.text, settings.bos)
-        self._limit: int = llm.engine.capabilities().max_model_len + 1  # the last token is never run
+        facts = llm.engine.capabilities()
+        self.model: str = facts.model
+        self.weights = f"{facts.dtype} {facts.weights}"
+        self._limit: int = facts.max_model_len + 1  # the last token is never run
         self._windows = WindowSettings.of(llm, window=settings.window, stride=settings.stride)
-        self.info: Any = None
+        self._info: LogprobsInfo | None = None
 
-    def score(self, rows: Sequence[Row]) -> list[dict[str, Any] | BadRow]:
-        """The numbers of each row by column, or what is wrong with it.
+    def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
+        """The numbers of each row, or what is wrong with it.
 
         Raises:
             LogprobeError: the engine failed; what is wrong with a row is no reason to stop.
         """
-        asked = [self._asked(row) for row in rows]
-        good = [one for one in asked if isinstance(one, Asked)]
-        scores = iter(self._scores([pair for one in good for part in one.parts for pair in part]))
-        return [
-            one
-            if isinstance(one, BadRow)
-            else self._values(one, [self._joined([next(scores) for _ in part]) for part in one.parts])
-            for one in asked
-        ]
+        asked = [self._asked(row) for row in batch]
+        good = [row for row in asked if not isinstance(row, BadRow)]
+        scores = iter(self._scores([pair for _, parts in good for part in parts for pair in part]))
+        return ScoredBatch(
+            end=batch[-1].index + 1,
+            num_bytes=sum(row.num_bytes for row in batch),
+            rows=[
+                self._values(question, [self._joined([next(scores) for _ in part]) for part in parts])
+                for question, parts in good
+            ],
+            bad=[row for row in asked if isinstance(row, BadRow)],
+            model=self.model,
+            weights=self.weights,
+            info=self._info,
+        )
 
     def _scores(self, pairs: list[Pair]) -> list[Score]:
         settings = self._settings
         scores = self._llm.score(
             pairs, lora=settings.lora, entropy=settings.tokens, unconditional=settings.unconditional
         )
-        if scores and self.info is None and scores[0].record is not None:
-            self.info = scores[0].record.info
+        if scores and self._info is None and scores[0].record is not None:
+            self._info = scores[0].record.info
         return scores
 
     # -- rows → pairs ----------------------------------------------------------------------------------------
 
-    def _asked(self, row: Row) -> Asked | BadRow:
-        if row.problem is not None:
-            return BadRow(row, row.problem)
+    def _asked(self, row: CheckedRow) -> Asked | BadRow:
+        if isinstance(row, BadRow):
+            return row
         try:
-            return self._asked_of(row)
+            return row, self._parts(row)
         except LogprobeError as error:
-            return BadRow(row, " ".join(str(error).split()))
+            return bad_row(row, str(error))
 
-    def _asked_of(self, row: Row) -> Asked:
-        settings, values = self._settings, row.values
-        context = None
-        if settings.context_column is not None:
-            context = _text_of(values, settings.context_column, may_be_empty=True)
-        if settings.choices_column is None:
-            text = _text_of(values, settings.text_column)
-            return Asked(row, [self._pairs(context, text)], [], None)
-        choices = _choices_of(values[settings.choices_column], settings.choices_column)
-        answer = None
-        if settings.answer_column is not None:
-            answer = _answer_of(values[settings.answer_column], choices, settings.answer_column)
-        parts = [self._pairs(context or "", settings.delimiter + choice) for choice in choices]
-        return Asked(row, parts, choices, answer)
+    def _parts(self, question: Question) -> list[list[Pair]]:
+        if self._settings.choices_column is None:
+            return [self._pairs(question.context, text) for text in question.texts]
+        delimiter, context = self._settings.delimiter, question.context or ""
+        return [self._pairs(context, delimiter + choice) for choice in question.texts]
 
     def _pairs(self, context: str | None, text: str) -> list[Pair]:
         edge = self._llm.text
@@ -165,16 +165,12 @@ class RowScorer:
             raise ParameterError(
                 "text", f"has {len(ids)} tokens, but {limit} fit; set truncation to 'window' or 'left'"
             )
-        elif settings.truncation == "left":
-            fits = not has_context or len(ids) - start < limit
-            require(fits, "text", f"has {len(ids) - start} tokens without its context, but {limit - 1} fit")
-            first = max(start - (len(ids) - limit), 1)
-            yield ids[-limit:][:first], ids[-limit:][first:]
+        elif settings.truncation == "window":
+            yield from window_pairs(ids, start, self._windows.window, self._windows.stride)
+        elif has_context:
+            yield last_tokens(ids, start, limit)
         else:
-            for window in windows([ids], self._windows.window, self._windows.stride):
-                first = max(window.first_scored, start - window.start)
-                if first < len(window.token_ids):
-                    yield window.token_ids[:first], window.token_ids[first:]
+            yield ids[-limit:][:1], ids[-limit:][1:]
 
     def _joined(self, scores: Sequence[Score]) -> Score:
         if len(scores) == 1:
@@ -184,53 +180,11 @@ class RowScorer:
 
     # -- scores → values -------------------------------------------------------------------------------------
 
-    def _values(self, asked: Asked, scores: list[Score]) -> dict[str, Any]:
-        settings, row = self._settings, asked.row
-        values = {"row": row.index, "source": row.source}
-        values |= {name: _kept(row.values[name]) for name in settings.keep_columns}
-        return values | (
-            _choice_values(asked, scores) if settings.choices_column else _text_values(scores[0], settings)
-        )
-
-
-def _text_of(values: dict[str, Any], column: str, *, may_be_empty: bool = False) -> str:
-    value = values[column]
-    kind = "null" if value is None else type(value).__name__
-    require(isinstance(value, str), column, f"must be a text, got {kind}")
-    require(value or may_be_empty, column, "is empty; there is nothing to score")
-    text: str = value
-    return text
-
-
-def _choices_of(value: Any, column: str) -> list[str]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ParameterError(
-                column, f"must be a list of texts, as JSON where it is text: {error}"
-            ) from error
-    is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
-    require(is_list and len(value) >= 2, column, f"must be a list of at least two texts, got {value!r:.60}")
-    choices: list[str] = value
-    return choices
-
-
-def _answer_of(value: Any, choices: list[str], column: str) -> int:
-    if isinstance(value, str) and value in choices:
-        return choices.index(value)
-    place = value
-    if isinstance(value, str):
-        letter = value.strip().upper()
-        place = int(value) if value.strip().isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
-    is_place = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(choices)
-    require(is_place, column, f"names none of the {len(choices)} choices: {value!r:.60}")
-    answer: int = place
-    return answer
-
-
-def _kept(value: Any) -> str | None:
-    return value if isinstance(value, str) or value is None else json.dumps(value, default=str)
+    def _values(self, question: Question, scores: list[Score]) -> dict[str, Any]:
+        values = {"row": question.index, "source": question.source, **question.kept}
+        if self._settings.choices_column:
+            return values | _choice_values(question, scores)
+        return values | _text_values(scores[0], self._settings)
 
 
 def _text_values(score: Score, settings: DataSettings) -> dict[str, Any]:
@@ -245,11 +199,11 @@ def _text_values(score: Score, settings: DataSettings) -> dict[str, Any]:
     return values
 
 
-def _choice_values(asked: Asked, scores: Sequence[Score]) -> dict[str, Any]:
+def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any]:
     """The most likely choice by sum, and by mean over its characters and bytes (without the delimiter)."""
     logprobs = np.array([score.logprob for score in scores])
-    by_char = logprobs / [len(choice) for choice in asked.choices]
-    by_byte = logprobs / [len(choice.encode()) for choice in asked.choices]
+    by_char = logprobs / [len(choice) for choice in question.texts]
+    by_byte = logprobs / [len(choice.encode()) for choice in question.texts]
     best = [int(np.argmax(values)) for values in (logprobs, by_char, by_byte)]
     values = {
         "predicted": best[0],
@@ -260,25 +214,7 @@ def _choice_values(asked: Asked, scores: Sequence[Score]) -> dict[str, Any]:
         "choice_num_tokens": [score.num_tokens for score in scores],
         "choice_is_greedy": [score.is_greedy for score in scores],
     }
-    if asked.answer is not None:
-        hits = {name: one == asked.answer for name, one in zip(HITS, best, strict=True)}
-        values |= {"answer": asked.answer, "answer_logprob": float(logprobs[asked.answer])} | hits
+    if question.answer is not None:
+        hits = {name: one == question.answer for name, one in zip(HITS, best, strict=True)}
+        values |= {"answer": question.answer, "answer_logprob": float(logprobs[question.answer])} | hits
     return values
-
-
-def batches(rows: Iterable[Row], settings: DataSettings) -> Iterator[list[Row]]:
-    """Rows by the hundreds, fewer where they are long: what one call scores."""
-    batch: list[Row] = []
-    num_chars = 0
-    for row in rows:
-        batch.append(row)
-        num_chars += sum(len(str(row.values.get(name, ""))) for name in settings.columns)
-        if len(batch) >= ROWS_A_CALL or num_chars >= CHARS_A_CALL:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
-
-
-ROWS_A_CALL = 256
-CHARS_A_CALL = 1 << 18

@@ -1,20 +1,22 @@
 """A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
 
-Before it: the command line, Python callers. Its way: `sources` → `rows` → `output` → `summary`.
+Before it: the command line, Python callers. Its way: `sources` → `questions` → `rows` → `output` → `summary`.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from logprobe.errors import InputError
 from logprobe.scoring.data.output import Journal
-from logprobe.scoring.data.rows import BadRow, RowScorer, batches, schema_of
+from logprobe.scoring.data.questions import batches, checked
+from logprobe.scoring.data.rows import RowScorer, schema_of
 from logprobe.scoring.data.settings import DataSettings
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
 from logprobe.scoring.data.summary import Summary, Tally
@@ -24,65 +26,128 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from logprobe.scoring.data.sources import Format, Row, Source
+    from logprobe.scoring.data.questions import BadRow, CheckedRow
+    from logprobe.scoring.data.rows import ScoredBatch
+    from logprobe.scoring.data.sources import Format, Source
     from logprobe.scoring.scorer import Scorer
 
 ROWS_A_PART = 1024
 SECONDS_A_PART = 20.0
 
-Scored = tuple[list["Row"], list[dict[str, Any] | BadRow]]
+
+class Workers(Protocol):
+    """Who scores the rows of some files: a model in this process, or many elsewhere."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """The files."""
+
+    @property
+    def settings(self) -> DataSettings:
+        """What they are asked."""
+
+    def source_of_numbers(self) -> dict[str, str]:
+        """The model and its weights, as far as they are known before the first row."""
+
+    def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
+        """All rows but the first `skip`, in order, in batches.
+
+        Raises:
+            InputError: a file that cannot be read.
+            LogprobeError: the engine failed.
+        """
+        ...
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Many models elsewhere, such as `scoring.ray.RayPool`."""
+
+    def workers(self, sources: Sequence[Source], settings: DataSettings) -> Workers:
+        """What scores the rows of some files."""
+        ...
+
+
+def question_batches(
+    sources: Sequence[Source], settings: DataSettings, *, skip: int
+) -> Iterator[list[CheckedRow]]:
+    """The checked rows of all files but the first `skip`, as many at a time as one call scores.
+
+    Raises:
+        InputError: a file that cannot be read.
+    """
+    rows = islice(read_rows(sources, settings.columns), skip, None)
+    return batches(checked(row, settings) for row in rows)
+
+
+class OneModel:
+    """Scores rows with a model of this process.
+
+    Raises:
+        ParameterError: settings that this model cannot follow.
+    """
+
+    def __init__(self, llm: Scorer, sources: Sequence[Source], settings: DataSettings) -> None:
+        self.sources = sources
+        self.settings = settings
+        self._scorer = RowScorer(llm, settings)
+
+    def source_of_numbers(self) -> dict[str, str]:
+        """The model and its weights."""
+        return {"model": self._scorer.model, "weights": self._scorer.weights}
+
+    def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
+        """As `Workers.scored`; the next batch is made ready while the engine works on one."""
+        return in_flight(self._scorer.score, question_batches(self.sources, self.settings, skip=skip))
 
 
 class DatasetRun:
-    """Scores the rows of some files; every part that ends is told to `advance` as (bytes, rows).
+    """Scores the rows of some files; every batch that ends is told to `advance` as (bytes, rows)."""
 
-    Raises:
-        InputError: a file that cannot be read, an output that exists, other settings than the run resumed.
-        ParameterError: settings that cannot be used.
-    """
-
-    def __init__(
-        self,
-        llm: Scorer,
-        sources: Sequence[Source],
-        settings: DataSettings,
-        *,
-        advance: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self._scorer = RowScorer(llm, settings)
-        self._sources = sources
-        self._settings = settings
+    def __init__(self, workers: Workers, *, advance: Callable[[int, int], None] | None = None) -> None:
+        self._workers = workers
         self._advance = advance
-        self._model: str = llm.engine.capabilities().model
-        self._weights: str = f"{llm.engine.capabilities().dtype} {llm.engine.capabilities().weights}"
 
     def to_file(self, path: str | Path, *, resume: bool = False, force: bool = False) -> Summary:
         """Write every row's numbers to a Parquet or jsonl file, bad rows to a side file.
 
         Raises:
+            InputError: a file that cannot be read, an output that exists, other settings than the run
+                resumed, or numbers of another model or other weights than those before them.
             OutputError: it cannot be written; what was written is kept for `resume`.
             LogprobeError: the engine failed; likewise.
         """
-        if resume and any(source.name == STDIN for source in self._sources):
+        workers = self._workers
+        if resume and any(source.name == STDIN for source in workers.sources):
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
-        journal = Journal(path, schema_of(self._settings), self._identity(), resume=resume, force=force)
-        good: list[dict[str, Any]] = []
-        bad: list[BadRow] = []
-        since = time.monotonic()
-        for rows, results in self._scored(skip=journal.num_done):
-            good += [one for one in results if not isinstance(one, BadRow)]
-            bad += [one for one in results if isinstance(one, BadRow)]
-            if len(good) + len(bad) >= ROWS_A_PART or time.monotonic() - since >= SECONDS_A_PART:
-                journal.write(rows[-1].index + 1, good, bad, self._scorer.info)
-                good, bad, since = [], [], time.monotonic()
-        if good or bad:
-            journal.write(journal.num_done + len(good) + len(bad), good, bad, self._scorer.info)
+        schema = schema_of(workers.settings)
+        journal = Journal(path, schema, self._identity(), resume=resume, force=force)
+        try:
+            self._write(journal)
+        except BaseException:
+            journal.leave()
+            raise
         tally = Tally()
         for table in journal.tables():
             tally.add(table)
         summary = tally.summary(journal.num_bad())
         journal.finish()
         return summary
+
+    def _write(self, journal: Journal) -> None:
+        rows: list[dict[str, Any]] = []
+        bad: list[BadRow] = []
+        since = time.monotonic()
+        batch = None
+        for batch in self._scored(skip=journal.num_done):
+            journal.agree({"model": batch.model, "weights": batch.weights})
+            rows += batch.rows
+            bad += batch.bad
+            if len(rows) + len(bad) >= ROWS_A_PART or time.monotonic() - since >= SECONDS_A_PART:
+                journal.write(batch.end, rows, bad, batch.info)
+                rows, bad, since = [], [], time.monotonic()
+        if batch is not None and (rows or bad):
+            journal.write(batch.end, rows, bad, batch.info)
 
     def stream(
         self, on_row: Callable[[dict[str, Any]], None] | None, on_bad: Callable[[BadRow], None]
@@ -92,38 +157,35 @@ class DatasetRun:
         Raises:
             LogprobeError: the engine failed.
         """
-        tally, schema, num_bad = Tally(), schema_of(self._settings), 0
-        for _, results in self._scored(skip=0):
-            good = [one for one in results if not isinstance(one, BadRow)]
-            for one in results:
-                if isinstance(one, BadRow):
-                    num_bad += 1
-                    on_bad(one)
-                elif on_row is not None:
-                    on_row(one)
-            tally.add(pa.Table.from_pylist(good, schema))
+        tally, schema, num_bad = Tally(), schema_of(self._workers.settings), 0
+        for batch in self._scored(skip=0):
+            for bad in batch.bad:
+                on_bad(bad)
+            if on_row is not None:
+                for row in batch.rows:
+                    on_row(row)
+            num_bad += len(batch.bad)
+            tally.add(pa.Table.from_pylist(batch.rows, schema))
         return tally.summary(num_bad)
 
-    def _scored(self, skip: int) -> Iterator[Scored]:
-        rows = islice(read_rows(self._sources, self._settings.columns), skip, None)
-
-        def score(batch: list[Row]) -> Scored:
-            return batch, self._scorer.score(batch)
-
-        for batch, results in in_flight(score, batches(rows, self._settings)):
+    def _scored(self, *, skip: int) -> Iterator[ScoredBatch]:
+        for batch in self._workers.scored(skip=skip):
             if self._advance is not None:
-                self._advance(int(sum(row.num_bytes for row in batch)), len(batch))
-            yield batch, results
+                self._advance(int(batch.num_bytes), batch.num_rows)
+            yield batch
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share: everything that changes a row or its place."""
-        inputs = [[source.name, source.format, source.by_line, source.num_bytes] for source in self._sources]
-        return {"inputs": inputs, "model": self._model, "weights": self._weights} | asdict(self._settings)
+        workers = self._workers
+        inputs = [
+            [source.name, source.format, source.by_line, source.num_bytes] for source in workers.sources
+        ]
+        return {"inputs": inputs} | workers.source_of_numbers() | asdict(workers.settings)
 
 
 def score_dataset(  # noqa: PLR0913 - keywords with defaults
-    llm: Scorer,
-    inputs: str | Sequence[str],
+    llm: Scorer | Pool,
+    inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     settings: DataSettings | None = None,
@@ -135,7 +197,7 @@ def score_dataset(  # noqa: PLR0913 - keywords with defaults
     """Score the rows of files, folders and patterns into one Parquet or jsonl file, in bounded memory.
 
     Args:
-        llm: the model.
+        llm: the model, or a `RayPool` of models on a cluster.
         inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
         output: a name that ends in `.parquet` or `.jsonl`; bad rows go to the same name with
             `.errors.jsonl` after it.
@@ -150,7 +212,8 @@ def score_dataset(  # noqa: PLR0913 - keywords with defaults
         ParameterError: settings that cannot be used.
         OutputError: the output cannot be written.
     """
-    names = [inputs] if isinstance(inputs, str) else inputs
-    sources = find_sources(names, kind=kind, by_line=by_line)
-    run = DatasetRun(llm, sources, settings or DataSettings())
-    return run.to_file(output, resume=resume, force=force)
+    names = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
+    sources = find_sources([os.fspath(name) for name in names], kind=kind, by_line=by_line)
+    asked = settings or DataSettings()
+    workers = llm.workers(sources, asked) if isinstance(llm, Pool) else OneModel(llm, sources, asked)
+    return DatasetRun(workers).to_file(output, resume=resume, force=force)

@@ -1,18 +1,21 @@
-"""What a data set is asked: which columns hold what, and how rows are read.
+"""What a data set is asked: which columns hold what, how rows are read, and on which machines.
 
 Before it: the command's flags, Python callers. After it: `rows`, and what a resumed run must share.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 from logprobe.config import strict_keywords
 from logprobe.errors import require
+from logprobe.scoring.windows import TRUNCATIONS, Truncation
 
-Truncation: TypeAlias = Literal["error", "left", "window"]
-TRUNCATIONS = ("error", "left", "window")
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
 HITS = ("acc", "acc_norm", "acc_bytes")
 
 
@@ -34,7 +37,7 @@ class DataSettings:
         truncation: what becomes of a row longer than the context: a bad row, its end, or sliding windows.
         window: tokens a window; None: the model's context.
         stride: tokens from one window to the next; None: half a window.
-        lora: the adapter to run on.
+        lora: the LoRA weights to run on.
     """
 
     text_column: str = "text"
@@ -69,3 +72,87 @@ class DataSettings:
         main = [self.choices_column, self.context_column, self.answer_column]
         named = main if self.choices_column else [self.text_column, self.context_column]
         return list(dict.fromkeys([*(name for name in named if name is not None), *self.keep_columns]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How many actors a cluster runs, and what each has of it."""
+
+    num_actors: int
+    num_cpus: float
+    num_gpus: float
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class RaySettings:
+    """The cluster that scores a data set; none of it changes the numbers.
+
+    Args:
+        ray_address: the cluster, as `HOST:PORT`, `auto` (one that this machine belongs to) or `local` (start
+            one here); None: as Ray decides (RAY_ADDRESS, one that this machine belongs to, a new one).
+        ray_actors: copies of the model; None: one a GPU, or one a machine where there is no GPU.
+        ray_cpus: CPUs that each copy has, and threads it runs; None: as many as fit.
+        ray_gpus: GPUs that each copy has; None: 1 where the cluster has any.
+    """
+
+    ray_address: str | None = None
+    ray_actors: int | None = None
+    ray_cpus: float | None = None
+    ray_gpus: float | None = None
+
+    def __post_init__(self) -> None:
+        is_client = (self.ray_address or "").startswith("ray://")
+        remedy = "start the command on a machine of the cluster, as `ray job submit` does"
+        require(not is_client, "ray_address", f"Ray's client cannot stream a data set; {remedy}")
+        for name, least in (("ray_actors", 1), ("ray_cpus", 0.01), ("ray_gpus", 0)):
+            value = getattr(self, name)
+            is_number = (
+                isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            )
+            is_fit = value is None or (is_number and value >= least)
+            require(is_fit, name, f"must be a number of at least {least}, got {value!r}")
+
+    @property
+    def given(self) -> list[str]:
+        """The fields that differ from their defaults."""
+        return [name for name, value in vars(self).items() if value is not None]
+
+    def share(self, machines: Sequence[Mapping[str, float]]) -> Share:
+        """What each actor has of machines that Ray tells of by `CPU` and `GPU`.
+
+        Raises:
+            ParameterError: there is no room for so many.
+        """
+        num_gpus = self.ray_gpus
+        if num_gpus is None:
+            num_gpus = float(any(machine.get("GPU", 0) >= 1 for machine in machines))
+        most = 1 if self.ray_actors is None and not num_gpus else math.inf  # a machine
+        num_actors = self.ray_actors or _room(machines, self.ray_cpus or 1, num_gpus, most=most)
+        num_cpus = self.ray_cpus
+        if num_cpus is None:
+            largest = int(max((machine.get("CPU", 0) for machine in machines), default=0))
+            fitting = (
+                n for n in range(largest, 1, -1) if _room(machines, n, num_gpus, most=most) >= num_actors
+            )
+            num_cpus = next(fitting, 1)
+        room = _room(machines, num_cpus, num_gpus)
+        told = f"the cluster has room for {room} of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
+        require(0 < num_actors <= room, "ray_actors", f"{told}; add machines, or ask for less")
+        return Share(num_actors=num_actors, num_cpus=num_cpus, num_gpus=num_gpus)
+
+
+def _room(
+    machines: Sequence[Mapping[str, float]], num_cpus: float, num_gpus: float, *, most: float = math.inf
+) -> int:
+    """How many actors fit, at most `most` a machine."""
+    return int(
+        sum(
+            min(
+                machine.get("CPU", 0) // num_cpus,
+                machine.get("GPU", 0) // num_gpus if num_gpus else math.inf,
+                most,
+            )
+            for machine in machines
+        )
+    )
