@@ -213,7 +213,7 @@ def test_a_stream_carries_the_extensions_in_increments(server: Any) -> None:
     rows = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     expected = whole["choices"][0]
     assert list(chain(*(choice.get("token_ids", []) for choice in choices))) == expected["token_ids"]
-    for name in ("content", "processed_content", "entropy"):
+    for name in ("content", "processed_content", "entropy", "log_kept_mass"):
         assert list(chain(*(row[name] for row in rows))) == expected["logprobs"][name]
     told = [chunk for chunk in chunks if "prompt_logprobs" in chunk]
     assert [chunk["prompt_logprobs"] for chunk in told] == [whole["prompt_logprobs"]]

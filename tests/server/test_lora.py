@@ -16,7 +16,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
-from logprobe.server.app import load_adapters
+from logprobe.server.app import load_loras
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +42,7 @@ def adapted(tiny_model_folder: Path, adapter_folders: dict[str, Path], serve_llm
     given = tuple(f"{name}={folder}" for name, folder in adapter_folders.items())
     settings = {"model_name": "base", "lora": given}
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
-        load_adapters(LoadedModel(llm.engine, llm.text), ServerSettings(**settings))
+        load_loras(LoadedModel(llm.engine, llm.text), ServerSettings(**settings))
         with serve_llm(llm, **settings) as running:
             yield running
 
@@ -160,12 +160,12 @@ def test_an_adapter_without_name_and_path_is_refused(given: str) -> None:
 def test_adapters_that_cannot_be_loaded_end_the_start(adapted: Any, tmp_path: Path) -> None:
     model, known = LoadedModel(adapted.llm.engine, adapted.llm.text), adapted.llm.list_loras()
     with pytest.raises(ModelError, match="adapter_config"):
-        load_adapters(model, ServerSettings(lora=(f"new={tmp_path}",)))
+        load_loras(model, ServerSettings(lora=(f"new={tmp_path}",)))
     for name in ("base", model.engine.capabilities().model):
         with pytest.raises(ParameterError, match="own name"):
-            load_adapters(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",)))
+            load_loras(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",)))
     with pytest.raises(ParameterError, match="given twice"):
-        load_adapters(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2))
+        load_loras(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2))
     assert adapted.llm.list_loras() == known
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
 import pytest
 
 from logprobe import FlatLogprobs, Logprob, SamplingParams, Score
+from logprobe.cli.app import run
 from logprobe.models import Vocabulary
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.routes.score import fields_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONTEXT, ANSWERS = "the cat and", [" the dog", " of", "s in the"]
 
@@ -27,6 +32,31 @@ def test_continuations_score_as_offline(server: Any) -> None:
         assert found["num_bytes"] == len(answer.encode())
         assert found["logprob_per_byte"] == pytest.approx(found["logprob"] / found["num_bytes"])
         assert found["logprob_per_token"] == pytest.approx(np.mean(found["token_logprobs"]))
+
+
+def test_python_http_and_the_command_line_give_the_same_score(
+    server: Any, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    rows, scored = tmp_path / "rows.jsonl", tmp_path / "scored.jsonl"
+    rows.write_text("".join(json.dumps({"context": CONTEXT, "text": answer}) + "\n" for answer in ANSWERS))
+    flags = ("--context-column", "context", "--unconditional", "--tokens", "-o", str(scored))
+    assert run(("score", str(rows), *flags, "--model", str(tiny_model_folder))) == 0
+    by_command = [json.loads(line) for line in scored.read_text().splitlines()]
+    body = {"context": CONTEXT, "continuations": ANSWERS, "unconditional": True}
+    by_http = server.post("/v1/score", **body).json()["data"]
+    in_python = server.llm.score([(CONTEXT, answer) for answer in ANSWERS], unconditional=True)
+    sums = ("logprob", "logprob_per_token", "logprob_per_byte", "logprob_per_char", "pmi")
+    facts = ("num_tokens", "num_bytes", "is_greedy")
+    for score, reply, row in zip(in_python, by_http, by_command, strict=True):
+        assert [reply[name] for name in facts] == [getattr(score, name) for name in facts]
+        assert [row[name] for name in facts] == [getattr(score, name) for name in facts]
+        assert row["token_ids"] == reply["token_ids"] == score.token_ids
+        assert row["token_ranks"] == reply["ranks"] == score.ranks
+        for name in sums:
+            assert reply[name] == pytest.approx(getattr(score, name), abs=5e-5), name
+            assert row[name] == pytest.approx(getattr(score, name), abs=5e-5), name
+        assert reply["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
+        assert row["token_logprobs"] == pytest.approx(score.token_logprobs, abs=5e-5)
 
 
 def test_an_impossible_token_is_minus_infinity_but_in_json() -> None:
@@ -139,12 +169,12 @@ def test_a_conversation_is_tokenized_as_chat_lays_it_out(server: Any) -> None:
 def test_capabilities_say_what_can_be_asked(server: Any) -> None:
     found = server.get("/v1/capabilities").json()
     assert "logprobs_mode" in found["fields"]
-    assert "tools" in found["unsupported_fields"]
+    assert "functions" in found["unsupported_fields"]
     assert found["stages"] == ["raw_logprobs", "processed_logprobs"]
     assert found["vocab_size"] == server.service.vocab_size
     for name in found["unsupported_fields"]:
         body = {name: {"type": "x"}} if name != "reasoning_effort" else {name: "high"}
-        if name in {"tools", "functions"}:
+        if name == "functions":
             body = {name: [{}]}
         reply = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **body)
         assert reply.status_code == 400, name

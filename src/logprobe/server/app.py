@@ -5,7 +5,7 @@ Before it: uvicorn. After it: one handler a route.
 
 from __future__ import annotations
 
-import gc
+import errno
 import logging
 import signal
 import socket
@@ -16,8 +16,9 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from logprobe.engine.backends.start import start_native_engine
-from logprobe.errors import require
+from logprobe.engine.backends.start import start_engine
+from logprobe.engine.forward.pool import keep_out_of_collections
+from logprobe.errors import ParameterError, require
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
@@ -27,7 +28,13 @@ from logprobe.server.routes import facts
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
-from logprobe.server.routes.responses import create_response, delete_response, get_response
+from logprobe.server.routes.page import page
+from logprobe.server.routes.responses import (
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from logprobe.server.routes.score import score
 from logprobe.server.service import DEFAULT_NAME, Service
 
@@ -43,9 +50,10 @@ if TYPE_CHECKING:
     from logprobe.server.http.guard import Handler
     from logprobe.server.settings import ServerSettings
 
-OPEN: Final = {"/health", "/ready"}  # need no key
+OPEN: Final = {"/", "/health", "/ready"}  # need no key
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
+    ("GET", "/", page),
     ("GET", "/health", facts.health),
     ("GET", "/ready", facts.ready),
     ("GET", "/metrics", facts.metrics),
@@ -59,6 +67,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("POST", "/v1/responses", create_response),
     ("GET", "/v1/responses/{response_id}", get_response),
     ("DELETE", "/v1/responses/{response_id}", delete_response),
+    ("GET", "/v1/responses/{response_id}/input_items", list_input_items),
     ("POST", "/v1/score", score),
     ("POST", "/v1/next_token_logprobs", next_token_logprobs),
     ("POST", "/tokenize", facts.tokenize),
@@ -119,17 +128,16 @@ def serve(
     `ready` is told the address once the server listens.
 
     Raises:
-        ModelError: the model or an adapter cannot be had or used.
-        ParameterError: the settings do not fit the model, or two adapters have one name.
-        OSError: the address cannot be listened on.
+        ModelError: the model or LoRA weights cannot be had or used.
+        ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
+            address cannot be listened on.
     """
-    with socket.create_server((settings.host, settings.port), backlog=BACKLOG) as listener:
-        model = start_native_engine(config)
+    with _listen(settings) as listener:
+        model = start_engine(config)
         try:
-            load_adapters(model, settings)
+            load_loras(model, settings)
             app = create_app(model, settings, config.logits_processors)
-            gc.collect()
-            gc.freeze()  # what is here stays: a collection while serving need not walk through it
+            keep_out_of_collections()
             host, port = listener.getsockname()[:2]
             if ready is not None:
                 ready(f"http://{host}:{port}")
@@ -139,8 +147,22 @@ def serve(
                 model.engine.close()
 
 
-def load_adapters(model: LoadedModel, settings: ServerSettings) -> None:
-    """Load the adapters that the settings name.
+def _listen(settings: ServerSettings) -> socket.socket:
+    try:
+        return socket.create_server((settings.host, settings.port), backlog=BACKLOG)
+    except OSError as error:
+        # Below zero are the numbers of a name that cannot be resolved.
+        is_host = error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} or (error.errno or 0) < 0
+        name, remedy = (
+            ("host", "an address of this machine") if is_host else ("port", "another; 0: a free one")
+        )
+        reason = str(error.strerror or error).partition(" (while")[0]
+        message = f"{settings.host}:{settings.port} cannot be listened on ({reason}); choose {remedy}"
+        raise ParameterError(name, message) from error
+
+
+def load_loras(model: LoadedModel, settings: ServerSettings) -> None:
+    """Load the LoRA weights that the settings name.
 
     Raises:
         ModelError: a folder cannot be read, or does not fit the model.

@@ -130,7 +130,17 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         check_depth(name, getattr(body, name, None))
 
 
-FREE_FIELDS: Final = ("messages", "input", "response_format", "text", "logits_processors_args", "tools")
+FREE_FIELDS: Final = (
+    "messages",
+    "input",
+    "response_format",
+    "text",
+    "logits_processors_args",
+    "tools",
+    "guided_json",
+    "structured_outputs",
+    "chat_template_kwargs",
+)
 """Fields whose insides have no type."""
 
 

@@ -5,19 +5,40 @@ Before it: routes and the engine's own counts. After it: `GET /metrics`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from prometheus_client.core import Metric
 
-    from logprobe.engine.protocol import EngineBackend
+    from logprobe.engine.protocol import EngineBackend, EngineStats
     from logprobe.engine.request import RequestOutput
-    from logprobe.processors.stages import ProcessorCounter
+
+    Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by the values of the label `replica`, if any
+
+
+# Name of the figure → what it says, and the field that holds it, of `EngineStats` or `ProcessorCounter`.
+GAUGES: Final = {
+    "waiting_requests": ("Completions that wait for a place.", "waiting"),
+    "running_requests": ("Completions that run.", "running"),
+    "paused_requests": ("Completions that wait for their readers.", "paused"),
+    "free_slots": ("Tokens that the key/value pool can still take.", "free_slots"),
+}
+COUNTERS: Final = {
+    "cached_prompt_tokens": ("Prompt tokens not computed again.", "cached_tokens"),
+    "pauses": ("Times that a request was paused for its reader.", "pauses"),
+    "preemptions": ("Completions put back to make room.", "preempted"),
+    "engine_restarts": ("Times that an engine process was started again.", "restarts"),
+}
+PROCESSOR_COUNTERS: Final = {
+    "seconds": ("Seconds in each logits processor.", "seconds"),
+    "rows": ("Rows given to each logits processor.", "num_rows"),
+    "failures": ("Completions that each logits processor failed.", "num_failures"),
+}
 
 
 class Metrics:
@@ -68,41 +89,26 @@ class _EngineFigures:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this moment."""
+        """The figures of this moment; each engine's own where there are several, told apart by a label."""
         stats = self._engine.stats()
-        gauges = {
-            "waiting_requests": ("Completions that wait for a place.", stats.waiting),
-            "running_requests": ("Completions that run.", stats.running),
-            "paused_requests": ("Completions that wait for their readers.", stats.paused),
-            "free_slots": ("Tokens that the key/value pool can still take.", stats.free_slots),
-        }
-        for name, (told, value) in gauges.items():
-            yield GaugeMetricFamily(f"logprobe_{name}", told, value)
-        counters = {
-            "cached_prompt_tokens": ("Prompt tokens not computed again.", stats.cached_tokens),
-            "pauses": ("Times that a request was paused for its reader.", stats.pauses),
-            "preemptions": ("Completions put back to make room.", stats.preempted),
-        }
-        for name, (told, value) in counters.items():
-            yield CounterMetricFamily(f"logprobe_{name}", told, value)
-        seconds = CounterMetricFamily(
-            "logprobe_step_seconds", "Seconds of the engine's steps by part.", labels=["part"]
-        )
-        for part, spent in stats.seconds.items():
-            seconds.add_metric([part], spent)
+        parts: Parts = {(name.removeprefix("replica "),): part for name, part in stats.replicas.items()}
+        labels = ("replica",) if parts else ()
+        parts = parts or {(): stats}
+        for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (told, field) in table.items():
+                family = kind(f"logprobe_{name}", told, labels=labels)
+                for label, part in parts.items():
+                    family.add_metric(label, getattr(part, field))
+                yield family
+        told = "Seconds of the engine's steps by part."
+        seconds = CounterMetricFamily("logprobe_step_seconds", told, labels=("part", *labels))
+        for label, part in parts.items():
+            for name, spent in part.seconds.items():
+                seconds.add_metric([name, *label], spent)
         yield seconds
-        yield from _processor_figures(stats.processors)
-
-
-def _processor_figures(counters: Mapping[str, ProcessorCounter]) -> Iterator[Metric]:
-    figures = {
-        "seconds": "Seconds in each logits processor.",
-        "rows": "Rows given to each logits processor.",
-        "failures": "Completions that each logits processor failed.",
-    }
-    for figure, told in figures.items():
-        family = CounterMetricFamily(f"logprobe_processor_{figure}", told, labels=["processor"])
-        for name, counter in counters.items():
-            values = {"seconds": counter.seconds, "rows": counter.num_rows, "failures": counter.num_failures}
-            family.add_metric([name], values[figure])
-        yield family
+        for name, (told, field) in PROCESSOR_COUNTERS.items():
+            family = CounterMetricFamily(f"logprobe_processor_{name}", told, labels=("processor", *labels))
+            for label, part in parts.items():
+                for processor, counter in part.processors.items():
+                    family.add_metric([processor, *label], getattr(counter, field))
+            yield family

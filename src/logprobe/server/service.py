@@ -23,7 +23,7 @@ from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits, check_count
 from logprobe.server.metrics import Metrics
-from logprobe.text.chat import lay_out
+from logprobe.text.chat import ANSWER, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
     from logprobe.server.settings import ServerSettings
+    from logprobe.text.chat import Layout
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
 
@@ -94,15 +95,15 @@ logger = logging.getLogger("logprobe.server")
 DEFAULT_NAME = "default"  # means the model that is served, whatever its name
 
 
-class Adaptable(Protocol):
-    """A body that may choose an adapter."""
+class ChoosesWeights(Protocol):
+    """A body that may choose LoRA weights."""
 
     model: str | None
     lora: str | None
 
 
 class Service:
-    """One model behind HTTP, with its adapters."""
+    """One model behind HTTP, with its LoRA weights."""
 
     def __init__(
         self, model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
@@ -144,7 +145,7 @@ class Service:
         return f"{prefix}-{self._token}{next(self._numbers):08x}"
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served; None is the one that is, an adapter goes by its name.
+        """Refuse a model that is not served; None is the one that is, LoRA weights go by their name.
 
         Raises:
             ApiError: 404.
@@ -154,17 +155,17 @@ class Service:
             message = f"model {name!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def choose_weights(self, body: Adaptable) -> None:
-        """Settle the adapter of a body: one that stands as `model` is noted as `lora`.
+    def choose_weights(self, body: ChoosesWeights) -> None:
+        """Settle the LoRA weights of a body: a name that stands as `model` is noted as `lora`.
 
         Raises:
-            ApiError: 404 for a model that is not served, 400 where `model` and `lora` name two adapters.
+            ApiError: 404 for a model that is not served, 400 where `model` and `lora` name different ones.
         """
         self.check_model(body.model)
         if body.model is None or body.model in self._own_names:
             return
         if body.lora not in {None, body.model}:
-            raise bad_request("lora", f"is {body.lora!r}, but model names the adapter {body.model!r}")
+            raise bad_request("lora", f"is {body.lora!r}, but model names the lora {body.model!r}")
         body.lora = body.model
 
     def check_engine(self) -> None:
@@ -180,18 +181,18 @@ class Service:
             code = "engine_closed" if is_gone else "engine_stuck"
             raise ApiError(503, f"the engine {what}; the server must be started again", code=code)
 
-    def read_messages(self, messages: Messages) -> IntArray:
-        """A conversation as ids, ready for the assistant's turn.
+    def read_messages(self, messages: Messages, layout: Layout = ANSWER) -> IntArray:
+        """A conversation as ids, by default ready for the assistant's turn.
 
         Raises:
             ApiError: more text than a request may have, or than the model can take.
-            ParameterError: what the model's chat template refuses.
+            ParameterError: what the model's chat template refuses or passes over.
         """
-        return self.text.encode(self.lay_out(messages), add_special_tokens=False)
+        return self.text.encode(self.lay_out(messages, layout), add_special_tokens=False)
 
-    def lay_out(self, messages: Messages) -> str:
+    def lay_out(self, messages: Messages, layout: Layout = ANSWER) -> str:
         """A conversation as the model's chat template writes it; raises as `read_messages` does."""
-        laid_out = lay_out(messages, self.text)
+        laid_out = lay_out(messages, self.text, layout)
         self.check_texts([laid_out], "messages")
         return laid_out
 
@@ -211,7 +212,7 @@ class Service:
             raise bad_request(param, message, code="context_length_exceeded")
 
     def name_of(self, lora: str | None) -> str:
-        """What replies call the weights that answered: an adapter goes by its own name."""
+        """What replies call the weights that answered: LoRA weights go by their own name."""
         return lora or self.model_name
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
@@ -225,7 +226,8 @@ class Service:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._result(one.request.request_id)) for one in admitted]
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            first = errors.exceptions[0]
+            raise first from first.__cause__  # which says whose mistake it was
         return [task.result() for task in tasks]
 
     async def _result(self, request_id: str) -> RequestOutput:

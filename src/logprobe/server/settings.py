@@ -22,8 +22,8 @@ class ServerSettings:
         model_name: the name clients use; `None` takes the model's own.
         served_model_name: further names that mean the same model; the first is the one that replies give
             where there is no model_name.
-        lora: LoRA adapters to load before the first request, each as NAME=PATH of a local folder; a
-            request names one as `lora`, or as `model`.
+        lora: LoRA weights to load before the first request, each as NAME=PATH of a local folder; a
+            request names them as `lora`, or as `model`.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a body, where an object, a list and a key count eight.
@@ -32,7 +32,7 @@ class ServerSettings:
         max_token_ids: most ids in a list of token ids other than a prompt, and most entries of logit_bias.
         max_logprob_token_ids: most ids whose logprobs a request may name; -1 sets no cap.
         max_bad_words: most texts of bad_words.
-        max_stop: most stop strings.
+        max_stop: most stop strings; OpenAI's own bound unless raised.
         max_stop_bytes: most bytes of those, together.
         max_requests: completions in progress or waiting, all requests together; also the most prompts or
             continuations of one request.
@@ -64,7 +64,7 @@ class ServerSettings:
     max_token_ids: int = 1 << 16
     max_logprob_token_ids: int = 256
     max_bad_words: int = 1024
-    max_stop: int = 64
+    max_stop: int = 4
     max_stop_bytes: int = 4096
     max_requests: int = 512
     max_tokens_in_flight: int = 4 << 20
@@ -86,7 +86,7 @@ class ServerSettings:
         require(all(self.api_key), "api_key", "a key is empty")
         for given in self.lora:
             name, _, path = given.partition("=")
-            require(name and path, "lora", f"must be NAME=PATH of an adapter's folder, got {given!r}")
+            require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {given!r}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         known = "must be -1 or more, got"

@@ -55,6 +55,19 @@ def test_a_hostile_grammar_is_a_400_or_served_and_holds_nobody_up(attacked: Any,
         assert reply.error["param"] in {"response_format", None}  # None: the body as a whole
 
 
+LETTERS = " | ".join(f'"{letter}"' for letter in "abcdefghijklmnopqrstuvwxyz")
+AMBIGUOUS = f"start: e\ne: e e | e e e | {LETTERS}\n"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_ambiguous_grammar_is_followed_as_far_as_its_bounds_go(attacked: Any, is_stream: bool) -> None:
+    body = {"prompt": "the cat", "max_tokens": 120, "n": 4, "logit_bias": {"1": -100}, "stream": is_stream}
+    with attacked.watched():
+        reply = attacked.post("/v1/completions", response_format={"type": "ebnf", "ebnf": AMBIGUOUS}, **body)
+    assert reply.status == (200 if is_stream else 400), reply.data[:300]
+    assert b"too many ways" in reply.data
+
+
 def test_a_schema_that_is_nested_deeply_is_a_400(attacked: Any) -> None:
     schema = '{"type":"array","items":' * 900 + "{}" + "}" * 900
     body = f'{{"prompt":"a","response_format":{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}}}'

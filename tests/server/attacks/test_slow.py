@@ -65,5 +65,26 @@ def test_a_body_that_does_not_come_is_a_408(impatient: Any) -> None:
     impatient.check_alive()
 
 
+def test_a_client_that_closes_its_half_is_told_why_it_gets_no_reply(attacked: Any) -> None:
+    body = b'{"prompt": "the cat", "max_tokens": 100, "ignore_eos": true, "n": 60}'
+    with socket.create_connection(("127.0.0.1", attacked.port)) as link:
+        link.sendall(HEADER + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        link.shutdown(socket.SHUT_WR)
+        reply = rest_of(link)
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert b"connection_half_closed" in reply
+    attacked.check_alive()
+
+
+def test_a_client_that_closes_its_half_between_requests_gets_nothing_more(attacked: Any) -> None:
+    with socket.create_connection(("127.0.0.1", attacked.port)) as link:
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        reply = b""
+        while not reply.endswith(b'{"status":"ok"}'):
+            reply += link.recv(1 << 16)
+        link.shutdown(socket.SHUT_WR)
+        assert rest_of(link) == b""
+
+
 def test_the_health_tells_no_path(attacked: Any) -> None:
     assert b"/" not in attacked.get("/health").data

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.sse import ClientGoneError
 from logprobe.server.limits import check_body, check_values
+from logprobe.server.openai.structured import GUIDED
+from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +32,13 @@ T = TypeVar("T")
 
 QUICK_BYTES: Final = 1 << 13  # of a body that is understood in a few milliseconds
 QUICK_ITEMS: Final = 8  # prompts, or continuations
-SLOW_FIELDS: Final = ("response_format", "text", "logits_processors_args")  # may hold a grammar
+SLOW_FIELDS: Final = (
+    "response_format",
+    "text",
+    "logits_processors_args",
+    *GUIDED,
+    "structured_outputs",
+)  # may hold a grammar
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
@@ -56,12 +64,17 @@ async def read(
 
 
 def _is_quick(body: msgspec.Struct) -> bool:
-    """Whether a small body is understood in a few milliseconds: no grammar, and few prompts."""
+    """Whether a small body is understood in a few milliseconds: no grammar, few prompts, a plain chat."""
     lists = [getattr(body, name, None) for name in ("prompt", "prompts", "continuations")]
     is_many = any(
         isinstance(one, list) and len(one) > QUICK_ITEMS and type(one[0]) is not int for one in lists
     )
-    return not is_many and not any(getattr(body, name, None) for name in SLOW_FIELDS)
+    messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
+    messages = messages if isinstance(messages, list) else []
+    is_tried = not is_plain(messages) or any(
+        getattr(body, name, None) for name in ("tools", "chat_template_kwargs")
+    )
+    return not is_many and not is_tried and not any(getattr(body, name, None) for name in SLOW_FIELDS)
 
 
 def check_media_type(media_type: str | None) -> None:
@@ -121,8 +134,8 @@ def _explained(message: str, body_type: type[msgspec.Struct]) -> ApiError:
     message = _PLACE.sub("", message)
     if unknown := _UNKNOWN.search(message):
         name = f"{path}.{unknown[1]}".lstrip(".")
-        near = get_close_matches(unknown[1], body_type.__struct_fields__, n=1, cutoff=0.6)
-        remedy = f"; did you mean {near[0]!r}?" if near and not path else ""
+        near = nearest_name(unknown[1], body_type.__struct_fields__, cutoff=0.6)
+        remedy = f"; did you mean {near!r}?" if near and not path else ""
         return bad_request(name, f"is no field of this route{remedy}", code="unknown_parameter")
     if missing := _MISSING.search(message):
         name = f"{path}.{missing[1]}".lstrip(".")

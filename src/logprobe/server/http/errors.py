@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from logprobe.errors import EngineClosedError, LogprobeError, ParameterError, PromptTooLongError
+from logprobe.errors import (
+    EngineClosedError,
+    LogprobeError,
+    ParameterError,
+    ProcessorError,
+    PromptTooLongError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +65,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
     """What a failure is to a client; `names` maps our parameters to the fields of this route."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ProcessorError) and isinstance(error.__cause__, ParameterError):
+        error = error.__cause__  # what a client asked of a processor showed to be wrong only while it ran
     if isinstance(error, ParameterError):
         field = (names or {}).get(error.parameter, error.parameter)
         code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"

@@ -9,12 +9,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from logprobe.server.http.errors import ApiError
+
 if TYPE_CHECKING:
     import asyncio
 
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
+
+_REASON: Final = ApiError(
+    400,
+    "the client closed its half of the connection before the reply, as one does that leaves; keep it open",
+    code="connection_half_closed",
+).to_json()
+HALF_CLOSED: Final = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_REASON), _REASON)
+)
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -48,6 +60,12 @@ class TimedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._close()
+
+    def eof_received(self) -> None:
+        """Tell a client that has closed its half why it gets no more; one that has left does not read it."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_started:
+            self.transport.write(HALF_CLOSED)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing comes any more."""

@@ -49,6 +49,12 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
+    # Extensions: the form of the text, in vLLM's words; `response_format` says the same.
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     # Extensions: reports; each adds fields to the reply.
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "both"] | None = None
     logprob_token_ids: Ids | None = None
@@ -89,8 +95,13 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
 
+    tools: list[dict[str, Any]] | None = None
+    # Extensions: where the reply begins.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
     # OpenAI's, taken only with the value that changes nothing.
-    tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
@@ -109,6 +120,10 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

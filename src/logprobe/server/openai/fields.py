@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
+from logprobe.server.openai.structured import structured_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +49,6 @@ SAMPLING_FIELDS: Final = (
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -64,6 +64,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_tool_calls": (),
     "conversation": (),
     "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
 }
 """OpenAI's fields that ask for what this server does not do, and the values that ask for nothing."""
 
@@ -71,7 +72,6 @@ NO_EFFECT: Final = (
     "user",
     "metadata",
     "store",
-    "service_tier",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -79,7 +79,17 @@ NO_EFFECT: Final = (
 )
 """OpenAI's fields that are taken and change nothing."""
 
+MAX_BIAS: Final = 100
+
 LOGPROBS: Final = "message.output_text.logprobs"
+
+LOGPROBS_FIELDS: Final = (
+    "chat/completions top_logprobs",
+    "completions logprobs",
+    "responses top_logprobs",
+    "prompt_logprobs",
+)
+"""Where clients ask for alternatives; one cap holds for all."""
 
 REPORTS: Final = ("entropy", "explain", "logprob_token_ids", "logprobs_mode")
 """Extensions that come beside logprobs."""
@@ -93,10 +103,12 @@ def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingPara
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
+    _check_tools(body)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = max(room, 1) if asked is None else asked
-    return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=max_tokens)
+    fixed: dict[str, Any] = {"logprobs": logprobs, "max_tokens": max_tokens}
+    return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, **fixed | _structured(body))
 
 
 def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> SamplingParams:
@@ -107,6 +119,8 @@ def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> Sa
     check_count("top_logprobs", body.top_logprobs, max_logprobs)
     if body.top_logprobs and not body.include:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
+    if body.tools:
+        raise bad_request("tools", "are taken by chat alone; leave them out", code="unsupported_parameter")
     if body.prompt is not None:
         raise bad_request("prompt", "templates are not stored here; send input", code="unsupported_parameter")
     max_tokens = body.max_output_tokens or max(room, 1)
@@ -143,7 +157,30 @@ def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingPar
         raise bad_request("max_tokens", "0 asks for nothing without echo: true or prompt_logprobs")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
         raise bad_request("best_of", "cannot be streamed: which are best is known at the end")
-    return _params(body, max_logprobs, {}, **fixed)
+    return _params(body, max_logprobs, {}, **fixed | _structured(body))
+
+
+def _structured(body: GenerationBody) -> dict[str, Any]:
+    form = structured_format(body)
+    return {} if form is None else {"response_format": form}
+
+
+def _check_bias(bias: dict[str, float] | None) -> None:
+    """Hold logit_bias to OpenAI's own bound; the processor's own argument has none."""
+    beyond = [value for value in (bias or {}).values() if not abs(value) <= MAX_BIAS]
+    if beyond:
+        remedy = "logits_processors_args of LogitBiasLogitsProcessor take any"
+        raise bad_request("logit_bias", f"must lie in [-{MAX_BIAS}, {MAX_BIAS}], got {beyond[0]}; {remedy}")
+
+
+def _check_tools(body: ChatBody) -> None:
+    """Refuse what is asked beyond telling the model of its tools: its calls are text, as it writes them."""
+    if not body.tools:
+        return
+    if body.tool_choice not in {None, "auto"} if isinstance(body.tool_choice, str | None) else True:
+        raise bad_request("tool_choice", "must be auto: what the model writes is not constrained to calls")
+    if body.parallel_tool_calls is False:
+        raise bad_request("parallel_tool_calls", "cannot be promised: calls are text, as the model writes it")
 
 
 def check_count(name: str, value: int | None, max_logprobs: int) -> None:
@@ -167,6 +204,7 @@ def _params(
     body: GenerationBody | ResponsesBody, max_logprobs: int, names: dict[str, str], **fixed: Any
 ) -> SamplingParams:
     check_neutral(body)
+    _check_bias(body.logit_bias)
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
     check_count("prompt_logprobs", prompt_logprobs, max_logprobs)
     asked = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}

@@ -12,6 +12,7 @@ import msgspec
 
 from logprobe import __version__
 from logprobe.server.openai import bodies, schemas
+from logprobe.server.openai.items import MAX_LISTED, ORDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,6 +27,13 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/detokenize": bodies.DetokenizeBody,
     "/v1/tokenize": bodies.TokenizeBody,
     "/v1/detokenize": bodies.DetokenizeBody,
+}
+QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
+    "/v1/responses/{response_id}/input_items": (
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},
+        {"name": "order", "in": "query", "schema": {"enum": list(ORDERS)}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    )
 }
 _REF: Final = "#/components/schemas/{name}"
 _STREAMED: Final = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
@@ -70,17 +78,19 @@ def _operation(method: str, path: str, told: str) -> dict[str, Any]:
     if path in BODIES and method == "POST":
         content = {"application/json": {"schema": _ref(BODIES[path])}}
         operation["requestBody"] = {"required": True, "content": content}
-    names = re.findall(r"{(\w+)}", path)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    named = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters := named + list(QUERIES.get(path, ())):
+        operation["parameters"] = parameters
     return operation
 
 
 def _contents(method: str, path: str) -> dict[str, Any]:
     """What a route answers, by media type."""
+    if path == "/":
+        return {"text/html": _TEXT}
     if path == "/metrics":
         return {"text/plain": _TEXT}
     if path == "/v1/next_token_logprobs":

@@ -74,6 +74,7 @@ class PromptRow(TokenRow, kw_only=True):
 
 
 class _Beside(Shape, kw_only=True):
+    log_kept_mass: list[float | None] | UnsetType = UNSET
     entropy: list[float | None] | UnsetType = UNSET
     given: list[list[TokenRow] | None] | UnsetType = UNSET
 
@@ -212,6 +213,26 @@ class OutputMessage(Shape, kw_only=True):
     content: list[OutputText]
 
 
+class Item(msgspec.Struct, kw_only=True):
+    """A message that a response answered; other fields are those that it was given."""
+
+    id: str
+    type: Literal["message"]
+    role: str
+    status: Literal["completed"]
+    content: list[dict[str, Any]]
+
+
+class Items(Shape, kw_only=True):
+    """A page of such messages."""
+
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class IncompleteDetails(Shape, kw_only=True):
     """Why a response is not whole."""
 
@@ -305,6 +326,7 @@ REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
     "POST /v1/completions": Completion,
     "POST /v1/responses": Response,
     "GET /v1/responses/{response_id}": Response,
+    "GET /v1/responses/{response_id}/input_items": Items,
     "POST /v1/score": Scores,
     "GET /v1/models": Models,
     "GET /v1/models/{model}": Model,

@@ -47,8 +47,9 @@ class Generation:
         self.params = asks[0][1]
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
+        requests = service.client.requests.of_one_call()
         self._admitted = [
-            service.client.requests.admit(ids, params, request_id=f"{reply_id}-{number}")
+            requests.admit(ids, params, request_id=f"{reply_id}-{number}")
             for number, (ids, params) in enumerate(asks)
         ]
         self.requests = [one.request for one in self._admitted]

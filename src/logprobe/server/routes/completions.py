@@ -21,6 +21,7 @@ from logprobe.server.openai.replies import (
     reply_extensions,
     usage,
 )
+from logprobe.server.openai.structured import named_as_asked
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
 from logprobe.text.pieces import TextWalk
@@ -51,12 +52,14 @@ def understand(body: CompletionBody, service: Service) -> tuple[CompletionBody, 
     """The prompts, and what is asked of them, admitted."""
     service.choose_weights(body)
     service.log_body("completions", body)
-    params = completion_params(body, max_logprobs=service.settings.max_logprobs)
+    with named_as_asked(body):
+        params = completion_params(body, max_logprobs=service.settings.max_logprobs)
     prompts = read_prompts(body.prompt, service)
     limit = service.capabilities.max_model_len
     asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
-    return body, prompts, Generation(service, service.new_id("cmpl"), asks, echoes)
+    with named_as_asked(body):
+        return body, prompts, Generation(service, service.new_id("cmpl"), asks, echoes)
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:

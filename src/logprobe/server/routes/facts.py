@@ -16,8 +16,9 @@ from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
-from logprobe.server.openai.fields import ENGINE_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
 from logprobe.server.openai.replies import JSON_TYPE
+from logprobe.server.routes.chat import layout_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -45,17 +46,17 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 
 
 async def models(_: HttpRequest, service: Service) -> Response:
-    """List the model, then its adapters, each of which can be asked for by its name."""
-    found = [_model(service), *(_adapter(service, *one) for one in service.engine.list_loras().items())]
+    """List the model, then its LoRA weights, each of which can be asked for by name."""
+    found = [_model(service), *(_lora(service, *one) for one in service.engine.list_loras().items())]
     return json_reply({"object": "list", "data": found})
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
-    """Tell about one model or adapter."""
+    """Tell about the model, or about LoRA weights of its own."""
     name = request.path_params["model"]
     service.check_model(name)
     path = service.engine.list_loras().get(name)
-    return json_reply(_model(service) if path is None else _adapter(service, name, path))
+    return json_reply(_model(service) if path is None else _lora(service, name, path))
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:
@@ -64,6 +65,7 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
         asdict(service.capabilities)
         | {
             "max_logprobs": service.settings.max_logprobs,
+            "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
             "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
             "fields_without_effect": sorted(NO_EFFECT),
@@ -99,7 +101,7 @@ def _tokenized(body: TokenizeBody, service: Service) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
     if body.messages is not None:
-        ids = service.read_messages(body.messages)
+        ids = service.read_messages(body.messages, layout_of(body))
     else:
         assert body.prompt is not None
         service.check_texts([body.prompt], "prompt", is_whole=False)
@@ -154,5 +156,5 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-def _adapter(service: Service, name: str, path: str) -> dict[str, Any]:
+def _lora(service: Service, name: str, path: str) -> dict[str, Any]:
     return _model(service) | {"id": name, "root": path, "parent": service.model_name}

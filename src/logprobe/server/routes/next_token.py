@@ -52,9 +52,10 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
         service.text.encode(prompt) if isinstance(prompt, str) else as_ids(prompt, "prompts")
         for prompt in body.prompts
     ]
+    requests = service.client.requests.of_one_call()
     base, params = service.new_id("next"), SamplingParams(max_tokens=1, lora=body.lora)
     return body, [
-        service.client.requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
+        requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
         for number, ids in enumerate(prompts)
     ]
 

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that were stored.
+"""`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that are stored.
 
 Before it: HTTP. After it: a generation and its pieces. Final items carry rows with bytes, events without.
 """
@@ -12,9 +12,9 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import bad_request
 from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.fields import responses_params
+from logprobe.server.openai.items import list_items, read_conversation
 from logprobe.server.openai.replies import JSON_TYPE, num_top
 from logprobe.server.reply.answer import answer
 from logprobe.server.reply.generation import Generation
@@ -41,9 +41,7 @@ def understand(body: ResponsesBody, service: Service) -> tuple[ResponsesBody, Me
     """The conversation, and what is asked of it, admitted."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    said = _conversation(body, service)
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    ids = service.read_messages(system + said)
+    said, ids = read_conversation(body, service)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
     return body, said, Generation(service, service.new_id("resp"), [(ids, params)])
@@ -55,26 +53,20 @@ async def get_response(request: HttpRequest, service: Service) -> Response:
     return Response(data, media_type=JSON_TYPE)
 
 
+async def list_input_items(request: HttpRequest, service: Service) -> Response:
+    """List the messages that a stored response answered, the latest first."""
+    response_id = request.path_params["response_id"]
+    _, messages = service.stored.find(response_id)
+    page = list_items(response_id, messages[:-1], request.query_params)  # the last is the answer itself
+    return Response(msgspec.json.encode(page), media_type=JSON_TYPE)
+
+
 async def delete_response(request: HttpRequest, service: Service) -> Response:
     """Forget a stored response."""
     response_id = request.path_params["response_id"]
     service.stored.drop(response_id)
     told = {"id": response_id, "object": "response.deleted", "deleted": True}
     return Response(msgspec.json.encode(told), media_type=JSON_TYPE)
-
-
-def _conversation(body: ResponsesBody, service: Service) -> Messages:
-    before: Messages = []
-    if body.previous_response_id is not None:
-        _, before = service.stored.find(body.previous_response_id, "previous_response_id")
-    if isinstance(body.input, str):
-        return [*before, {"role": "user", "content": body.input}]
-    if not body.input:
-        raise bad_request("input", "is empty; give a text or messages")
-    for place, item in enumerate(body.input):
-        if item.get("type", "message") != "message":
-            raise bad_request(f"input[{place}].type", "only messages are read", code="unsupported_parameter")
-    return before + [{"role": item.get("role"), "content": item.get("content")} for item in body.input]
 
 
 class ResponseShape:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.client import Split
+from logprobe.engine.truncation import Split
 from logprobe.records.forms.json import finite_fields
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import QUICK_ITEMS, read
@@ -97,7 +97,9 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
-    return Asked(base, body.lora, pairs, service.client.admit_splits([*pairs, *alone], params, names))
+    requests = service.client.requests.of_one_call()
+    admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
+    return Asked(base, body.lora, pairs, admitted)
 
 
 def _split(body: ScoreBody, laid_out: str | None, continuation: str | list[int], service: Service) -> Split:

@@ -1,0 +1,169 @@
+"""Bodies of whatever form: each is answered, no answer is the server's fault, and the process goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuzzing import fuzz
+
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2},
+    "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
+    "/v1/score": {"context": "the", "continuations": [" cat", " dog"]},
+    "/v1/next_token_logprobs": {"prompts": ["the cat", "a"]},
+    "/tokenize": {"prompt": "the cat"},
+    "/detokenize": {"tokens": [5, 6]},
+}
+# What a client may be told, whatever it sends; 500 and beyond are the server's own failures.
+ANSWERS = {200, 400, 404, 413, 429}
+
+NUMBER = st.one_of(
+    st.integers(-2, 300),
+    st.sampled_from([2**31, 2**63, -(2**63), 10**30]),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+LEAF = st.one_of(
+    st.none(), st.booleans(), NUMBER, st.text(max_size=8), st.sampled_from(["auto", "json_object"])
+)
+VALUE = st.recursive(
+    LEAF,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+IDS = st.lists(st.integers(-1, 400), max_size=6)
+TEXTS = st.text(max_size=8) | st.lists(st.text(max_size=5), max_size=4)
+# Fields whose values are often of the right kind, so that what is behind their types is reached, too.
+LIKELY: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.one_of(TEXTS, IDS, st.lists(IDS, max_size=3)),
+    "messages": st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": VALUE}),
+        max_size=3,
+    ),
+    "input": TEXTS,
+    "continuations": st.lists(st.text(max_size=5) | IDS, max_size=4),
+    "context": st.text(max_size=5) | IDS,
+    "prompts": st.lists(st.text(max_size=5) | IDS, max_size=4),
+    "tokens": IDS,
+    "max_tokens": st.integers(-1, 130),
+    "n": st.integers(0, 9),
+    "best_of": st.integers(0, 9),
+    "temperature": st.floats(-1, 3),
+    "top_p": st.floats(-1, 2),
+    "top_k": st.integers(-2, 400),
+    "min_p": st.floats(-1, 2),
+    "min_tokens": st.integers(-1, 9),
+    "seed": st.integers(),
+    "repetition_penalty": st.floats(),
+    "presence_penalty": st.floats(-3, 3),
+    "frequency_penalty": st.floats(-3, 3),
+    "logprobs": st.booleans() | st.integers(-2, 25),
+    "top_logprobs": st.integers(-2, 25),
+    "prompt_logprobs": st.integers(-2, 25),
+    "logprob_token_ids": IDS,
+    "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs", "both", "neither"]),
+    "stop": TEXTS,
+    "stop_token_ids": IDS,
+    "allowed_token_ids": IDS,
+    "bad_words": st.lists(st.text(max_size=5), max_size=4),
+    "logit_bias": st.dictionaries(st.integers(-1, 400).map(str), st.floats(-200, 200), max_size=4),
+    "echo": st.booleans(),
+    "entropy": st.booleans(),
+    "explain": st.booleans(),
+    "stream": st.booleans(),
+    "ignore_eos": st.booleans(),
+    "unconditional": st.booleans(),
+    "add_special_tokens": st.booleans(),
+    "dtype": st.sampled_from(["float32", "float16", "int8"]),
+    "lora": st.text(max_size=4),
+    "model": st.text(max_size=4),
+    "logits_processors_args": st.dictionaries(st.text(max_size=4), VALUE, max_size=2),
+    "include": st.lists(st.text(max_size=5) | st.just("message.output_text.logprobs"), max_size=2),
+    "previous_response_id": st.text(max_size=5),
+    "text": VALUE,
+}
+
+
+@st.composite
+def bodies(draw: Any) -> tuple[str, Any]:
+    path = draw(st.sampled_from(sorted(GOOD)))
+    body: Any = dict(GOOD[path])
+    for name in draw(st.lists(st.sampled_from(sorted({*LIKELY, *body})), max_size=4)):
+        body[name] = draw(LIKELY.get(name, VALUE) if draw(st.integers(0, 4)) else VALUE)
+    if not draw(st.integers(0, 15)):
+        body = draw(VALUE)
+    return path, body
+
+
+@pytest.mark.fuzz
+@fuzz(2)
+@given(asked=bodies())
+def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
+    path, body = asked
+    reply = attacked.send(path, json.dumps(body).encode())
+    assert reply.status in ANSWERS, reply.data[:500]
+    if reply.status != 200:
+        assert reply.error["message"].isprintable()
+
+
+@pytest.mark.fuzz
+@fuzz()
+@given(path=st.sampled_from(sorted(GOOD)), data=st.binary(max_size=60), place=st.integers(0, 99))
+def test_bytes_that_are_no_body_are_answered(attacked: Any, path: str, data: bytes, place: int) -> None:
+    good = bytearray(json.dumps(GOOD[path]).encode())
+    good[place % len(good) : place % len(good)] = data
+    reply = attacked.send(path, bytes(good))
+    assert reply.status in ANSWERS, reply.data[:500]
+
+
+PATTERN = st.text("ab(|)*+?[]{}\\d^$.", max_size=8)
+NAME = st.sampled_from("ab")
+SCHEMA_TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]
+SCHEMA = st.recursive(
+    st.one_of(
+        st.fixed_dictionaries({"type": st.sampled_from(SCHEMA_TYPES)}),
+        st.fixed_dictionaries({"$ref": st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "x", ""])}),
+        st.fixed_dictionaries({"enum": st.lists(LEAF, max_size=3)}),
+        st.fixed_dictionaries(
+            {"type": st.just("string"), "pattern": st.text("ab(|)*+?[]{}\\d^$.", max_size=8)}
+        ),
+        VALUE,
+    ),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner, "maxItems": NUMBER}),
+        st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)}),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("object"),
+                "properties": st.dictionaries(NAME, inner, max_size=2),
+            }
+        ),
+        st.fixed_dictionaries({"$defs": st.dictionaries(NAME, inner, max_size=2)}),
+    ),
+    max_leaves=6,
+)
+REGEX = st.text("ab(|)*+?[]{}0123456789,\\dwsS^$.-é", max_size=16)
+RULE = st.tuples(
+    st.sampled_from(["start", "a", "b", "T"]), st.text('abT" |()*+?~/[]{}0123456789\\', max_size=14)
+)
+EBNF = st.lists(RULE, max_size=5).map(lambda rules: "".join(f"{name}: {body}\n" for name, body in rules))
+FORMATS = st.one_of(
+    SCHEMA.map(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+    REGEX.map(lambda regex: {"type": "regex", "regex": regex}),
+    EBNF.map(lambda ebnf: {"type": "ebnf", "ebnf": ebnf}),
+    st.lists(st.text(max_size=4), max_size=5).map(lambda texts: {"type": "choice", "choice": texts}),
+)
+
+
+@pytest.mark.fuzz
+@fuzz(2)
+@given(response_format=FORMATS)
+def test_every_grammar_is_used_or_refused(attacked: Any, response_format: dict[str, Any]) -> None:
+    reply = attacked.post("/v1/completions", **GOOD["/v1/completions"], response_format=response_format)
+    # What a grammar turns out to be beyond its bounds only while it is followed fails its own request.
+    assert reply.status in ANSWERS or "GrammarLogitsProcessor" in reply.error["message"], reply.data[:500]

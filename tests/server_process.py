@@ -1,0 +1,138 @@
+"""`logprobe serve` in a process of its own, for tests of what only a process can show."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Freezes lasted seconds to minutes. benchmarks/bench_attacks.py holds an idle machine to 100 ms.
+WORST_HEALTH_S = 1.0
+MOST_GROWTH = 1.1
+DEADLINE_S = 60
+
+
+@dataclass
+class Reply:
+    """What came back."""
+
+    status: int
+    data: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.data)["error"]
+        return found
+
+
+@dataclass
+class Attacked:
+    """A server's process and its address."""
+
+    process: subprocess.Popen[str]
+    port: int
+    latencies_s: list[float] = field(default_factory=list)
+
+    def send(self, path: str, data: bytes, *, timeout_s: float = 60, **headers: str) -> Reply:
+        """Post bytes as they are."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            told = {"Content-Type": "application/json"} | {
+                name.replace("_", "-"): value for name, value in headers.items()
+            }
+            link.request("POST", path, data, told)
+            reply = link.getresponse()
+            return Reply(reply.status, reply.read())
+        finally:
+            link.close()
+
+    def post(self, path: str, **body: Any) -> Reply:
+        return self.send(path, json.dumps(body).encode())
+
+    def get(self, path: str, **headers: str) -> Reply:
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            link.request(
+                "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+            )
+            reply = link.getresponse()
+            return Reply(reply.status, reply.read())
+        finally:
+            link.close()
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def check_alive(self) -> None:
+        assert self.process.poll() is None, f"the server died: {self.process.returncode}"
+        assert self.post("/v1/completions", prompt="the cat", max_tokens=2).status == 200
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Ask for the health all the time: it must come soon each time, and the server outlive the block.
+
+        Its memory must come back to what it was.
+        """
+        stop, latencies, before = threading.Event(), [], self.memory_bytes
+
+        def ask() -> None:
+            while not (latencies and stop.wait(0.01)):
+                start = time.perf_counter()
+                assert self.get("/health").status == 200
+                latencies.append(time.perf_counter() - start)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert latencies, "the health was never told"
+        assert max(latencies) < WORST_HEALTH_S, f"the health took {max(latencies):.2f} s"
+        self.check_alive()
+        eventually(lambda: self.memory_bytes < MOST_GROWTH * before, "the memory does not come back")
+
+
+def eventually(is_so: Callable[[], bool], otherwise: str) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+@contextmanager
+def serving_process(folder: Path, *flags: str) -> Iterator[Attacked]:
+    """Run `logprobe serve` on a free port until the block ends."""
+    command = [sys.executable, "-c", "from logprobe.cli import command; command()", "serve", str(folder)]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--kv-bytes", "2000000", *flags], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    drain = threading.Thread(target=process.stderr.read, daemon=True)
+    try:
+        line = next((line for line in process.stderr if "listening" in line), "")
+        drain.start()
+        match = re.search(r":(\d+)$", line.strip())
+        assert match is not None, "it never listened"
+        yield Attacked(process, int(match[1]))
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+        drain.join()
+        process.stderr.close()

@@ -1,0 +1,39 @@
+"""The system's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OTHER_NAME = "rebound.example"  # which the browser resolves to this machine, as a hostile name server can
+
+
+@pytest.fixture(scope="session")
+def other_name() -> str:
+    """A name of somebody else's that the browser takes for this machine."""
+    return OTHER_NAME
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The system's Chromium; where there is none the tests are skipped, but not under `make test-web`."""
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    missing = None if path else "there is no chromium on the path; `make test-web` installs it"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing = "playwright is not installed; `make test-web` installs it"
+    if missing:
+        assert "REQUIRE_CHROMIUM" not in os.environ, missing
+        pytest.skip(missing)
+    with sync_playwright() as playwright:
+        rules = f"--host-resolver-rules=MAP {OTHER_NAME} 127.0.0.1"
+        made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", rules])
+        yield made
+        made.close()

@@ -1,0 +1,266 @@
+"""The page in a real Chromium against a real server: it shows the API's numbers, and calls nobody else."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server_process import serving_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from server_process import Attacked
+
+TEXT = "the cat and the dog"
+KEY = "a key of the test"
+MINUS = "\N{MINUS SIGN}"  # as the page writes it
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model_folder: Path) -> Iterator[Attacked]:
+    """The tiny model under a long name, to anybody on this machine."""
+    with serving_process(
+        tiny_model_folder, "--served-model-name", "a-model/of-a-name-" + "longer" * 8
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
+    """The tiny model, to who has the key."""
+    with serving_process(tiny_model_folder, "--api-key", KEY) as server:
+        yield server
+
+
+class Seen:
+    """A tab on the page, and all that it asked for and complained of."""
+
+    def __init__(self, tab: Any, url: str) -> None:
+        self.tab = tab
+        self.url = url
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        tab.on("request", lambda request: self.requests.append(request.url))
+        tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        tab.on("console", self._note)
+        tab.goto(url)
+
+    def _note(self, message: Any) -> None:
+        if message.type in {"error", "warning"}:
+            self.complaints.append(message.text)
+
+    def ask(self, text: str, button: str = "#go", **fields: str) -> None:
+        """Fill the form in, press the button, and wait for the end."""
+        self.tab.wait_for_selector("body[data-ready]")
+        self.tab.fill("#text-a", text)
+        for name, value in fields.items():
+            self.tab.fill(f"#{name.replace('_', '-')}", value)
+        self.tab.click(button)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in progress."""
+        self.tab.wait_for_selector("#stop", state="hidden")
+
+    def export(self, button: str, folder: Path) -> Path:
+        with self.tab.expect_download() as download:
+            self.tab.click(button)
+        path = folder / download.value.suggested_filename
+        download.value.save_as(path)
+        return path
+
+    def tokens(self, panel: int = 0) -> list[str]:
+        return self.tab.locator(".panel").nth(panel).locator(".token").all_text_contents()
+
+    def facts(self) -> dict[str, str]:
+        """What is said of the token in hand."""
+        detail = self.tab.locator("#detail")
+        names, values = (detail.locator(tag).all_text_contents() for tag in ("dt", "dd"))
+        return dict(zip(names, values, strict=True))
+
+
+@pytest.fixture
+def seen(browser: Any, served: Attacked) -> Iterator[Seen]:
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    yield Seen(context.new_page(), f"http://127.0.0.1:{served.port}/")
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def rows(served: Attacked) -> list[dict[str, Any]]:
+    """What the API says of the text itself; the first token has no row."""
+    body = {"prompt": TEXT, "max_tokens": 0, "prompt_logprobs": 10, "entropy": True}
+    reply = json.loads(served.post("/v1/completions", **body).data)
+    choice = reply["choices"][0]
+    pairs = zip(choice["prompt_logprobs"], choice["prompt_entropy"], strict=True)
+    return [row and row | {"entropy": entropy} for row, entropy in pairs]
+
+
+def test_a_scored_text_is_shaded_by_the_numbers_of_the_api(seen: Seen, rows: list[Any]) -> None:
+    seen.ask(TEXT, "#score")
+    classes = [token.get_attribute("class") for token in seen.tab.locator(".token").all()]
+    assert seen.tokens()[1:] == [row["token"] for row in rows[1:]]
+    shades = [re.search(r"\bs(\d)\b", name) for name in classes]
+    assert shades[0] is None
+    assert [int(shade[1]) for shade in shades[1:] if shade] == [
+        min(8, int(-row["logprob"])) for row in rows[1:]
+    ]
+    total = sum(row["logprob"] for row in rows[1:])
+    totals = seen.tab.inner_text(".totals").replace(MINUS, "-")
+    assert f"{total:.3f} nats" in totals
+    assert f"{math.exp(-total / (len(rows) - 1)):.3f}" in totals
+    assert seen.complaints == []
+
+
+def test_a_token_in_hand_tells_its_numbers_by_mouse_and_by_keyboard(seen: Seen, rows: list[Any]) -> None:
+    seen.ask(TEXT, "#score")
+    seen.tab.locator(".token").nth(2).hover()
+    for place in (2, 3):
+        facts, row = seen.facts(), rows[place]
+        assert facts["logprob"].replace(MINUS, "-").startswith(f"{row['logprob']:.4f} nats")
+        assert facts["rank"] == str(row["rank"])
+        assert facts["entropy"] == f"{row['entropy']:.3f} nats"
+        assert facts["bytes"] == " ".join(f"{byte:02x}" for byte in row["bytes"])
+        assert facts["token id"] == str(row["token_id"])
+        bars = seen.tab.locator(".bars em").all_text_contents()
+        assert len(bars) == 10
+        assert float(bars[0].removesuffix(" %")) == pytest.approx(
+            100 * math.exp(row["top_logprobs"][0]["logprob"]), abs=0.006
+        )
+        seen.tab.locator(".token").nth(place).focus()
+        seen.tab.keyboard.press("ArrowRight")
+    seen.tab.keyboard.press("Home")
+    assert "first token" in seen.facts()["logprob"]
+
+
+def test_a_continuation_streams_and_ends_with_ranks_and_both_stages(seen: Seen, tmp_path: Path) -> None:
+    seen.ask(TEXT, max_tokens="12", temperature="0.5", seed="3")
+    found = json.loads(seen.export("#json", tmp_path).read_text())
+    tokens = found["texts"][0]["tokens"]
+    new = [token for token in tokens if token["is_generated"]]
+    assert len(new) == 12
+    assert all(token["rank"] >= 1 and token["bytes"] is not None for token in new)
+    assert any(abs(token["logprob"] - token["processed_logprob"]) > 1e-3 for token in new)
+    # The other stage shows other surprisals, of the generated tokens alone.
+    labels = [token.get_attribute("aria-label") for token in seen.tab.locator(".token").all()]
+    seen.tab.select_option("#stage", "processed")
+    others = [token.get_attribute("aria-label") for token in seen.tab.locator(".token").all()]
+    num_prompt = len(tokens) - len(new)
+    assert labels[:num_prompt] == others[:num_prompt]
+    assert labels[num_prompt:] != others[num_prompt:]
+    expected = f"{-new[0]['processed_logprob']:.2f}".replace("-", MINUS)
+    assert expected in others[num_prompt]
+
+
+def test_a_generated_token_has_both_stages_side_by_side(seen: Seen) -> None:
+    seen.ask(TEXT, max_tokens="4", temperature="0.5", seed="3")
+    seen.tab.locator(".token").last.focus()
+    stages = seen.tab.locator(".stages section")
+    assert stages.locator("h3").all_text_contents() == ["raw", "processed"]
+    raw, processed = (stages.nth(place).bounding_box() for place in (0, 1))
+    assert raw["y"] == processed["y"]
+    assert raw["x"] + raw["width"] <= processed["x"]
+    first_bars = [stages.nth(place).locator(".bars em").first.text_content() for place in (0, 1)]
+    assert first_bars[0] != first_bars[1]  # half the temperature is not the model's own distribution
+    assert {"rank", "entropy", "bytes", "processed"} <= set(seen.facts())
+
+
+def test_an_alternative_is_gone_on_from(seen: Seen) -> None:
+    seen.ask(TEXT, "#score", max_tokens="4")
+    before = seen.tokens()
+    seen.tab.locator(".token").nth(3).focus()
+    seen.tab.keyboard.press("Enter")
+    chosen = seen.tab.evaluate("document.activeElement.querySelector('b').textContent")
+    seen.tab.keyboard.press("Enter")
+    seen.tab.wait_for_selector(".branches li >> nth=1")
+    seen.wait()
+    after = seen.tokens()
+    assert after[:3] == before[:3]
+    assert json.dumps(after[3])[1:-1].replace(" ", "␣") == chosen
+    assert len(after) == 8
+    seen.tab.click(".branches button >> nth=0")
+    assert seen.tokens() == before
+    assert seen.complaints == []
+
+
+def test_two_texts_stand_side_by_side(seen: Seen) -> None:
+    seen.tab.wait_for_selector("body[data-ready]")
+    seen.tab.check("#compare")
+    seen.tab.fill("#text-b", "the dog and the cat")
+    seen.ask(TEXT, "#score")
+    assert ["".join(seen.tokens(panel)[1:]) for panel in (0, 1)] == [
+        "the cat and the dog",
+        "the dog and the cat",
+    ]
+    left, right = (seen.tab.locator(".panel").nth(panel).bounding_box() for panel in (0, 1))
+    assert left["y"] == right["y"]
+    assert seen.tab.locator(".totals").count() == 2
+
+
+def test_the_csv_file_holds_the_numbers(seen: Seen, rows: list[Any], tmp_path: Path) -> None:
+    seen.ask(TEXT, "#score")
+    with seen.export("#csv", tmp_path).open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(rows)
+    for line, row in zip(lines[1:], rows[1:], strict=True):
+        assert float(line["logprob"]) == row["logprob"]
+        assert json.loads(line["token"]) == row["token"]
+        assert json.loads(line["bytes"]) == row["bytes"]
+        assert (int(line["token_id"]), int(line["rank"])) == (row["token_id"], row["rank"])
+
+
+def test_what_the_server_refuses_is_said_in_words(seen: Seen) -> None:
+    seen.ask("cat " * 400, "#score")
+    alert = seen.tab.inner_text("#error")
+    assert "prompt" in alert
+    assert "128" in alert  # the length of its context
+    seen.ask(TEXT, "#score")
+    assert seen.tab.locator("#error").is_hidden()
+
+
+def test_a_key_is_asked_for_and_used(browser: Any, locked: Attacked) -> None:
+    context = browser.new_context()
+    seen = Seen(context.new_page(), f"http://127.0.0.1:{locked.port}/")
+    seen.tab.wait_for_selector("#error:not([hidden])")
+    assert "valid key" in seen.tab.inner_text("#error")
+    seen.tab.fill("#key", "a wrong one")
+    seen.tab.click("#key-form button")
+    seen.tab.wait_for_selector("#error:not([hidden])")
+    assert seen.tab.locator("body[data-ready]").count() == 0
+    seen.tab.fill("#key", KEY)
+    seen.tab.click("#key-form button")
+    seen.ask(TEXT, "#score")
+    assert seen.tab.locator("#error").is_hidden()
+    assert len(seen.tokens()) > 2
+    context.close()
+
+
+def test_nothing_leaves_the_origin(seen: Seen) -> None:
+    seen.ask(TEXT, max_tokens="3")
+    assert seen.requests
+    assert all(url.startswith((seen.url, "data:")) for url in seen.requests)
+    assert seen.complaints == []
+
+
+@pytest.mark.parametrize("width", [380, 768, 1280])
+def test_no_width_scrolls_sideways(browser: Any, served: Attacked, width: int) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    seen = Seen(context.new_page(), f"http://127.0.0.1:{served.port}/")
+    seen.ask(TEXT, max_tokens="20")
+    seen.tab.locator(".token").nth(4).focus()
+    assert seen.tab.evaluate("document.documentElement.scrollWidth") == width
+    context.close()
+
+
+def test_texts_are_never_taken_for_html(seen: Seen) -> None:
+    seen.ask("<img src=x onerror=alert(1)><b>cat</b>", "#score")
+    assert "".join(seen.tokens()).endswith("<b>cat</b>")
+    assert seen.tab.locator("#panels img").count() == 0
+    assert seen.tab.locator("#panels b").count() == 0
