@@ -54,7 +54,7 @@ def on_real_llm(real_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the commands use the real model that the session has loaded already."""
 
     @contextmanager
-    def loaded(_: str) -> Iterator[LLM]:
+    def loaded(_: str, **__: object) -> Iterator[LLM]:
         yield real_llm
 
     monkeypatch.setattr("logprobe.cli.score.open_llm", loaded)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -69,7 +73,7 @@ def test_a_batch_of_one_that_failed_shows_its_own_error(
 ) -> None:
     from logprobe.errors import BatchError, ForwardError
 
-    def fail(_: str) -> None:
+    def fail(_: str, **__: object) -> None:
         raise BatchError([object()], {0: ForwardError("the step failed:\nout of memory")})
 
     monkeypatch.setattr("logprobe.cli.score.open_llm", fail)
@@ -78,7 +82,7 @@ def test_a_batch_of_one_that_failed_shows_its_own_error(
 
 
 def test_an_interrupt_is_quiet_and_130(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_: str) -> None:
+    def interrupt(_: str, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("logprobe.cli.score.open_llm", interrupt)
@@ -89,7 +93,7 @@ def test_an_interrupt_is_quiet_and_130(cli: Callable[..., Any], monkeypatch: pyt
 def test_a_bug_is_not_hidden_behind_one_line(
     cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_(_: str) -> None:
+    def break_(_: str, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("logprobe.cli.score.open_llm", break_)
@@ -122,3 +126,99 @@ def test_every_command_explains_itself() -> None:
         done = CliRunner().invoke(app, [command, "--help"])
         assert done.exit_code == 0
         assert done.stdout.startswith(f"Usage: root {command}") or "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "named"),
+    [
+        ("--device", "tpu", "--device: 'tpu' is not auto, cpu or cuda"),
+        ("--dtype", "int4", "--dtype: 'int4' is not one of auto, float32"),
+        ("--kv-bytes", "0", "--kv-bytes: must be a positive integer"),
+        ("--weights", "int3", "--weights"),
+    ],
+)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("score", "--text", "x"),
+        ("generate", "x"),
+        ("chat",),
+        ("info", "smollm2"),
+        ("compare", "a", "b"),
+        ("serve",),
+    ],
+    ids=lambda verb: verb[0],
+)
+def test_every_command_that_loads_a_model_takes_the_engines_flags(
+    cli: Callable[..., Any], verb: tuple[str, ...], flag: str, value: str, named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    data = ("--data", str(tmp_path / "a.txt")) if verb[0] == "compare" else ()
+    done = cli(*verb, *data, flag, value)
+    assert done.code == 2
+    assert named in done.error_line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("models", "list"), ("generate", "the cat"), ("score", "--text", "a b")]
+)
+def test_a_full_disk_is_one_line(
+    cli: Callable[..., Any],
+    arguments: tuple[str, ...],
+    tiny_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = () if arguments[0] == "models" else ("--model", str(tiny_model_folder))
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:  # noqa: PTH123 - a device
+        patch.setattr("sys.stdout", full)
+        done = cli(*arguments, *model)
+        patch.undo()
+        with contextlib.suppress(OSError):
+            full.close()  # what it holds cannot be written
+    assert done.code == 1
+    assert "standard output: cannot be used (No space left on device); make room" in done.error_line
+
+
+BAD_GGUF = {
+    "noise": bytes(range(256)) * 20,
+    "empty": b"",
+    "cut": b"GGUF\x03\0\0\0" + b"\xff" * 4 + b"\0" * 4 + b"\x05" + b"\0" * 7,
+}
+
+
+@pytest.mark.parametrize("name", BAD_GGUF)
+def test_a_bad_gguf_file_is_one_line(
+    cli: Callable[..., Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGPROBE_HOME", str(tmp_path / "home"))
+    path = tmp_path / f"{name}.gguf"
+    path.write_bytes(BAD_GGUF[name])
+    done = cli("score", "--text", "x", "--model", str(path))
+    *_, last = done.err.splitlines()
+    assert (done.code, done.out) == (1, "")
+    assert last.startswith(f"error: {path}: ")
+    assert last.endswith("fetch it again")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("logprobe sc", {"score"}),
+        ("logprobe models r", {"rm"}),
+        ("logprobe score --model g", {"gemma3-270m"}),
+        ("logprobe models show smo", {"smollm2"}),
+    ],
+)
+def test_the_shell_completes_commands_and_models(words: str, expected: set[str]) -> None:
+    environment = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+        "_LOGPROBE_COMPLETE": "complete_bash",
+    }
+    command = [sys.executable, "-c", "from logprobe.cli import command; command()"]
+    # The name that a shell would call it by.
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert set(done.stdout.split()) == expected, done.stderr

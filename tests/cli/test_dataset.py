@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_a_file_that_cannot_be_used_is_one_line(
     assert says in done.error_line
 
 
+def test_no_library_speaks_on_standard_error(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Nor does a tokenizer of a long text past the length that its own settings name."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 128}))
+    (tmp_path / "long.txt").write_text("the cat and the dog " * 500)
+    command = [Path(sys.executable).with_name("logprobe"), "score", tmp_path / "long.txt", "--model", folder]
+    for flags in (["--summary"], ["--json"]):
+        done = subprocess.run([*command, *flags], capture_output=True, check=True, timeout=240)
+        spoken = [line for line in done.stderr.decode().splitlines() if not line.startswith("loading ")]
+        assert spoken == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
     command = Path(sys.executable).with_name("logprobe")
@@ -151,3 +166,22 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
     assert done.stderr.decode().splitlines()[1:] == [
         "error: standard output: cannot be used (No space left on device); make room, or name another"
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("x.jsonl", "--ray-actors", "2"), "comes with --engine ray"),
+        (("--text", "x", "--engine", "ray"), "'ray' scores data sets"),
+        (("IN", "--engine", "ray"), "needs Ray; pip install 'logprobe[ray]'"),
+        (("x.jsonl", "--engine", "ray", "--ray-address", "ray://h:1"), "Ray's client cannot"),
+        (("x.jsonl", "--engine", "ray", "--ray-gpus", "-1"), "must be a number of at least 0"),
+    ],
+)
+def test_ray_is_refused_where_it_cannot_be(
+    score: Any, data: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("logprobe.cli.dataset.find_spec", lambda _: None)
+    done = score(*(str(data) if argument == "IN" else argument for argument in arguments))
+    assert done.code == 2
+    assert says in done.err.splitlines()[-1]

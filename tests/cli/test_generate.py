@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -104,6 +104,30 @@ def test_an_empty_prompt_is_refused_where_the_model_has_no_bos(
     done = cli("generate", "", "--model", str(tiny_window_folder))
     assert done.code == 1
     assert done.error_line.startswith("prompt: is empty; give at least one token")
+
+
+def test_an_interrupt_keeps_what_came(
+    cli: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from logprobe import LLM
+
+    whole = LLM.stream
+
+    def interrupted(llm: LLM, *arguments: Any) -> Iterator[Any]:
+        for output in whole(llm, *arguments):
+            yield output
+            if len(output.outputs[0].token_ids) >= 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    arguments = ("generate", "the", "--max-tokens", "50", "--temperature", "0", "--model", model)
+    done = cli(*arguments, "--json", "--logprobs", "1")
+    found = json.loads(done.out)
+    assert done.code == 130
+    assert found["finish_reason"] is None
+    assert 3 <= len(found["tokens"]) == len(found["token_ids"]) < 50
+    shown = cli(*arguments)
+    assert (shown.code, shown.out) == (130, found["text"] + "\n")
 
 
 @pytest.mark.real_model

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,3 +75,62 @@ def test_path_fetches_nothing(home: Path) -> None:
 def test_wrong_use_is_exit_code_2() -> None:
     assert CliRunner().invoke(app, ["list", "--jsn"]).exit_code == 2
     assert CliRunner().invoke(app, ["path", "a", "b"]).exit_code == 2
+
+
+@pytest.fixture
+def converted(home: Path) -> Path:
+    """An entry of the cache, as a conversion leaves it."""
+    folder = home / "models" / "gguf-0123456789abcdef-c2"
+    folder.mkdir(parents=True)
+    manifest = {"name": "own", "source": "own.gguf", "source_sha256": "0123"}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}
+    for name, content in {"logprobe.json": manifest, "config.json": config, "tokenizer.json": {}}.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_rm_removes_one_model_whole(converted: Path, by_name: bool) -> None:
+    other = converted.with_name("gguf-fedcba9876543210-c2")
+    shutil.copytree(converted, other)
+    (other / "logprobe.json").write_text(json.dumps({"name": "else", "source": "", "source_sha256": "1"}))
+    done = CliRunner().invoke(app, ["rm", "own" if by_name else str(converted), "--yes"])
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{converted}\n", "")
+    assert not converted.exists()
+    assert [path.name for path in other.parent.glob("[!.]*")] == [other.name]
+    assert not list(other.parent.glob("*.partial"))
+
+
+def test_rm_asks_first(converted: Path) -> None:
+    done = CliRunner().invoke(app, ["rm", "own"], input="n\n")
+    assert done.exit_code == 1
+    assert f"remove {converted}" in done.stderr
+    assert converted.is_dir()
+    assert CliRunner().invoke(app, ["rm", "own"], input="y\n").exit_code == 0
+    assert not converted.exists()
+
+
+def test_rm_touches_nothing_that_is_not_the_caches(converted: Path, model_folder: Path) -> None:
+    for name in (str(model_folder), "smollm2", "nothing"):
+        done = CliRunner().invoke(app, ["rm", name, "--yes"])
+        assert done.exit_code == 1
+        assert done.stderr.startswith(f"error: no {name!r} in the cache; there is own")
+        assert done.stderr.count("\n") == 1
+    assert model_folder.is_dir()
+    assert converted.is_dir()
+
+
+def test_show_tells_what_a_model_is_and_loads_nothing(converted: Path) -> None:
+    found = json.loads(CliRunner().invoke(app, ["show", str(converted), "--json"]).stdout)
+    assert (found["family"], found["layers"], found["vocabulary"]) == ("llama", 2, 99)
+    assert (found["source"], found["folder"]) == ("own.gguf", str(converted))
+    table = CliRunner().invoke(app, ["show", str(converted)]).stdout
+    assert [line.split("  ")[0] for line in table.splitlines()] == list(found)
+
+
+def test_show_fetches_nothing(home: Path) -> None:
+    done = CliRunner().invoke(app, ["show", "smollm2"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "logprobe models pull smollm2" in done.stderr
+    assert not home.exists()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from logprobe.cli.tables import token_rows, totals, visible
+from logprobe.cli.rows import token_rows, totals, visible
 from logprobe.models import Vocabulary
 from logprobe.records import FlatLogprobs, Logprob
 from logprobe.records.forms.json import IMPOSSIBLE

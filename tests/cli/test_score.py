@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.cells import cell_len
+
+from logprobe.cli.inputs import TextSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,11 +143,88 @@ def test_one_token_alone_has_no_mean(cli: Callable[..., Any], tiny_window_folder
     assert "perplexity     -\n" in cli(*arguments).out
 
 
-def test_a_text_longer_than_the_context_is_told_with_the_figures(cli: Callable[..., Any], model: str) -> None:
+def test_a_text_longer_than_the_context_is_scored_in_windows(cli: Callable[..., Any], model: str) -> None:
     done = cli("score", "--text", "x" * 200, "--model", model)
-    assert done.code == 1
-    assert done.error_line.startswith("prompt: has 201 tokens, but at most 129 fit")
-    assert "shorten it or score it in windows" in done.error_line
+    assert done.code == 0
+    assert "windows of 128, 64 apart" in done.out
+    assert done.out == cli("score", "--text", "x" * 200, "--stride", "64", "--model", model).out
+
+
+def test_a_text_that_no_context_holds_is_never_held(
+    cli: Callable[..., Any], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("the cat and the dog " * 400)
+    whole = cli("score", str(path), "--summary", "--model", model).out
+    monkeypatch.setattr("logprobe.cli.inputs.HEAD_CHARS", 100)
+    monkeypatch.setattr("logprobe.cli.inputs.PART_BYTES", 64)
+    source = TextSource.of_file(str(path))
+    assert source.is_long
+    assert 100 < len(source.head) <= 164
+    assert source.num_bytes == 8000
+    assert "".join(source.parts()) == path.read_text()
+    assert cli("score", str(path), "--summary", "--model", model).out == whole
+    assert cli("score", str(path), "--model", model).out.endswith(whole)
+
+
+@pytest.fixture
+def screen(cli: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `score` shows on a terminal of 60 columns."""
+    for name in ("NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "60"}.items():
+        monkeypatch.setenv(name, value)
+
+    def shown(*arguments: str) -> str:
+        done = cli("score", *arguments, "--model", model)
+        assert done.code == 0, done.err
+        return str(done.out)
+
+    return shown
+
+
+def test_a_terminal_shows_the_text_in_its_shades(screen: Callable[..., str]) -> None:
+    shown = screen("--text", TEXT)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    assert plain.startswith(TEXT.replace("\n", "↵\n"))
+    assert "surprisal in nats:" in plain
+    assert "perplexity" in plain
+    assert "entropy" not in plain
+
+
+@pytest.mark.parametrize("flags", [("--tokens",), ("--top", "2")])
+def test_a_terminal_shows_the_table_where_it_is_asked_for(
+    screen: Callable[..., str], flags: tuple[str, ...]
+) -> None:
+    shown = screen("--text", TEXT, *flags)
+    assert shown.split()[:5] == ["#", "token", "logprob", "rank", "entropy"]
+    assert all(cell_len(line) <= 60 for line in shown.splitlines())
+
+
+def test_without_colours_a_terminal_shows_the_table(
+    screen: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = screen("--text", TEXT)
+    assert "\x1b[" not in shown
+    assert shown.split()[:2] == ["#", "token"]
+
+
+def test_windows_are_shaded_one_after_another(screen: Callable[..., str]) -> None:
+    text = "the cat é 🌊 and " * 40
+    plain = re.sub(r"\x1b\[[\d;]*m", "", screen("--text", text))
+    assert plain.startswith(text)
+    assert "windows of 128, 64 apart" in " ".join(plain.split())
+
+
+def test_the_whole_vocabulary_is_not_for_a_terminal(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for arguments in (("score", "--text", "x", "--top", "-1"), ("generate", "x", "--logprobs", "-1")):
+        done = cli(*arguments)
+        assert done.code == 2
+        assert "write it to a file" in done.error_line
 
 
 @pytest.mark.real_model

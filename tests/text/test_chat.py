@@ -17,6 +17,15 @@ def test_chat_uses_the_models_template(tiny_llm: LLM) -> None:
     assert data == b"user: the cat\nassistant:" == (output.prompt or "").encode()
 
 
+def test_chat_continues_a_message_and_takes_tools_as_vllm_does(tiny_llm: LLM) -> None:
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "and the"}]
+    begun = {"continue_final_message": True, "add_generation_prompt": False}
+    [output] = tiny_llm.chat(messages, SamplingParams(max_tokens=1), **begun)
+    assert output.prompt == "user: the cat\nassistant: and the"
+    with pytest.raises(ParameterError, match="tools"):
+        tiny_llm.chat(messages, tools=[{"type": "function", "function": {"name": "look"}}])
+
+
 def test_chat_lays_content_parts_out_as_their_text(tiny_llm: LLM) -> None:
     parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
     one, other = (

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="logprobe",
     rich_markup_mode=None,
-    add_completion=False,
     no_args_is_help=True,
     context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
 )

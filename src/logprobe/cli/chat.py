@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import sys
+from contextlib import suppress
+from math import exp
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm
+from logprobe.cli.growing import Growing
+from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm, takes_engine
+from logprobe.cli.rows import token_rows
+from logprobe.cli.shade import can_shade, legend
+from logprobe.cli.tables import console
+from logprobe.errors import LogprobeError
 from logprobe.sampling import SamplingParams
+from logprobe.text.chat import read_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.console import Console
 
-    from logprobe.engine.request import CompletionOutput, CompletionPiece
     from logprobe.llm import LLM
-
-BOLD, RESET = "\x1b[1m", "\x1b[0m"
-# Colours that tell apart with any eyesight: blue for sure, through white, to orange for surprised.
-SHADES = ((0.1, "\x1b[38;5;33m"), (0.7, "\x1b[38;5;117m"), (1.6, ""), (3.0, "\x1b[38;5;222m"))
-SURPRISED = "\x1b[38;5;208m"
 
 _System = Annotated[str | None, typer.Option(help="What the model is told before the conversation.")]
 _MaxTokens = Annotated[int, typer.Option(help="Most tokens of one answer.")]
@@ -28,10 +31,19 @@ _Temperature = Annotated[float, typer.Option(help="0 picks the most likely token
 _Seed = Annotated[int | None, typer.Option(help="The same seed and words give the same answers.")]
 _Shade = Annotated[
     bool | None,
-    typer.Option("--shade/--plain", help="Colour each token by its surprisal; by default on a terminal."),
+    typer.Option("--shade/--plain", help="Shade each token by its surprisal; by default on a terminal."),
 ]
+HELP = """\
+/help         this list
+/system TEXT  what the model is told before the conversation; without a text, nothing
+/reset        forget the conversation
+/save FILE    write the conversation and every answer's numbers as JSON
+/quit         end; so do Ctrl-D and an empty line
+Ctrl-C ends an answer and keeps what came."""
+PROMPT = "you> "
 
 
+@takes_engine
 def chat(
     *,
     model: ModelOption = DEFAULT_MODEL,
@@ -40,78 +52,154 @@ def chat(
     temperature: _Temperature = 0.7,
     seed: _Seed = None,
     shade: _Shade = None,
+    **engine: Any,
 ) -> None:
-    """Talk with a model; tokens are shaded from blue (expected) to orange (surprising).
+    """Talk with a model; each token is shaded by its surprisal, in the colours of the page.
 
-    Each line of standard input is a turn; an empty line, Ctrl-D or /quit ends. After each answer stands its
-    mean surprisal in nats and its perplexity, of the model's own distribution.
+    Each line of standard input is a turn; an empty line, Ctrl-D or /quit ends, /help lists what else there
+    is. Ctrl-C ends an answer and not the conversation. After each answer stands its mean surprisal in nats
+    and its perplexity, of the model's own distribution. What no longer fits the context is forgotten from
+    the start, and that is told.
     """
     with flags_for():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, logprobs=0)
-    is_shaded = sys.stdout.isatty() if shade is None else shade
-    with open_llm(model) as llm:
-        talk(llm, params, [{"role": "system", "content": system}] if system else [], is_shaded=is_shaded)
+    screen = console(is_forced=bool(shade))
+    is_shaded = can_shade(screen) and shade is not False
+    with open_llm(model, **engine) as llm:
+        _check_template(llm)
+        talk = Talk(llm, params, screen, is_shaded=is_shaded)
+        talk.set_system(system or "")
+        talk.run(is_interactive=sys.stdin.isatty())
 
 
-def talk(llm: LLM, params: SamplingParams, said: list[dict[str, Any]], *, is_shaded: bool) -> None:
-    """Answer each line of standard input until it ends; `said` grows with the conversation."""
-    while (line := _next_line()) is not None:
-        said.append({"role": "user", "content": line})
-        answer = asyncio.run(_answer(llm, params, said, _shown if is_shaded else _plain))
-        said.append({"role": "assistant", "content": answer})
+def _check_template(llm: LLM) -> None:
+    """Say before the first turn that a model cannot chat."""
+    read_messages([{"role": "user", "content": "-"}], llm.text)
 
 
-async def _answer(
-    llm: LLM, params: SamplingParams, said: list[dict[str, Any]], show: Callable[[CompletionPiece, LLM], str]
-) -> str:
-    from logprobe.text.pieces import Cutter
+class Talk:
+    """One conversation: lines in, answers and what the commands say out."""
 
-    cutter: Cutter[CompletionOutput] = Cutter(llm.text.bytes_of, params.stop, params.min_tokens)
-    text = ""
-    async for output in llm.client.stream_chat(said, params):
-        if piece := cutter.take(output.outputs[0]):
-            text += piece.text
-            sys.stdout.write(show(piece, llm))
-            sys.stdout.flush()
-    total = output.outputs[0].cumulative_logprob or 0.0
-    typer.echo(f"\n{_summary(total, len(output.outputs[0].token_ids))}")
-    return text
+    def __init__(self, llm: LLM, params: SamplingParams, screen: Console, *, is_shaded: bool) -> None:
+        self._llm = llm
+        self._params = params
+        self._screen = screen
+        self._is_shaded = is_shaded
+        self._system: list[dict[str, Any]] = []
+        self._turns: list[dict[str, Any]] = []  # user, assistant, user, ...
+        self._tokens: list[list[Any]] = []  # an answer; of those in `_turns`
+        self._commands = {
+            "/help": self._help,
+            "/system": self.set_system,
+            "/reset": self._reset,
+            "/save": self._save,
+        }
+
+    def run(self, *, is_interactive: bool) -> None:
+        """Answer each line of standard input until it ends.
+
+        Raises:
+            LogprobeError: an answer failed, and nobody is there to ask something else.
+        """
+        if is_interactive:
+            with suppress(ImportError):  # not everywhere; lines can be edited where it is
+                import readline  # noqa: F401
+            typer.echo("Ctrl-D ends, /help lists the commands", err=True)
+            if self._is_shaded:
+                self._screen.print(legend())
+        while (line := _next_line(is_interactive=is_interactive)) is not None:
+            try:
+                self._take(line)
+            except LogprobeError as error:
+                if not is_interactive:
+                    raise
+                typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+
+    def set_system(self, text: str) -> None:
+        """Tell the model something before the conversation; an empty text takes it back."""
+        self._system = [{"role": "system", "content": text}] if text else []
+
+    def _take(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name in self._commands:
+            self._commands[name](rest.strip())
+        elif name.startswith("/"):
+            typer.echo(f"error: no command {name}; /help lists them", err=True)
+        else:
+            self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        self._turns.append({"role": "user", "content": line})
+        growing = Growing(self._llm, self._params, self._screen, is_shaded=self._is_shaded)
+        try:
+            growing.run(self._fitting_prompt())
+        except LogprobeError:
+            del self._turns[-1:]  # as if it had not been said
+            raise
+        if growing.output is None:  # interrupted before the first token
+            del self._turns[-1:]
+            return
+        completion = growing.output.outputs[0]
+        assert completion.logprobs is not None, "logprobs=0 asks for them"
+        self._turns.append({"role": "assistant", "content": growing.text})
+        self._tokens.append(token_rows(completion.token_ids, completion.logprobs, self._llm.text.vocabulary))
+        typer.echo(_summary(completion.cumulative_logprob or 0.0, len(completion.token_ids)))
+
+    def _fitting_prompt(self) -> list[int]:
+        """The conversation as ids; its oldest turns are forgotten where it leaves no room for an answer."""
+        context = self._llm.engine.capabilities().max_model_len
+        limit = context - min(self._params.max_tokens, context // 2)
+        num_forgotten = 0
+        while True:
+            ids: list[int] = read_messages(self._system + self._turns, self._llm.text).tolist()
+            if len(ids) <= limit or len(self._turns) == 1:
+                break
+            del self._turns[:2], self._tokens[:1]
+            num_forgotten += 2
+        if num_forgotten:
+            note = f"note: the conversation no longer fits; its oldest {num_forgotten} messages are forgotten"
+            typer.echo(f"{note} (--max-tokens keeps room for an answer)", err=True)
+        return ids
+
+    def _help(self, _: str) -> None:
+        typer.echo(HELP, err=True)
+
+    def _reset(self, _: str) -> None:
+        self._turns, self._tokens = [], []
+
+    def _save(self, name: str) -> None:
+        if not name:
+            typer.echo("error: /save needs a file: /save FILE", err=True)
+            return
+        answers = iter(self._tokens)
+        messages = [
+            message | ({"tokens": next(answers)} if message["role"] == "assistant" else {})
+            for message in self._system + self._turns
+        ]
+        try:
+            Path(name).expanduser().write_text(json.dumps({"messages": messages}, indent=1), "utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            typer.echo(f"error: {name}: cannot be written ({reason}); name another file", err=True)
+        else:
+            typer.echo(f"saved {len(messages)} messages to {name}", err=True)
 
 
 def _summary(total: float, count: int) -> str:
-    from math import exp
-
     mean = -total / max(count, 1)
     return f"[{count} tokens, {mean:.2f} nats a token, perplexity {exp(mean):.2f}]"
 
 
-def _plain(piece: CompletionPiece, _: LLM) -> str:
-    return piece.text
-
-
-def _shown(piece: CompletionPiece, llm: LLM) -> str:
-    """Each token in the colour of its surprisal; a run that ends inside a character keeps its text."""
-    record = piece.completion.logprobs
-    assert record is not None
-    rows = record[piece.start : piece.stop].chosen_entries().logprobs.tolist()
-    ids = piece.completion.token_ids[piece.start : piece.stop]
-    parts = [llm.text.bytes_of([token_id]) for token_id in ids]
-    try:
-        texts = [part.decode() for part in parts]
-    except UnicodeDecodeError:
-        return f"{_shade(-min(rows))}{piece.text}{RESET}"
-    if "".join(texts) != piece.text:
-        return piece.text
-    return "".join(f"{_shade(-row)}{text}{RESET}" for row, text in zip(rows, texts, strict=True))
-
-
-def _shade(surprisal: float) -> str:
-    return next((colour for limit, colour in SHADES if surprisal < limit), SURPRISED)
-
-
-def _next_line() -> str | None:
-    if sys.stdin.isatty():
-        sys.stdout.write(f"{BOLD}you> {RESET}")
-        sys.stdout.flush()
-    line = sys.stdin.readline().strip()
-    return None if line in {"", "/quit"} else line
+def _next_line(*, is_interactive: bool) -> str | None:
+    """The next line that says something; None at the end."""
+    while True:
+        try:
+            line = input(PROMPT if is_interactive else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not is_interactive:
+                raise
+            typer.echo("\nCtrl-D ends", err=True)
+        else:
+            return None if line in {"", "/quit"} else line

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.options import JsonOption, flags_for, open_llm
-from logprobe.cli.tables import table
+from logprobe.cli.options import JsonOption, flags_for, open_llm, takes_engine
+from logprobe.cli.tables import print_facts
 from logprobe.errors import InputError, OutputError
 from logprobe.scoring.data.sources import Format, find_sources, read_rows
 
@@ -36,8 +36,10 @@ _Output = Annotated[str | None, typer.Option("--output", "-o", help="Write one r
 _Plot = Annotated[str | None, typer.Option("--plot", help="Draw the logprobs to a PNG (extra plot).")]
 _Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Put BOS before each text, or do not.")]
 LORA = "lora"
+STORED = ".parquet"
 
 
+@takes_engine
 def compare(  # noqa: PLR0913 - one argument a flag
     a: _Model,
     b: _Model,
@@ -51,14 +53,17 @@ def compare(  # noqa: PLR0913 - one argument a flag
     output: _Output = None,
     plot: _Plot = None,
     as_json: JsonOption = False,
+    **engine: Any,
 ) -> None:
     """Compare what two models give the same tokens: KL, agreement, logprobs, importance ratios.
 
     A is the reference (a trainer), B what is used in its place (int8, a sampler). Models of one tokenizer
     are compared token by token, others word by word. Settings: those of `logprobe serve`, and lora=FOLDER.
+    --device and the like are for the models that do not say otherwise.
+    A scored .parquet (--tokens) as A is compared with the model B on the run's own data.
     """
-    if a.endswith(".parquet") and b.endswith(".parquet"):
-        from logprobe.scoring.comparison import compare_stored
+    if a.endswith(STORED) and b.endswith(STORED):
+        from logprobe.scoring.stored import compare_stored
 
         found = compare_stored(a, b)
     else:
@@ -66,23 +71,34 @@ def compare(  # noqa: PLR0913 - one argument a flag
             raise typer.BadParameter("name the texts to compare on", param_hint="--data")
         rows = read_rows(find_sources(data, kind=format, by_line=lines), [text_column])
         texts = [_text(row.values.get(text_column), row) for row in islice(rows, limit)]
-        found = _compare_models(a, b, texts, bos)
+        found = (_compare_file if a.endswith(STORED) else _compare_models)(a, b, texts, bos, engine)
     _write(found, output, plot)
-    typer.echo(json.dumps(found.to_dict()) if as_json else comparison_table(found))
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+    else:
+        print_facts(list(_lines_of(found.to_dict())))
 
 
-def _compare_models(a: str, b: str, texts: list[str], bos: bool | None) -> Comparison:
+def _compare_models(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
     from logprobe.scoring.comparison import compare as compare_models
 
     with ExitStack() as stack, flags_for():
-        mine, lora_a = _open(a, stack)
-        theirs, lora_b = _open(b, stack)
+        mine, lora_a = _open(a, stack, engine)
+        theirs, lora_b = _open(b, stack, engine)
         return compare_models(mine, theirs, texts, bos=bos, lora_a=lora_a, lora_b=lora_b)
 
 
-def _open(named: str, stack: ExitStack) -> tuple[LLM, str | None]:
+def _compare_file(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
+    from logprobe.scoring.stored import compare_with_stored
+
+    with ExitStack() as stack, flags_for():
+        llm, lora = _open(b, stack, engine)
+        return compare_with_stored(a, llm, texts, bos=bos, lora=lora)
+
+
+def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> tuple[LLM, str | None]:
     model, *given = named.split(",")
-    settings: dict[str, Any] = {}
+    settings = dict(engine)
     for pair in given:
         name, separator, value = pair.partition("=")
         if not separator:
@@ -112,12 +128,8 @@ def _write(found: Comparison, output: str | None, plot: str | None) -> None:
             raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def comparison_table(found: Comparison) -> str:
-    """The figures in the order in which they are read; those that have no meaning are left out."""
-    return table([list(line) for line in _lines_of(found.to_dict())], is_left=[True, True])
-
-
 def _lines_of(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The figures in the order in which they are read; those that have no meaning are left out."""
     for name, value in figures.items():
         if isinstance(value, dict):
             yield name, "  ".join(f"{part} {number:.6g}" for part, number in value.items())

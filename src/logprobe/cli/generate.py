@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.cli.growing import Growing
 from logprobe.cli.inputs import STDIN, read_text
-from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm
-from logprobe.cli.tables import info_dict, token_rows, token_table, totals
+from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
+from logprobe.cli.rows import info_dict, token_rows, totals
+from logprobe.cli.shade import can_shade, legend
+from logprobe.cli.tables import console, print_tokens, refuse_vocabulary
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ _TopK = Annotated[int, typer.Option(help="Draw from so many most likely tokens; 
 _Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")]
 
 
+@takes_engine
 def generate(  # noqa: PLR0913 - one argument a flag
     prompt: _Prompt,
     *,
@@ -44,10 +48,12 @@ def generate(  # noqa: PLR0913 - one argument a flag
     stop: _Stop = None,
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
+    **engine: Any,
 ) -> None:
     """Print what a model writes after a prompt; with --logprobs, every token's logprob and alternatives.
 
-    Logprobs and entropies are in nats, of the model's own distribution, before temperature and truncation.
+    The text comes as it is written; Ctrl-C ends it and keeps what came (exit code 130). Logprobs and
+    entropies are in nats, of the model's own distribution, before temperature and truncation.
     """
     with flags_for():
         params = SamplingParams(
@@ -60,13 +66,21 @@ def generate(  # noqa: PLR0913 - one argument a flag
             stop=tuple(stop or ()),
             entropy=logprobs is not None,
         )
+    refuse_vocabulary(logprobs, "--logprobs")
     text = read_text(prompt) if prompt == STDIN else prompt
-    with open_llm(model) as llm:
-        (output,) = llm.generate(text, params, progress=True)
-        _print(llm, output, logprobs, as_json=as_json)
+    screen = console()
+    with open_llm(model, **engine) as llm:
+        is_shaded = logprobs is not None and can_shade(screen)
+        growing = Growing(llm, params, None if as_json else screen, is_shaded=is_shaded)
+        growing.run(text)
+        if growing.output is not None:
+            _print(llm, growing.output, logprobs, as_json=as_json, is_shaded=is_shaded)
+    if growing.is_interrupted:
+        raise typer.Exit(130)
 
 
-def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool) -> None:
+def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool, is_shaded: bool) -> None:
+    """What stands below the text, or all of it as JSON; of an interrupted one, what came."""
     completion = output.outputs[0]
     found: dict[str, Any] = {
         "prompt": output.prompt,
@@ -75,13 +89,15 @@ def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bo
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids,
     }
+    rows = []
     if completion.logprobs is not None:
         rows = token_rows(completion.token_ids, completion.logprobs, llm.text.vocabulary)
         num_bytes = sum(len(row["bytes"]) for row in rows)
         found |= {"tokens": rows, "totals": totals(rows, num_bytes, num_bytes)}
     if as_json:
         typer.echo(json.dumps(found | {"info": info_dict(llm, output.info)}))
-        return
-    typer.echo(completion.text)
-    if completion.logprobs is not None and rows:
-        typer.echo(f"\n{token_table(rows, logprobs or 0)}")
+    elif rows:
+        typer.echo()
+        print_tokens(rows, logprobs or 0)
+        if is_shaded:
+            console().print(legend())

@@ -11,28 +11,32 @@ from typing import Annotated, Any
 import typer
 
 from logprobe import __version__
-from logprobe.cli.options import JsonOption, open_llm
-from logprobe.cli.tables import table
+from logprobe.cli.options import JsonOption, complete_model, open_llm, takes_engine
+from logprobe.cli.tables import print_facts
 from logprobe.models.cache import home
 from logprobe.processors.registry import available_processors, describe_processor
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "numba", "numpy")
 
 
+@takes_engine
 def info(
     model: Annotated[
-        str | None, typer.Argument(help="Load this model too, and tell how its layers run.")
+        str | None,
+        typer.Argument(
+            help="Load this model too, and tell how its layers run.", autocompletion=complete_model
+        ),
     ] = None,
     *,
     as_json: JsonOption = False,
+    **engine: Any,
 ) -> None:
     """Print versions, devices, kernels, threads and the cache folder; of a model, how its layers run."""
-    found = facts() if model is None else facts() | model_facts(model)
+    found = facts() if model is None else facts() | model_facts(model, **engine)
     if as_json:
         typer.echo(json.dumps(found))
         return
-    lines = [[name, _line(value)] for name, value in found.items()]
-    typer.echo(table(lines, is_left=[True, True]))
+    print_facts([[name, _line(value)] for name, value in found.items()])
 
 
 def facts() -> dict[str, Any]:
@@ -55,9 +59,12 @@ def facts() -> dict[str, Any]:
     }
 
 
-def model_facts(model: str) -> dict[str, Any]:
-    """How a model is laid out here, and the largest difference from transformers' own numbers, in nats."""
-    with open_llm(model) as llm:
+def model_facts(model: str, **engine: Any) -> dict[str, Any]:
+    """How a model is laid out here, and the largest difference from transformers' own numbers, in nats.
+
+    `engine` are settings of `EngineConfig`.
+    """
+    with open_llm(model, **engine) as llm:
         able = llm.engine.capabilities()
     facts = {"model": able.model, "device": able.device, "dtype": able.dtype, "weights": able.weights}
     if able.layout is None:

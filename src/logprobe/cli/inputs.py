@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 PART_BYTES = 1 << 18
+HEAD_CHARS = 1 << 20  # of a text: what is longer is never held
 
 
 def read_text(name: str) -> str:
@@ -83,6 +84,38 @@ def text_parts(name: str) -> Iterator[str]:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         raise _not_utf8(title, error, num_before - len(error.object)) from error
+
+
+class TextSource:
+    """A text of any length, part by part; so much of it as may fit a context is read at once."""
+
+    def __init__(self, parts: Iterator[str], num_bytes: int | None) -> None:
+        self.num_bytes = num_bytes  # None: not known
+        self.head = ""  # the whole text, unless it is long
+        self.is_long = False
+        for part in parts:
+            self.head += part
+            if len(self.head) > HEAD_CHARS:
+                self.is_long = True
+                break
+        self._rest = parts
+
+    @classmethod
+    def of_file(cls, name: str) -> TextSource:
+        """The text of a file, or of standard input where `name` is `-`; errors as `text_parts`."""
+        path = Path(name)
+        return cls(text_parts(name), path.stat().st_size if name != STDIN and path.is_file() else None)
+
+    @classmethod
+    def of_text(cls, title: str, text: str) -> TextSource:
+        """A text that is there; `InputError` where it is empty."""
+        return cls(iter([checked_text(title, text)]), len(text.encode("utf-8", "surrogatepass")))
+
+    def parts(self) -> Iterator[str]:
+        """All of it; once."""
+        yield self.head
+        self.head = ""
+        yield from self._rest
 
 
 def _read_bytes(name: str) -> bytes:

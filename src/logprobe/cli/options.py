@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
-from logprobe.models import DEFAULT_MODEL, resolve
+from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,19 +24,28 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-ModelOption = Annotated[
-    str, typer.Option("--model", help="A known name, a local folder, a .gguf file, or a Hugging Face id.")
-]
+
+def complete_model(incomplete: str) -> list[str]:
+    """The known models that begin so, for the shell."""
+    return [name for name in KNOWN_MODELS if name.startswith(incomplete)]
+
+
+MODEL_HELP = "A known name, a local folder, a .gguf file, or a Hugging Face id."
+ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 __all__ = [
     "DEFAULT_MODEL",
+    "ENGINE_FLAGS",
+    "MODEL_HELP",
     "JsonOption",
     "ModelOption",
+    "complete_model",
     "flags_for",
     "open_llm",
     "settings_from",
     "spread_names",
+    "takes_engine",
     "takes_settings",
 ]
 
@@ -46,8 +56,10 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
 
     Raises:
         ModelError: the model cannot be had or used.
-        ParameterError: a setting that cannot be used.
+        BadParameter: a setting that cannot be used.
     """
+    with flags_for():
+        EngineConfig(model=model, **settings)
     resolve(model)  # a name that does not exist is told before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.llm import LLM
@@ -71,11 +83,12 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.MULTILINE)
 
 
 def takes_settings(
-    *classes: type, without: frozenset[str] = frozenset()
+    *classes: type, without: frozenset[str] = frozenset(), only: frozenset[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one flag for each field of the classes; it gets them as keywords.
 
-    Each is read from `LOGPROBE_<FIELD>` too. A command keeps the arguments that it names itself.
+    Each is read from `LOGPROBE_<FIELD>` too. A command keeps the arguments that it names itself. `only` are
+    the fields that become flags; None: all but those `without`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +97,8 @@ def takes_settings(
             for parameter, annotation in _own_parameters(command)
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        made = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
+        flags = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
+        made = [flag for flag in flags if only is None or flag.name in only]
         signature = inspect.Signature([*own, *made])
         command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
         command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
@@ -93,9 +107,16 @@ def takes_settings(
     return decorate
 
 
+ENGINE_FLAGS = frozenset({"device", "dtype", "kv_bytes", "weights"})
+"""What every command that loads a model takes of `EngineConfig`."""
+
+takes_engine = takes_settings(EngineConfig, only=ENGINE_FLAGS)
+
+
 def settings_from(cls: type[S], given: Mapping[str, Any]) -> S:
-    """Settings made of the flags that `takes_settings` gave a command."""
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    """Settings made of those flags that `takes_settings` gave a command which are fields of the class."""
+    own = {field.name: given[field.name] for field in fields(cls) if field.name in given}  # type: ignore[arg-type]
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
 
 
 def _own_parameters(command: Callable[..., None]) -> Iterator[tuple[inspect.Parameter, Any]]:
@@ -108,9 +129,12 @@ def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
     told = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
     hints = get_type_hints(cls)
     for field in fields(cls):
-        kind = list[str] if isinstance(field.default, tuple) else hints[field.name]
+        own = field.metadata.get("type", hints[field.name])
+        kind = list[str] if isinstance(field.default, tuple) else own
         default = list(field.default) if isinstance(field.default, tuple) else field.default
-        option = typer.Option(help=_sentence(told[field.name]), envvar=f"LOGPROBE_{field.name.upper()}")
+        flag = field.metadata.get("flag")
+        variable = f"LOGPROBE_{(flag or field.name).strip('-').replace('-', '_').upper()}"
+        option = typer.Option(*([flag] if flag else []), help=_sentence(told[field.name]), envvar=variable)
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,

@@ -7,24 +7,29 @@ from typing import Annotated, Any
 
 import typer
 
-from logprobe.cli.options import DEFAULT_MODEL, flags_for, takes_settings
+from logprobe.cli.options import DEFAULT_MODEL, MODEL_HELP, complete_model, flags_for, takes_settings
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
 
 _Model = Annotated[
-    str,
-    typer.Argument(
-        help="A known name, a local folder, a .gguf file, or a Hugging Face id.", envvar="LOGPROBE_MODEL"
+    str | None,
+    typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model),
+]
+
+_ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="The same as the argument.", envvar="LOGPROBE_MODEL", autocompletion=complete_model
     ),
 ]
 
-_ModelOption = Annotated[str | None, typer.Option("--model", help="The same as the argument.")]
-
 
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
-def serve(model: _Model = DEFAULT_MODEL, model_option: _ModelOption = None, **given: Any) -> None:
+def serve(
+    context: typer.Context, model: _Model = None, model_option: _ModelOption = None, **given: Any
+) -> None:
     """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
 
     Every flag is read from the environment, too. SIGTERM lets requests in progress end.
@@ -32,10 +37,9 @@ def serve(model: _Model = DEFAULT_MODEL, model_option: _ModelOption = None, **gi
     names = {field.name for field in fields(ServerSettings)}
     own = {name: _frozen(value) for name, value in given.items() if name in names}
     engine = {name: _frozen(value) for name, value in given.items() if name not in names}
-    is_one = model_option is None or model in {DEFAULT_MODEL, model_option}
     with flags_for():
-        require(is_one, "model", f"is {model_option!r}, but the argument is {model!r}; give one of them")
-        model = model_option or model
+        source = context.get_parameter_source("model_option")
+        model = _one_model(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
         default_name = {} if own.get("served_model_name") else {"model_name": model}
         settings = ServerSettings(**default_name | _told(own))
         config = EngineConfig(model=model, **engine)
@@ -44,6 +48,13 @@ def serve(model: _Model = DEFAULT_MODEL, model_option: _ModelOption = None, **gi
     from logprobe.server.app import serve as run
 
     run(config, settings, ready=_say_ready)
+
+
+def _one_model(argument: str | None, option: str | None, *, is_typed: bool) -> str:
+    """The model that is asked for: what is typed goes before the environment, and must be one."""
+    is_one = argument is None or not is_typed or argument == option
+    require(is_one, "model", f"is {option!r}, but the argument is {argument!r}; give one of them")
+    return argument or option or DEFAULT_MODEL
 
 
 def _say_ready(url: str) -> None:

@@ -1,157 +1,196 @@
-"""A record's positions as plain values, one dict a token, ready for JSON and for tables.
+"""Plain values as columns: fitted to the width of a terminal by rich, or whole lines for files and pipes.
 
-Before it: `FlatLogprobs`. After it: `tables`, or `json.dumps`.
+Before it: `rows`, and what the commands found. After it: standard output.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
+import typer
 from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.segment import Segment, Segments
+from rich.table import Table
+from rich.text import Text
 
-from logprobe import __version__
-from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
-from logprobe.scoring import measures
+from logprobe.cli.rows import visible
 from logprobe.scoring.data.summary import Mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from logprobe.llm import LLM
-    from logprobe.records import FlatLogprobs, LogprobsInfo, TokenTable
+    from rich.console import ConsoleOptions, RenderResult
+
+    from logprobe.cli.rows import TokenRow, Totals
     from logprobe.scoring.data.summary import Summary
 
-
-class Alternative(TypedDict):
-    """A candidate for one position."""
-
-    token_id: int
-    token: str
-    bytes: list[int]
-    logprob: float  # nats
-    rank: int | None  # 1 + number of strictly more likely tokens, or the place in the list
-
-
-class TokenRow(TypedDict):
-    """One token; its numbers are None where nothing predicts it."""
-
-    token_id: int
-    token: str
-    bytes: list[int]
-    logprob: float | None  # nats
-    rank: int | None
-    top_logprobs: list[Alternative]
-    entropy: float | None  # nats, of the whole distribution at this position
-
-
-class Totals(TypedDict):
-    """Sums over the scored tokens; None where there is none."""
-
-    num_tokens: int
-    num_scored: int
-    num_bytes: int
-    num_scored_bytes: int
-    sum_logprob: float  # nats
-    mean_logprob: float | None  # nats a token
-    perplexity: float | None
-    bits_per_byte: float | None
-
-
-def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTable) -> list[TokenRow]:
-    """One row a token; `logprobs` has one position each, None where nothing predicts it."""
-    entropy = [None] * len(token_ids) if logprobs.entropy is None else finite(logprobs.entropy)
-    unknown: dict[str, Any] = {"logprob": None, "rank": None, "top_logprobs": []}
-    rows: list[Any] = [
-        (row or token_item(token_id, table) | unknown) | {"entropy": nats}
-        for token_id, row, nats in zip(token_ids, position_rows(logprobs, table), entropy, strict=True)
-    ]
-    return rows
-
-
-def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
-    """Sums over the rows that have a logprob; a text with an impossible token is impossible."""
-    scored = [row["logprob"] for row in rows if row["logprob"] is not None]
-    total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
-    return totals_of(total, len(rows), len(scored), num_bytes, num_scored_bytes)
-
-
-def totals_of(
-    logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
-) -> Totals:
-    """What follows from a sum; what JSON cannot write is None, and -9999 stands for -inf."""
-    perplexity = measures.perplexity(logprob, num_scored)
-    bits = measures.bits_per_byte(logprob, num_scored_bytes)
-    return Totals(
-        num_tokens=num_tokens,
-        num_scored=num_scored,
-        num_bytes=num_bytes,
-        num_scored_bytes=num_scored_bytes,
-        sum_logprob=IMPOSSIBLE if logprob == -math.inf else logprob,
-        mean_logprob=finite_value(measures.per_unit(logprob, num_scored)),
-        perplexity=None if perplexity == math.inf else perplexity,
-        bits_per_byte=None if bits == math.inf else bits,
-    )
-
-
-def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
-    """What the numbers are and where they come from; without numbers (None), where the text comes from."""
-    able = llm.engine.capabilities()
-    about = {"engine": able.engine, "model": able.model}
-    if info is not None:
-        about = info.to_dict() | {"floor": IMPOSSIBLE}
-    return about | {"device": able.device, "version": __version__}
-
-
-def visible(text: Sequence[int]) -> str:
-    """A token's bytes in quotes; what is no printable character shows as an escape."""
-    characters = bytes(text).decode("utf-8", "surrogateescape")
-    return f'"{"".join(map(_visible_character, characters))}"'
-
-
-def _visible_character(character: str) -> str:
-    if character in {'"', "\\"}:
-        return f"\\{character}"
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no whole UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    if character.isprintable():
-        return character
-    # A byte is written \x80, so a character must not be.
-    return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]
-
-
 MISSING = "-"
+GAP = 2  # cells between columns, and between alternatives
+HEADER = ("#", "token", "logprob", "rank", "entropy")
+INDENT = (0, 0, 0, 4)
+MIN_ALTERNATIVES_WIDTH = 40  # cells; what has less room stands below its token
+MOST_TOKEN_SHARE = 3  # a token may take one part in so many of the width
+
+
+def console(*, stderr: bool = False, is_forced: bool = False) -> Console:
+    """What stands at the end of a stream; `is_forced` colours even a file, and whatever NO_COLOR says."""
+    if is_forced:
+        return Console(
+            stderr=stderr,
+            force_terminal=True,
+            no_color=False,
+            color_system="truecolor",
+            markup=False,
+            highlight=False,
+        )
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def refuse_vocabulary(num_top: int | None, flag: str) -> None:
+    """Refuse to print the whole vocabulary at each token to a person.
+
+    Raises:
+        BadParameter: -1 alternatives, on a terminal.
+    """
+    if num_top == -1 and console().is_terminal:
+        raise typer.BadParameter(
+            "-1 is the whole vocabulary at each token, which no terminal holds; write it to a file (> FILE)",
+            param_hint=flag,
+        )
+
+
+class Flow:
+    """Short texts one after another, as many to a line as fit; none is broken, one too long is cut."""
+
+    def __init__(self, items: Sequence[str]) -> None:
+        self._items = items
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        line, width = "", 0
+        for item in self._items:
+            if line and width + GAP + cell_len(item) > options.max_width:
+                yield Text(line, no_wrap=True, overflow="ellipsis")
+                line, width = "", 0
+            line += " " * GAP * bool(line) + item
+            width = cell_len(line)
+        yield Text(line, no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
+        widths = [cell_len(item) for item in self._items] or [0]
+        whole = Measurement(max(widths), sum(widths) + GAP * (len(widths) - 1))
+        return whole.with_maximum(options.max_width)
+
+
+def print_tokens(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> None:
+    """One line a token: position, token, logprob and entropy in nats, rank, alternatives.
+
+    Rows that begin at another position than the `first` of all go on without a header. On a terminal the
+    alternatives take as many lines as they need, and stand below their token where it is narrow.
+    """
+    screen = console()
+    if screen.is_terminal:
+        screen.print(FittedTokens(rows, num_top, first))
+    else:
+        typer.echo(token_table(rows, num_top, first=first))
+
+
+class FittedTokens:
+    """The table of tokens in the width that there is."""
+
+    def __init__(self, rows: Sequence[TokenRow], num_top: int, first: int) -> None:
+        self._rows = rows
+        self._num_top = num_top
+        self._cells = [_cells(position, row) for position, row in enumerate(rows, first)]
+        self._has_header = not first
+
+    def __rich_console__(self, screen: Console, options: ConsoleOptions) -> RenderResult:
+        most = options.max_width // MOST_TOKEN_SHARE
+        grid = self._grid(most, has_alternatives=False)
+        num_left = options.max_width - Measurement.get(screen, options, grid).maximum
+        if not self._num_top or num_left >= MIN_ALTERNATIVES_WIDTH:
+            yield self._grid(most, has_alternatives=self._num_top != 0)
+            return
+        lines = screen.render_lines(grid, options, pad=False)  # one a row: no column wraps
+        if self._has_header:
+            yield Segments(lines.pop(0))
+            yield Segment.line()
+            yield Padding(_alternatives_title(self._num_top), INDENT)
+        for line, row in zip(lines, self._rows, strict=True):
+            yield Segments(line)
+            yield Segment.line()
+            if row["top_logprobs"]:
+                yield Padding(Flow(_alternatives(row)), INDENT)
+
+    def _grid(self, most: int, *, has_alternatives: bool) -> Table:
+        grid = _grid()
+        grid.show_header = self._has_header
+        for name in HEADER:
+            is_token = name == "token"
+            grid.add_column(
+                name,
+                justify="left" if is_token else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                max_width=most if is_token else None,
+            )
+        if has_alternatives:
+            grid.add_column(_alternatives_title(self._num_top))
+        for cells, row in zip(self._cells, self._rows, strict=True):
+            grid.add_row(*map(Text, cells), *([Flow(_alternatives(row))] if has_alternatives else []))
+        return grid
+
+
+def print_facts(lines: Sequence[Sequence[str]], *, err: bool = False) -> None:
+    """Columns of texts; on a terminal the last one takes as many lines as it needs."""
+    screen = console(stderr=err)
+    if not screen.is_terminal:
+        typer.echo(table(lines, is_left=[True] * len(lines[0])), err=err)
+        return
+    fitted = _grid()
+    fitted.show_header = False
+    for _ in lines[0][:-1]:
+        fitted.add_column(no_wrap=True)
+    fitted.add_column(overflow="fold")
+    for line in lines:
+        fitted.add_row(*map(Text, line))
+    screen.print(fitted)
+
+
+def _grid() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="")
 
 
 def token_table(rows: Sequence[TokenRow], num_top: int, *, first: int = 0) -> str:
-    """One line a token: position, token, logprob and entropy in nats, rank, alternatives.
+    """`print_tokens` in whole lines."""
+    header = [*HEADER, *([_alternatives_title(num_top)] if num_top else [])]
+    gap = " " * GAP
+    lines = [
+        [*_cells(position, row), gap.join(_alternatives(row))] for position, row in enumerate(rows, first)
+    ]
+    return table(lines if first else [header, *lines])
 
-    Rows that begin at another position than the `first` of all go on without a header.
-    """
-    header = ["#", "token", "logprob", "rank", "entropy"]
-    title = f"{num_top} most likely" if num_top >= 0 else "all, most likely first"
-    lines = [_cells(position, row) for position, row in enumerate(rows, first)]
-    return table(lines if first else [header + ([title] if num_top else []), *lines])
+
+def _alternatives_title(num_top: int) -> str:
+    return f"{num_top} most likely" if num_top >= 0 else "all, most likely first"
 
 
-def totals_table(totals: Totals, note: str) -> str:
+def totals_lines(totals: Totals, note: str) -> list[list[str]]:
     """What `score` sums up; `note` says which tokens were scored."""
-    return table(
-        [
-            ["tokens", f"{totals['num_tokens']} ({totals['num_scored']} scored; {note})"],
-            ["bytes", f"{totals['num_bytes']} ({totals['num_scored_bytes']} scored)"],
-            ["sum", f"{totals['sum_logprob']:.4f} nats"],
-            ["mean", _number(totals["mean_logprob"]) + " nats a token"],
-            ["perplexity", _number(totals["perplexity"])],
-            ["bits per byte", _number(totals["bits_per_byte"])],
-        ],
-        is_left=[True, True],
-    )
+    return [
+        ["tokens", f"{totals['num_tokens']} ({totals['num_scored']} scored; {note})"],
+        ["bytes", f"{totals['num_bytes']} ({totals['num_scored_bytes']} scored)"],
+        ["sum", f"{totals['sum_logprob']:.4f} nats"],
+        ["mean", _number(totals["mean_logprob"]) + " nats a token"],
+        ["perplexity", _number(totals["perplexity"])],
+        ["bits per byte", _number(totals["bits_per_byte"])],
+    ]
 
 
-def summary_table(summary: Summary) -> str:
+def summary_lines(summary: Summary) -> list[list[str]]:
     """The figures of a data set; those that it has not are left out."""
     lines = [["rows", f"{summary.num_rows} scored, {summary.num_bad} bad"]]
     for field in fields(summary)[2:]:
@@ -163,7 +202,7 @@ def summary_table(summary: Summary) -> str:
             lines.append([field.name, f"{value.mean:.4f}{error}"])
         else:
             lines.append([field.name, _number(value)])
-    return table(lines, is_left=[True, True])
+    return lines
 
 
 def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None) -> str:
@@ -184,9 +223,12 @@ def _aligned(line: Sequence[str], widths: Sequence[int], is_left: Sequence[bool]
 
 
 def _cells(position: int, row: TokenRow) -> list[str]:
-    alternatives = "  ".join(f"{visible(one['bytes'])} {one['logprob']:.4f}" for one in row["top_logprobs"])
     numbers = [_number(row["logprob"]), _number(row["rank"]), _number(row["entropy"])]
-    return [str(position), visible(row["bytes"]), *numbers, alternatives]
+    return [str(position), visible(row["bytes"]), *numbers]
+
+
+def _alternatives(row: TokenRow) -> list[str]:
+    return [f"{visible(entry['bytes'])} {entry['logprob']:.4f}" for entry in row["top_logprobs"]]
 
 
 def _number(value: float | None) -> str:

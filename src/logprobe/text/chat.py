@@ -1,14 +1,20 @@
 """A conversation → the text or the ids that the model's own chat template makes of it.
 
-Before it: messages as OpenAI's clients write them. After it: a prompt like any other.
+Before it: messages as OpenAI's clients write them. After it: a prompt like any other. Nothing of a message is
+passed over in silence: the template lays it out, or it is refused by its place.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from logprobe.errors import ParameterError, require
+from logprobe.text.dropped import KNOWN_ROLES, check_laid_out
 
 if TYPE_CHECKING:
     from logprobe.records.values import IntArray
@@ -17,6 +23,38 @@ if TYPE_CHECKING:
 Conversation: TypeAlias = "Sequence[Mapping[str, Any]]"
 Conversations: TypeAlias = "str | Conversation | Sequence[Conversation]"
 """A text or the content parts of one user's message, one conversation, or many."""
+
+OWN_VARIABLES: Final = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
+    | {"strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
+GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
+PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they tell of its text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a conversation is laid out, beside its messages; names are those of vLLM and transformers."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool | None = None  # None: where the last message is not continued
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None  # the template's own variables
+
+    def __post_init__(self) -> None:
+        both = self.continue_final_message and self.add_generation_prompt
+        message = "continues the last message, and add_generation_prompt begins a new one; give one of them"
+        require(not both, "continue_final_message", message)
+
+    @property
+    def begins_a_message(self) -> bool:
+        """Whether the text ends where the assistant's turn begins."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+
+ANSWER: Final = Layout()
+"""Ready for the assistant's turn."""
 
 
 def as_conversations(messages: Conversations) -> list[Conversation]:
@@ -46,49 +84,142 @@ def _is_part(item: Mapping[str, Any]) -> bool:
     return "type" in item and "role" not in item
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], text: TextEdge) -> IntArray:
+def is_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation is laid out without trials: known roles, and nothing beside contents."""
+    return all(
+        message.keys() <= {"role", "content"} and message.get("role") in KNOWN_ROLES for message in messages
+    )
+
+
+def read_messages(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> IntArray:
     """A conversation as ids; see `lay_out`."""
-    return text.encode(lay_out(messages, text), add_special_tokens=False)
+    return text.encode(lay_out(messages, text, layout), add_special_tokens=False)
 
 
-def lay_out(messages: Sequence[Mapping[str, Any]], text: TextEdge) -> str:
-    """A conversation laid out by the model's chat template, ready for the assistant's turn.
+def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> str:
+    """A conversation laid out by the model's chat template; `developer` is the system role.
 
     Raises:
-        ParameterError: no template, no role, parts other than text, or the template's refusal.
+        ParameterError: no template, no role, parts other than text, what the template refuses or would pass
+            over.
     """
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         raise ParameterError(
             "messages", "the model has no chat template; complete a text instead (generate, /v1/completions)"
         )
-    require(isinstance(messages, Sequence) and not isinstance(messages, str), "messages", "must be a list")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    require(is_list and messages, "messages", "must be a list of at least one message")
     plain = [_plain_message(message, place) for place, message in enumerate(messages)]
+    tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
+    _check_variables(variables, tokenizer.chat_template)
+
+    def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
+        laid_out: str = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            add_generation_prompt=layout.begins_a_message,
+            continue_final_message=layout.continue_final_message,
+            tokenize=False,
+            **variables,
+        )
+        return laid_out
+
     try:
-        laid_out: str = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
+        laid_out = render(plain)
     except Exception as error:  # a template is a program of the model's and may raise anything
         raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error
+    if tools is not None:
+        _check_tools(lambda: render(plain, None), laid_out)
+    check_laid_out(plain, render, laid_out)
     return laid_out
+
+
+def _plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    if not tools:
+        return None
+    are_objects = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+    require(are_objects, "tools", "must be a list of objects {type: function, function: ...}")
+    return tools
+
+
+def _check_tools(render_bare: Any, laid_out: str) -> None:
+    try:
+        is_ignored = render_bare() == laid_out
+    except Exception:  # noqa: BLE001 - a template that cannot do without tools takes them
+        is_ignored = False
+    require(not is_ignored, "tools", "the model's chat template takes none; tell of them in a message")
+
+
+def _check_variables(variables: Mapping[str, Any], template: str) -> None:
+    """Refuse variables that the template does not read, and those that say something else here."""
+    for name in variables:
+        require(
+            name not in OWN_VARIABLES, f"chat_template_kwargs.{name}", "is given otherwise; see the route"
+        )
+        known = sorted(variables_of(template) - OWN_VARIABLES)
+        message = f"the model's chat template reads no such variable; it reads {', '.join(known) or 'none'}"
+        require(name in known, f"chat_template_kwargs.{name}", message)
+
+
+@functools.lru_cache(maxsize=16)
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a chat template reads and does not set."""
+    from jinja2 import meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    plain = GENERATION_TAG.sub("", template)  # transformers' own, around what an assistant says
+    return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
 
 
 def _plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
     require(isinstance(message, Mapping), where, f"must be a dict with role and content, got {message!r:.60}")
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise ParameterError(f"{where}.role", "must be a string")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part_text(part, f"{where}.content") for part in content)
-    elif content is None and message["role"] == "assistant":
+    elif content is None and role == "assistant":
         content = ""
     if not isinstance(content, str):
         raise ParameterError(f"{where}.content", "must be a string or a list of text parts")
-    return {**message, "content": content}
+    # An empty field says nothing: clients send back null for what a reply did not have.
+    said = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+    if "tool_calls" in said:
+        said["tool_calls"] = _plain_calls(said["tool_calls"], f"{where}.tool_calls")
+    return said | {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which is what templates take."""
+    require(isinstance(calls, list), where, "must be a list of calls")
+    return [_plain_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _plain_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    is_call = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    require(is_call, where, "must be {id, type: function, function: {name, arguments}}")
+    assert isinstance(function, Mapping)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"{where}.function.arguments", f"are not JSON: {error}") from error
+    require(isinstance(arguments, Mapping), f"{where}.function.arguments", "must be an object")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _part_text(part: Any, where: str) -> str:
-    is_part = isinstance(part, dict) and part.get("type") in {"text", "input_text", "output_text"}
+    is_part = isinstance(part, dict) and part.get("type") in TEXT_PARTS
     if not is_part or not isinstance(part.get("text"), str):
         raise ParameterError(where, "holds a part other than {type: text, text: ...}; this model reads text")
-    found: str = part["text"]
-    return found
+    others = [name for name, value in part.items() if value and name not in {"type", "text", *PART_REPORTS}]
+    if others:
+        raise ParameterError(f"{where}.{others[0]}", "no template lays that out; leave it out")
+    text: str = part["text"]
+    return text

@@ -1,0 +1,117 @@
+"""A record's positions as plain values, one dict a token, ready for JSON and for tables.
+
+Before it: `FlatLogprobs`. After it: `tables`, `shade`, or `json.dumps`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from logprobe import __version__
+from logprobe.records.forms.json import IMPOSSIBLE, finite, finite_value, position_rows, token_item
+from logprobe.scoring import measures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.llm import LLM
+    from logprobe.records import FlatLogprobs, LogprobsInfo, TokenTable
+
+
+class Alternative(TypedDict):
+    """A candidate for one position."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float  # nats
+    rank: int | None  # 1 + number of strictly more likely tokens, or the place in the list
+
+
+class TokenRow(TypedDict):
+    """One token; its numbers are None where nothing predicts it."""
+
+    token_id: int
+    token: str
+    bytes: list[int]
+    logprob: float | None  # nats
+    rank: int | None
+    top_logprobs: list[Alternative]
+    entropy: float | None  # nats, of the whole distribution at this position
+
+
+class Totals(TypedDict):
+    """Sums over the scored tokens; None where there is none."""
+
+    num_tokens: int
+    num_scored: int
+    num_bytes: int
+    num_scored_bytes: int
+    sum_logprob: float  # nats
+    mean_logprob: float | None  # nats a token
+    perplexity: float | None
+    bits_per_byte: float | None
+
+
+def token_rows(token_ids: Sequence[int], logprobs: FlatLogprobs, table: TokenTable) -> list[TokenRow]:
+    """One row a token; `logprobs` has one position each, None where nothing predicts it."""
+    entropy = [None] * len(token_ids) if logprobs.entropy is None else finite(logprobs.entropy)
+    unknown: dict[str, Any] = {"logprob": None, "rank": None, "top_logprobs": []}
+    rows: list[Any] = [
+        (row or token_item(token_id, table) | unknown) | {"entropy": nats}
+        for token_id, row, nats in zip(token_ids, position_rows(logprobs, table), entropy, strict=True)
+    ]
+    return rows
+
+
+def totals(rows: Sequence[TokenRow], num_bytes: int, num_scored_bytes: int) -> Totals:
+    """Sums over the rows that have a logprob; a text with an impossible token is impossible."""
+    scored = [row["logprob"] for row in rows if row["logprob"] is not None]
+    total = -math.inf if IMPOSSIBLE in scored else math.fsum(scored)
+    return totals_of(total, len(rows), len(scored), num_bytes, num_scored_bytes)
+
+
+def totals_of(
+    logprob: float, num_tokens: int, num_scored: int, num_bytes: int, num_scored_bytes: int
+) -> Totals:
+    """What follows from a sum; what JSON cannot write is None, and -9999 stands for -inf."""
+    perplexity = measures.perplexity(logprob, num_scored)
+    bits = measures.bits_per_byte(logprob, num_scored_bytes)
+    return Totals(
+        num_tokens=num_tokens,
+        num_scored=num_scored,
+        num_bytes=num_bytes,
+        num_scored_bytes=num_scored_bytes,
+        sum_logprob=IMPOSSIBLE if logprob == -math.inf else logprob,
+        mean_logprob=finite_value(measures.per_unit(logprob, num_scored)),
+        perplexity=None if perplexity == math.inf else perplexity,
+        bits_per_byte=None if bits == math.inf else bits,
+    )
+
+
+def info_dict(llm: LLM, info: LogprobsInfo | None) -> dict[str, Any]:
+    """What the numbers are and where they come from; without numbers (None), where the text comes from."""
+    able = llm.engine.capabilities()
+    about = {"engine": able.engine, "model": able.model}
+    if info is not None:
+        about = info.to_dict() | {"floor": IMPOSSIBLE}
+    return about | {"device": able.device, "version": __version__}
+
+
+def visible(text: Sequence[int]) -> str:
+    """A token's bytes in quotes; what is no printable character shows as an escape."""
+    characters = bytes(text).decode("utf-8", "surrogateescape")
+    return f'"{"".join(map(_visible_character, characters))}"'
+
+
+def _visible_character(character: str) -> str:
+    if character in {'"', "\\"}:
+        return f"\\{character}"
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is no whole UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    if character.isprintable():
+        return character
+    # A byte is written \x80, so a character must not be.
+    return f"\\u{code:04x}" if 0x80 <= code <= 0xFF else repr(character)[1:-1]
