@@ -5,12 +5,15 @@ the limits just let through. A process of its own asks for the health without a 
 """
 
 import contextlib
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from servers import Served, our_program, serving
 
 MOST_MS = 100.0
 MOST_GROWTH = 10.0  # percent of the memory before the attacks
+NUM_GAPS = 8  # between tokens, at least, of which a median is taken
 MESSAGES = [{"role": "user", "content": "the cat"}]
 # Asks a port for the health until its input ends, then prints the slowest answer, s.
 WATCHER = """
@@ -109,6 +113,55 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
 }
 
 
+NUMBERS = itertools.count(5)
+
+
+def unseen(length: int) -> list[int]:
+    """A prompt of which the server knows no beginning yet."""
+    return [next(NUMBERS), *range(5, 5 + length - 1)]
+
+
+# What one client may send while another one's tokens stream.
+HEAVY: dict[str, Callable[[], tuple[str, Body]]] = {
+    "a prompt of 2,000 tokens": lambda: completion(prompt=unseen(2_000), max_tokens=1),
+    "an echo of 1,000 tokens with 20 alternatives": lambda: completion(
+        prompt=unseen(1_000), echo=True, logprobs=20, max_tokens=0
+    ),
+    "128 completions": lambda: completion(n=128, max_tokens=16, temperature=1, ignore_eos=True),
+    "500 prompts of one token": lambda: completion(prompt=[[5 + number] for number in range(500)]),
+    "32 completions by an ambiguous grammar": lambda: completion(
+        n=32, max_tokens=32, temperature=1, response_format={"type": "ebnf", "ebnf": AMBIGUOUS}
+    ),
+}
+HEAVY_IN_SMOKE = "128 completions"
+AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | "b" | "a" "b"\n'
+
+
+def gaps_ms(served: Served, is_over: Callable[[], bool]) -> list[float]:
+    """Milliseconds between the tokens of a stream, until something is over or the stream ends."""
+    body = {"prompt": "the cat", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    gaps, before = [], 0.0
+    with served.open(COMPLETIONS, body) as stream:
+        for line in stream:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                gaps += [1000 * (now - before)] if before else []
+                before = now
+                if is_over() and len(gaps) >= NUM_GAPS:
+                    break
+    return gaps
+
+
+def neighbour_ms(served: Served, name: str) -> float:
+    """How long a neighbour's next token takes beside a heavy request, median."""
+    path, body = HEAVY[name]()
+    with ThreadPoolExecutor(1) as thread:
+        heavy = thread.submit(served.post, path, body)
+        beside = gaps_ms(served, heavy.done)
+        heavy.result()
+    return statistics.median(beside)
+
+
 @contextlib.contextmanager
 def watched(port: int, worst_ms: list[float]) -> Iterator[None]:
     """Note the slowest health of the block."""
@@ -159,6 +212,11 @@ def main() -> None:
                 seconds[name].append(attack(served, name, worst_ms[name]))
         growth = 100 * (memory_bytes(served) / before - 1)
         json.dumps(served.post(*completion()))  # it still serves
+        heavy = {
+            name: [neighbour_ms(served, name) for _ in range(options.rounds)]
+            for name in ([HEAVY_IN_SMOKE] if options.is_smoke else HEAVY)
+        }
+        alone = statistics.median(gaps_ms(served, lambda: True))
     figures = [
         Figure(
             name=f"slowest health during {name}",
@@ -177,7 +235,17 @@ def main() -> None:
         samples={OURS: [growth]},
         targets=[Target(at_most=MOST_GROWTH)],
     )
-    publish(Path(__file__).stem, [*figures, memory], options)
+    neighbours = [
+        Figure(
+            name=f"a neighbour's next token beside {name}",
+            unit="ms",
+            better="lower",
+            samples={OURS: samples},
+            notes=[f"a neighbour's next token beside nothing: {alone:.1f} ms"],
+        )
+        for name, samples in heavy.items()
+    ]
+    publish(Path(__file__).stem, [*figures, memory, *neighbours], options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from harness import (
     OURS,
     ROOT,
@@ -119,49 +118,32 @@ def score_figure(arena: Arena, layouts: Layouts) -> Figure:
     )
 
 
-def distributions(arena: Arena, layout: str) -> tuple[Any, Any]:
-    """Next-token logprobs (positions, vocabulary) over the text, and each position's own next token."""
-    from logprobe import LLM, SamplingParams
-
-    with LLM(str(arena.model_folder), weights=layout, kv_bytes=1 << 28) as llm:
-        ids = llm.text.encode(TEXT.read_text(encoding="utf-8"))[: 48 if arena.options.is_smoke else None]
-        [output] = llm.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=-1), progress=False)
-        entries = output.prompt_logprobs.top_entries()
-        num_rows = len(ids) - 1
-        rows = np.empty((num_rows, len(entries.logprobs) // num_rows), np.float32)
-        np.put_along_axis(
-            rows,
-            entries.token_ids.reshape(rows.shape).astype(np.int64),
-            entries.logprobs.reshape(rows.shape),
-            1,
-        )
-        return rows, np.asarray(ids[1:], np.int64)
-
-
 def cost_figures(arena: Arena) -> list[Figure]:
-    """Distances of the 8-bit distributions from the float32 ones."""
-    exact, next_ids = distributions(arena, LAYOUTS[FLOAT])
-    rough, _ = distributions(arena, LAYOUTS[OURS])
-    rows = np.arange(len(next_ids))
-    divergences = [
-        float((np.exp(p.astype(np.float64)) * (p.astype(np.float64) - q)).sum())
-        for p, q in zip(exact, rough, strict=True)
-    ]
-    agreement = float((exact.argmax(1) == rough.argmax(1)).mean())
-    shift = np.abs(exact[rows, next_ids] - rough[rows, next_ids]).mean()
-    of = f"8-bit against float32 over {len(rows)} positions"
+    """Distances of the 8-bit distributions from the float32 ones, as `logprobe compare` states them."""
+    from logprobe import LLM
+    from logprobe.scoring import compare
+
+    text = TEXT.read_text(encoding="utf-8")[: 200 if arena.options.is_smoke else None]
+    with ExitStack() as stack:
+        exact, rough = (
+            stack.enter_context(LLM(str(arena.model_folder), weights=LAYOUTS[label], kv_bytes=1 << 28))
+            for label in (FLOAT, OURS)
+        )
+        found = compare(exact, rough, [text])
+    of = f"8-bit against float32 over {found.num_positions} positions"
     target = Target(at_most=LARGEST_MEAN_KL)
     common = {"unit": "nats", "better": "lower"}
     return [
+        Figure(name=f"mean KL, {of}", samples={OURS: [found.kl.mean]}, targets=[target], **common),
+        Figure(name=f"largest KL, {of}", samples={OURS: [found.kl.max]}, **common),
         Figure(
-            name=f"mean KL, {of}", samples={OURS: [float(np.mean(divergences))]}, targets=[target], **common
-        ),
-        Figure(name=f"largest KL, {of}", samples={OURS: [max(divergences)]}, **common),
-        Figure(
-            name=f"mean change of the text's own logprobs, {of}", samples={OURS: [float(shift)]}, **common
+            name=f"mean change of the text's own logprobs, {of}", samples={OURS: [found.delta.mean]}, **common
         ),
         Figure(
-            name=f"same likeliest token, {of}", unit="%", better="higher", samples={OURS: [100 * agreement]}
+            name=f"same likeliest token, {of}",
+            unit="%",
+            better="higher",
+            samples={OURS: [100 * found.agreement]},
         ),
     ]
 

@@ -8,7 +8,6 @@ how long single asks keep the event loop from another task.
 import asyncio
 import contextlib
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +75,12 @@ class InProcess:
         num_rows = self._num_rounds * len(job["output"])
         return num_rows / float(job["timings_s"][0])
 
-    def stall_inputs(self, seed: int, *, is_frozen: bool) -> list[dict[str, Any]]:
-        """One call beside a task that ticks."""
-        return [one | {"is_frozen": is_frozen} for one in self.inputs(seed)]
-
-    def stall(self, number: int, *, is_frozen: bool) -> float:
-        """Milliseconds for which the event loop was stopped at most."""
-        verb, seed = "event_loop_stall", 100 + 2 * number + is_frozen
-        inputs = self.stall_inputs(seed, is_frozen=is_frozen)
+    def stall(self, number: int) -> float:
+        """Milliseconds for which the event loop was stopped at most, in one call beside a task that ticks."""
         if number == 0:
-            warm_up = self.stall_inputs(WARM_UP_SEED, is_frozen=is_frozen)
-            self._arena.ask(self._contestant, verb, warm_up, **self._job)
-        return float(self._arena.ask(self._contestant, verb, inputs, **self._job)["output"])
+            self._arena.ask(self._contestant, "event_loop_stall", self.inputs(WARM_UP_SEED), **self._job)
+        job = self._arena.ask(self._contestant, "event_loop_stall", self.inputs(100 + number), **self._job)
+        return float(job["output"])
 
 
 class OverHttp:
@@ -135,34 +128,29 @@ def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int) -> Figure:
     )
 
 
-def stall_figures(arena: Arena, num_rounds: int) -> list[Figure]:
+def stall_figure(arena: Arena, num_rounds: int) -> Figure:
     """How long the event loop was stopped while each prefix was asked by a task of its own."""
     ours = InProcess(arena, (OURS, "default"), num_rounds)
-    figures = []
-    for is_frozen, how in ((False, ""), (True, ", after gc.freeze()")):
-        samples, _ = alternate({OURS: partial(ours.stall, is_frozen=is_frozen)}, arena.options.rounds)
-        figures.append(
-            Figure(
-                name=f"longest stall of the event loop in all rounds{how}",
-                unit="ms",
-                better="lower",
-                samples=samples,
-                targets=[Target(at_most=10.0)],
-            )
-        )
-    return figures
+    samples, _ = alternate({OURS: ours.stall}, arena.options.rounds)
+    return Figure(
+        name="longest stall of the event loop in all rounds",
+        unit="ms",
+        better="lower",
+        samples=samples,
+        targets=[Target(at_most=10.0)],
+    )
 
 
 def main() -> None:
-    """Run the race, and ours alone for the stalls."""
+    """Run the race, and ours alone for the stall."""
     options = parse_options(__doc__ or "")
     num_rounds = 2 if options.is_smoke else NUM_ROUNDS
     with Arena(options) as arena, contextlib.ExitStack() as stack:
-        stalls = stall_figures(arena, num_rounds)
+        stall = stall_figure(arena, num_rounds)
         served = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
         remote = stack.enter_context(RemoteLM(served.url))
         rate = rate_figure(arena, remote, num_rounds)
-    publish(Path(__file__).stem, [rate, *stalls], options)
+    publish(Path(__file__).stem, [rate, stall], options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""This measures scoring four continuations to one 256-token context, as a multiple-choice question does."""
+"""This measures scoring four continuations to one 256-token context, as a multiple-choice question does.
 
+Ours in process (`LLM.score`) and over HTTP (`POST /v1/score`), beside the harness's `hf` model in process.
+"""
+
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import OURS, Arena, Contestant, Figure, Target, alternate, parse_options, publish
+from harness import OURS, WARM_UP_SEED, Arena, Contestant, Figure, Target, alternate, parse_options, publish
 from prompts import prompts
+from servers import Served, our_program, serving
 
 CONTEXT_LEN, CONTINUATIONS, CONTINUATION_LEN = 256, 4, 8
 WANTED = (OURS, "lm_eval", "vllm", "transformers")
@@ -23,8 +28,8 @@ def question(arena: Arena, seed: int) -> list[dict[str, Any]]:
     return [{"context": context, "continuations": tails}]
 
 
-def figure(arena: Arena) -> Figure:
-    """Seconds a question, and the largest difference between the contestants' sums."""
+def figure(arena: Arena, server: Served | None = None) -> Figure:
+    """Seconds a question, ours in process or by a server, and the largest difference between the sums."""
     sums: dict[str, list[float]] = {}
     inputs = partial(question, arena)
 
@@ -34,11 +39,23 @@ def figure(arena: Arena) -> Figure:
         seconds: float = result["timings_s"][0]
         return seconds
 
+    def measure_served(url: Served, number: int) -> float:
+        for seed in (WARM_UP_SEED + number, number):
+            [body] = inputs(seed)
+            began = time.perf_counter()
+            reply = url.post("/v1/score", body)
+            seconds = time.perf_counter() - began
+        sums[OURS] = [float(one["logprob"]) for one in reply["data"]]
+        return seconds
+
     contestants = {label: partial(measure, label, one) for label, one in arena.labels(*WANTED).items()}
+    if server is not None:
+        contestants[OURS] = partial(measure_served, server)
     samples, notes = alternate(contestants, arena.options.rounds)
     apart = max(abs(a - b) for label in samples for a, b in zip(sums[label], sums[OURS], strict=True))
     return Figure(
-        name=f"{CONTINUATIONS} continuations to one {context_len(arena)}-token context",
+        name=f"{CONTINUATIONS} continuations to one {context_len(arena)}-token context"
+        + (", ours in process" if server is None else ", ours over HTTP"),
         unit="s",
         better="lower",
         samples=samples,
@@ -52,6 +69,9 @@ def main() -> None:
     options = parse_options(__doc__ or "")
     with Arena(options) as arena:
         figures = [figure(arena)]
+        arena.close(OURS)  # one of ours at a time
+        with serving(our_program(arena.model_folder)) as server:
+            figures.append(figure(arena, server))
     publish(Path(__file__).stem, figures, options)
 
 

@@ -1,7 +1,9 @@
-"""This measures the time from starting a process to its first token, on a converted model.
+"""This measures time and memory from starting a process to its first token, on a converted model.
 
 `logprobe generate` is the command line; the others are a script that loads the model and asks for one token.
-A server's first token is the first one streamed over HTTP with its logprobs.
+A server's first token is the first one streamed over HTTP with its logprobs. Memory is what is resident then,
+and what is left after `close()`. A first call, which proves the model and leaves that in the cache, is not
+counted.
 """
 
 import subprocess
@@ -15,10 +17,37 @@ from process import RIVALS, RivalError, RivalProcess
 from prompts import prompts
 from servers import MODEL_NAME, Program, our_program, serving, vllm_program
 
+from logprobe import LLM, SamplingParams
+
 LIBRARY = "logprobe, library"
 WANTED = (OURS, "vllm", "transformers")
 VLLM_SERVER = "vllm server"
-LIMIT_S = 6.0
+LIMIT_S = 3.0
+SERVER_LIMIT_S = 4.0
+LIMIT_MB = 800.0
+CLOSED = "logprobe, closed"
+TRANSFORMERS = "transformers float32"
+RESIDENT = "int(open('/proc/self/statm').read().split()[1]) * 4096 / 1e6"
+PROGRAMS = {
+    OURS: f"""
+from logprobe import LLM, SamplingParams
+llm = LLM({{folder!r}})
+llm.generate("The capital of France is", SamplingParams(max_tokens=1, temperature=0, logprobs=5))
+print({RESIDENT})
+llm.close()
+print({RESIDENT})
+""",
+    TRANSFORMERS: f"""
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({{folder!r}})
+model = AutoModelForCausalLM.from_pretrained({{folder!r}}, dtype=torch.float32).eval()
+with torch.inference_mode():
+    model(**tokenizer("The capital of France is", return_tensors="pt"))
+print({RESIDENT})
+""",
+}
+STEP_ROWS = 512
 
 
 def command_s(arena: Arena) -> float:
@@ -67,6 +96,48 @@ def figure(arena: Arena) -> Figure:
     )
 
 
+def resident_mb(arena: Arena, name: str) -> list[float]:
+    """Megabytes that a program prints of itself, in a process of its own."""
+    script = PROGRAMS[name].format(folder=str(arena.model_folder))
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    return [float(line) for line in done.stdout.split()]
+
+
+def memory_figure(arena: Arena) -> Figure:
+    """Resident memory at the first token."""
+    ours = [resident_mb(arena, OURS) for _ in range(min(arena.options.rounds, 3))]
+    theirs = [resident_mb(arena, TRANSFORMERS)[0] for _ in ours]
+    return Figure(
+        name="resident memory at the first token",
+        unit="MB",
+        better="lower",
+        samples={OURS: [one[0] for one in ours], CLOSED: [one[1] for one in ours], TRANSFORMERS: theirs},
+        targets=[Target(at_most=LIMIT_MB), Target(against=TRANSFORMERS, at_least=1 / 0.8)],
+    )
+
+
+def step_figure(arena: Arena) -> Figure:
+    """Seconds of a step whose slots were never used, beside the same on used slots."""
+    with LLM(str(arena.model_folder), max_batch_tokens=STEP_ROWS) as llm:
+        ids = [token_id % 256 for token_id in range(STEP_ROWS)]
+        llm.generate([ids[:8]], SamplingParams(max_tokens=1))
+        seconds: dict[str, list[float]] = {OURS: [], "slots used before": []}
+        for name, times in seconds.items():
+            for number in range(arena.options.rounds):
+                if name != OURS:
+                    llm.engine.forget_prefixes()
+                began = time.perf_counter()
+                llm.generate([[number + 1, *ids[1:]]], SamplingParams(max_tokens=1))
+                times.append(time.perf_counter() - began)
+    return Figure(
+        name=f"a step of {STEP_ROWS} tokens on slots never used, and a token",
+        unit="s",
+        better="lower",
+        samples=seconds,
+        notes=[f"the worst: {max(seconds[OURS]):.3f} s"],
+    )
+
+
 def served_s(program: Program, _number: int) -> float:
     """Seconds from starting a server to the first token of its first stream."""
     body = {
@@ -96,7 +167,7 @@ def server_figure(arena: Arena) -> Figure:
         unit="s",
         better="lower",
         samples=samples,
-        targets=[Target(at_most=LIMIT_S)],
+        targets=[Target(at_most=SERVER_LIMIT_S)],
         notes=[*notes, *arena.missing("vllm")],
     )
 
@@ -105,7 +176,8 @@ def main() -> None:
     """Run the figures."""
     options = parse_options(__doc__ or "")
     with Arena(options) as arena:
-        figures = [figure(arena), server_figure(arena)]
+        command_s(arena)
+        figures = [figure(arena), server_figure(arena), memory_figure(arena), step_figure(arena)]
     publish(Path(__file__).stem, figures, options)
 
 

@@ -1,6 +1,8 @@
 """This measures the surprisals of many sentences at once, as studies of reading times ask for them."""
 
 import random
+import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,20 @@ def sentences(arena: Arena, seed: int) -> list[dict[str, Any]]:
     return [{"texts": texts}]
 
 
-def figure(arena: Arena) -> Figure:
+def gpt2_shaped(folder: Path, arena: Arena) -> Path:
+    """GPT-2's smallest shape with weights drawn at random, and the default model's vocabulary."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, set_seed
+
+    tokenizer = AutoTokenizer.from_pretrained(arena.model_folder)
+    set_seed(0)
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 64} if arena.options.is_smoke else {}
+    special = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **special, **small)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def figure(arena: Arena, shape: str) -> Figure:
     """Sentences a second, and the largest difference between the contestants' sums."""
     sums: dict[str, list[float]] = {}
     inputs = partial(sentences, arena)
@@ -51,7 +66,7 @@ def figure(arena: Arena) -> Figure:
     }
     told = [f"{label}: sentence sums within {value:.1e} nats of ours" for label, value in apart.items()]
     return Figure(
-        name=f"surprisals of {len(sums[OURS])} sentences",
+        name=f"surprisals of {len(sums[OURS])} sentences, {shape}",
         unit="sentences/s",
         better="higher",
         samples=samples,
@@ -61,10 +76,13 @@ def figure(arena: Arena) -> Figure:
 
 
 def main() -> None:
-    """Run the figure."""
+    """Run the figure on both models."""
     options = parse_options(__doc__ or "")
-    with Arena(options) as arena:
-        figures = [figure(arena)]
+    with Arena(options) as arena, tempfile.TemporaryDirectory() as folder:
+        figures = [figure(arena, options.model)]
+        shaped = gpt2_shaped(Path(folder), arena)
+        with Arena(replace(options, model=str(shaped))) as other:
+            figures.append(figure(other, "GPT-2's shape"))
     publish(Path(__file__).stem, figures, options)
 
 

@@ -19,7 +19,8 @@ from logprobe.engine.layers.packed import PackedLinear
 from logprobe.engine.layers.published import PublishedLinear
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.threads.series import Series
-from logprobe.models import load_model, load_panels, resolve
+from logprobe.models import load_model, resolve
+from logprobe.models.stored.panels import read_panels
 
 PACKED, PLAIN, FLOAT32 = "oneDNN packed", "plain torch", "float32 panels"
 ROUNDED = {"bfloat16 panels": torch.bfloat16, "float16 panels": torch.float16}
@@ -108,7 +109,7 @@ def main() -> None:
     files = resolve(options.model)
     model = load_model(files, dtype=torch.float32)
     with torch.inference_mode():
-        made = forms(model, load_panels(files))
+        made = forms(model, read_panels(files.folder))
         figures = [exactness(made)]
         figures += [speed(made, rows, options) for rows in (ROWS[:2] if options.is_smoke else ROWS)]
     publish(Path(__file__).stem, figures, options)

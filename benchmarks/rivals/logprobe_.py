@@ -4,7 +4,6 @@ The first job's verb chooses the front door: `AsyncLM` for next-token rows, `LLM
 """
 
 import asyncio
-import gc
 import time
 from typing import Any
 
@@ -93,14 +92,10 @@ class NextToken:
         rows = asyncio.run(self._in_batches(prefixes, rounds))
         return lambda: rows.argmax(-1).tolist()
 
-    def event_loop_stall(self, prefixes: list[TokenIds], rounds: list[list[int]], *, is_frozen: bool) -> Read:
+    def event_loop_stall(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """Each prefix by a task of its own, beside one that only ticks: how long it was kept waiting, ms."""
         self._forget()
-        if is_frozen:
-            gc.collect()
-            gc.freeze()
         stall_s = asyncio.run(self._watched(prefixes, rounds))
-        gc.unfreeze()
         return lambda: 1000 * stall_s
 
     def _forget(self) -> None:

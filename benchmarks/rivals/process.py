@@ -67,6 +67,7 @@ RIVALS = {
         Rival(name="logprobe", python=Path(sys.executable), variants=("default",)),
         Rival(name="transformers", python=Path(sys.executable)),
         Rival(name="vllm", python=_own_python("vllm"), environment=_VLLM_ENVIRONMENT),
+        Rival(name="vllm_transport", python=_own_python("vllm"), variants=("default",)),
         Rival(name="genlm", python=_own_python("genlm")),
         Rival(name="lm_eval", python=_own_python("lm_eval")),
         Rival(name="minicons", python=_own_python("minicons")),

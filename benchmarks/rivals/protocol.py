@@ -50,6 +50,10 @@ def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return bool(asked["rounds"]) and output >= 0
 
 
+def _rows_are_complete(output: Any, asked: dict[str, Any]) -> bool:
+    return output == asked["num_rows"] * asked["num_steps"]
+
+
 # verb -> does the output hold everything that was asked for? Each rival's methods carry the same names, do
 # the work and return a function that reads its numbers out, called after the clock has stopped:
 #   decode(prompts, new_tokens, logprobs): chosen token ids, one list a prompt; end-of-text is ignored
@@ -58,8 +62,10 @@ def _event_loop_stall_is_complete(output: Any, asked: dict[str, Any]) -> bool:
 #   next_token(prefixes, rounds): in each round every prefix is asked for its whole next-token row and is then
 #       extended by that round's tokens; the likeliest token of the last round's rows is read out
 #   surprisals(texts): nats of each sentence's tokens after its first, summed
-#   event_loop_stall(prefixes, rounds, is_frozen): the same work; the longest that the event loop kept a task
-#       waiting, ms; is_frozen: with all that was loaded out of the garbage collector's sight
+#   event_loop_stall(prefixes, rounds): the same work; the longest that the event loop kept a task
+#       waiting, ms
+#   rows(num_rows, k, num_steps): steps of so many rows with k alternatives each, from a process of its own;
+#       how many were read
 COMPLETENESS: dict[str, Check] = {
     "decode": _decode_is_complete,
     "score": _score_is_complete,
@@ -67,6 +73,7 @@ COMPLETENESS: dict[str, Check] = {
     "next_token": _next_token_is_complete,
     "surprisals": _surprisals_are_complete,
     "event_loop_stall": _event_loop_stall_is_complete,
+    "rows": _rows_are_complete,
 }
 
 
