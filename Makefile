@@ -23,13 +23,14 @@ demo: $(VENV)/.base  ## score the first lines of a text and generate from a prom
 	sed -n 3p examples/lighthouse.txt | $(BIN)/logprobe score - --top 3
 	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
 
-test: $(VENV)/.test  ## the whole suite; the default model is fetched once
-	$(BIN)/python -m pytest -q
+# Two processes, each with whole files: most tests wait for Python, which has one core a process.
+SIDE_BY_SIDE := -n 2 --dist loadfile
 
-cover: $(VENV)/.test  ## the whole suite with branch coverage; fails under the floor in pyproject.toml
-	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -q
-	$(BIN)/python -m coverage report --skip-covered --skip-empty --sort=cover
+test: $(VENV)/.test  ## the whole suite; the default model is fetched once
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
+
+cover: $(VENV)/.test  ## the suite but for test-ray, with branch coverage; fails under the floor in pyproject.toml
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not ray" --cov --cov-report=term:skip-covered
 
 PYTHONS ?= 3.12 3.13
 .PHONY: test-pythons
@@ -42,33 +43,88 @@ test-pythons:  ## what needs no real weights, on other Pythons that are on the p
 	.venv-$$version/bin/python -m pytest -q -m "not real_model" --ignore=tests/benchmarks || exit 1; \
 	done
 
-check: $(VENV)/.check  ## linter, format, types, import layers
+.PHONY: test-gpu
+test-gpu: $(VENV)/.test  ## what runs on an NVIDIA GPU alone; says so where there is none
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no NVIDIA GPU here'"
+	$(BIN)/python -m pytest -q -m gpu
+
+check: $(VENV)/.check  ## linter, format, types, import layers; the files of deploy/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+
+EXAMPLES ?= 20000
+.PHONY: fuzz
+fuzz: $(VENV)/.test  ## hostile input of every kind, EXAMPLES of each; what it finds becomes a named test
+	FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q -m fuzz --hypothesis-show-statistics
+
+.PHONY: test-web
+test-web: $(VENV)/.test  ## pages of a real Chromium against the server; installs Debian's where root may
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	apt-get update -q && apt-get install -y -q --no-install-recommends chromium; } || \
+	{ echo "test-web needs chromium on the path; as root: apt-get install -y chromium" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[web]'
+	REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -q tests/web
+
+.PHONY: screenshots
+screenshots: $(VENV)/.base  ## docs/pictures: the page at three widths; needs chromium, as test-web does
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[web]'
+	$(BIN)/python docs/screenshots.py
 
 .PHONY: rivals bench
 rivals: $(VENV)/.base  ## build the environments that the benchmarks compare with; one that fails stops no other
 	$(BIN)/python benchmarks/rivals/install.py
 
 .PHONY: test-genlm
-test-genlm: $(VENV)/.base  ## genlm-control, unchanged, on this library, in an environment of its own
+test-genlm: $(VENV)/.base  ## genlm-backend and genlm-control, unchanged, with their own tests, on this library
 	$(BIN)/python benchmarks/rivals/install.py genlm
-	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py
+	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py tests/integrations/test_genlm_own.py
 
 .PHONY: test-lm-eval
 test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP and in process; the harness in an environment of its own
 	$(BIN)/python benchmarks/rivals/install.py lm_eval
 	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py tests/integrations/test_lm_eval.py
 
+ON_VLLM := tests/engine/backends tests/next_token tests/docs/test_next_token_page.py
+.PHONY: test-vllm
+test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every engine and what is vLLM's own, in vLLM's environment
+	$(BIN)/python benchmarks/rivals/install.py vllm
+	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm $(ON_VLLM)
+
+.PHONY: test-ray
+test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
+	$(BIN)/python -m pytest -q -m ray
+
+.PHONY: notebook
+notebook: $(VENV)/.base  ## run examples/surprisal.ipynb anew and keep what it shows
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook,frames,plot]'
+	$(BIN)/python docs/run_notebook.py
+
 bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then docs/performance.md; OPTIONS="--rounds 3" for fewer
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-docs: $(VENV)/.base  ## docs/cli.md from the commands' own help, docs/models.md from the tests' table of families
+docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, errors), then all of them as a site in site/
 	$(BIN)/python docs/cli_help.py > docs/cli.md
 	$(BIN)/python docs/models_page.py > docs/models.md
+	$(BIN)/python docs/reliability_page.py > docs/reliability.md
+	$(BIN)/python docs/errors_page.py > docs/errors.md
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+# The wheel from the source archive, both as published, in an environment of their own with what they declare.
+.PHONY: test-wheel
+test-wheel: $(VENV)/.test  ## build wheel and source archive, install the wheel outside this folder, and try it
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[release]'
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	$(BIN)/python -m build --outdir "$$folder/dist" . >"$$folder/build.log" || { cat "$$folder/build.log"; exit 1; } && \
+	$(PYTHON) -m venv "$$folder/venv" && \
+	"$$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check "$$folder"/dist/*.whl && \
+	RELEASE_FOLDER="$$folder" $(BIN)/python -m pytest -q tests/release
 
 format: $(VENV)/.check
 	$(BIN)/ruff format .

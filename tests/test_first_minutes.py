@@ -6,7 +6,9 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from logprobe import LLM, SamplingParams
+import numpy as np
+
+from logprobe import LLM, CompletionOutput, SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +25,33 @@ def test_outputs_and_models_show_as_one_short_line(tiny_llm: LLM) -> None:
         assert len(text) <= LONGEST
     assert "20 tokens" in repr(output.outputs[0])
     assert "and 1 more" in repr(output)
+
+
+def test_escapes_do_not_make_the_line_longer() -> None:
+    shown = repr(CompletionOutput(index=0, text="\x1d" * 500, finish_reason="length"))
+    assert len(shown) <= LONGEST
+    assert "…" in shown
+    assert "'ab'" in repr(CompletionOutput(index=0, text="ab", finish_reason="stop"))
+
+
+def test_records_of_a_step_and_scores_show_as_one_short_line(tiny_llm: LLM) -> None:
+    import torch
+
+    from logprobe import LogprobsLists, LogprobsTensors, ModelRunnerOutput
+
+    [score] = tiny_llm.score([("the cat", " and the dog" * 8)], logprobs=-1, entropy=True)
+    columns = [np.zeros((64, 2000), np.int32), np.zeros((64, 2000), np.float32)]
+    rest = [np.ones(64, np.int32), np.zeros(64, np.float32), np.ones(64, np.int32), np.ones(64, np.bool_)]
+    names = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
+    arrays = dict(zip(names, columns + rest, strict=True))
+    lists = LogprobsLists.of_rows(**arrays)
+    tensors = LogprobsTensors(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+    output = ModelRunnerOutput.create(np.arange(64), [f"request-{row}" for row in range(64)], lists)
+    assert score.record is not None
+    for shown in (score, score.record, lists, tensors, output, output.sampler_output):
+        assert "\n" not in repr(shown)
+        assert len(repr(shown)) <= LONGEST
+    assert "greedy" in repr(score) or not score.is_greedy
 
 
 def test_loading_a_model_says_nothing_on_standard_error(

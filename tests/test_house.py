@@ -71,6 +71,28 @@ def test_nothing_is_marked_for_later() -> None:
     assert marked == []
 
 
+def test_lora_weights_have_one_name() -> None:
+    # What others call so with an underscore (adapter_config.json, load_adapter) is theirs.
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*")]
+    files = [*SOURCES, *pages, *(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    word = re.compile(r"(?<![A-Za-z])adapt" + r"(?:er|ers|able)(?![a-z_])", re.IGNORECASE)
+    other = [name(path) for path in files if path.is_file() and word.search(path.read_text("utf-8"))]
+    assert other == []
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    # Neither folders of the machine that it was written on, nor hosts for which a reader has others.
+    elsewhere = re.compile(
+        r"(?<![\w.$%~}])/(?:wo" + r"rk|ho" + r"me|ro" + r"ot)/|py" + r"pi\.org|python" + r"hosted\.org"
+    )
+    folders = ("docs", "deploy", "examples", "benchmarks", ".ci", ".github")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
+    files += [*SOURCES, *TESTS, *(file for file in ROOT.iterdir() if file.suffix in {".md", ".toml", ".yml"})]
+    texts = [file for file in files if file.suffix not in {".png", ".pyc"} and file.is_file()]
+    assert len(texts) > 300
+    assert [name(file) for file in texts if elsewhere.search(file.read_text("utf-8"))] == []
+
+
 def test_no_exception_is_swallowed() -> None:
     swallowed = [
         f"{name(path)}:{node.lineno}"
@@ -81,14 +103,14 @@ def test_no_exception_is_swallowed() -> None:
     assert swallowed == []
 
 
-def test_the_client_alone_makes_requests() -> None:
+def test_one_file_alone_makes_requests() -> None:
     makers = {
         name(path)
         for path in SOURCES
         for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Request"
     }
-    assert makers == {"src/logprobe/engine/client.py"}
+    assert makers == {"src/logprobe/engine/request.py"}
 
 
 @pytest.mark.parametrize(

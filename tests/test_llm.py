@@ -147,17 +147,17 @@ def bytes_of(llm: LLM, token_ids: list[int]) -> bytes:
 def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The tiny model made to say given tokens, whatever its weights think."""
     sampler = tiny_llm.engine._engine.sampler
-    plain = sampler.sample
+    plain = sampler.draw
 
     def say(text: str, **params: Any) -> Any:
         script = iter(tiny_llm.text.encode(text, add_special_tokens=False).tolist() + [1] * 20)
 
-        def sample(logits: Any, asked: Any, uniforms: Any, changed: Any) -> Any:
+        def draw(logits: Any, asked: Any, uniforms: Any, changed: Any, forced: Any) -> Any:
             logits = logits.clone().fill_(-1.0)
             logits[:, next(script)] = 10.0
-            return plain(logits, asked, uniforms, changed)
+            return plain(logits, asked, uniforms, changed, forced)
 
-        monkeypatch.setattr(sampler, "sample", sample)
+        monkeypatch.setattr(sampler, "draw", draw)
         return completion(tiny_llm, [[5]], max_tokens=20, temperature=0, **params)
 
     return say

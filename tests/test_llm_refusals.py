@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,7 @@ def test_a_bad_pair_is_refused_by_name(tiny_llm: LLM, pair: Any, parameter: str)
 def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError):
         tiny_llm.generate([[5], [6], [999999]])
-    assert not tiny_llm.engine._folds
+    assert not tiny_llm.engine._readers._folds
     assert not tiny_llm.engine._engine.has_work
 
 
@@ -187,3 +188,74 @@ def test_a_prompt_that_is_too_long_may_lose_its_left_end(tiny_llm: LLM) -> None:
     assert scored.prompt_token_ids == ids[-129:]
     with pytest.raises(ParameterError, match="truncation"):
         tiny_llm.generate([ids], truncation="right")  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_too_long_may_be_read_in_windows(tiny_llm: LLM) -> None:
+    ids = [5 + place % 200 for place in range(500)]
+    asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2)
+    (output,) = tiny_llm.generate([ids], asked, truncation="window")
+    (end,) = tiny_llm.generate([ids[-124:]], asked)
+    scores = tiny_llm.score([(ids[:1], ids[1:])], truncation="window")
+    assert output.outputs[0].token_ids == end.outputs[0].token_ids
+    assert output.prompt_token_ids == ids
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    chosen = output.prompt_logprobs[1:].chosen_entries()
+    assert chosen.token_ids.tolist() == ids[1:]
+    assert chosen.logprobs.tolist() == scores[0].token_logprobs
+    assert output.info is not None
+
+
+def test_a_bad_pair_among_many_does_not_refuse_the_others(tiny_llm: LLM) -> None:
+    pairs: list[Any] = [("the", " cat"), ("the", ""), ([5], [6] * 200), ("and", " dog"), ("a", [5])]
+    scores = tiny_llm.score(pairs, on_error="return", unconditional=True)
+    alone = tiny_llm.score([pairs[0], pairs[3]], unconditional=True)
+    assert [score.error is None for score in scores] == [True, False, False, True, False]
+    assert [scores[0], scores[3]] == alone
+    says = {1: "continuation: number 1 of 5 is empty", 2: "prompt: number 2 of 5 has 201 tokens", 4: "both"}
+    for place, words in says.items():
+        assert words in str(scores[place].error)
+        assert math.isnan(scores[place].logprob)
+    with pytest.raises(ParameterError, match=r"^prompt: number 2 of 3 has 201 tokens"):
+        tiny_llm.score([pairs[0], pairs[3], pairs[2]])
+
+
+def test_a_pair_that_fails_while_it_runs_leaves_the_others(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = tiny_llm.engine._engine.forward
+    plain = forward.run
+
+    def run(plan: Any) -> None:
+        if any(67 in plan.token_ids[plan.span(index)] for index in range(len(plan.loras))):
+            raise RuntimeError("boom")
+        plain(plan)
+
+    monkeypatch.setattr(forward, "run", run)
+    with pytest.raises(BatchError, match=r"request 0: .*boom") as caught:
+        tiny_llm.score([([67, 6], [6])])
+    assert list(caught.value.errors) == [0]
+    (returned,) = tiny_llm.score([([67, 6], [6])], on_error="return")
+    assert "boom" in str(returned.error)
+
+
+def test_a_pair_that_is_too_long_may_be_cut_or_read_in_windows(tiny_llm: LLM) -> None:
+    ids = [5 + place % 200 for place in range(500)]
+    pair = (ids[:450], ids[450:])
+    (left,) = tiny_llm.score([pair], truncation="left", unconditional=True)
+    (end,) = tiny_llm.score([(ids[-129:-50], ids[-50:])], unconditional=True)
+    assert left == end
+    (windows,) = tiny_llm.score([pair], truncation="window", unconditional=True)
+    assert windows.token_ids == pair[1]
+    assert windows.unconditional_logprob == end.unconditional_logprob
+    (whole,) = tiny_llm.score([(ids[:1], ids[1:])], truncation="window")
+    assert windows.token_logprobs == whole.token_logprobs[-50:]
+    with pytest.raises(ParameterError, match=r"^continuation: has 200 tokens without its context"):
+        tiny_llm.score([(ids[:300], ids[300:])], truncation="left")
+    with pytest.raises(ParameterError, match="truncation"):
+        tiny_llm.score([pair], truncation="right")  # type: ignore[arg-type]
+
+
+def test_the_default_refuses_a_long_pair(tiny_llm: LLM) -> None:
+    with pytest.raises(PromptTooLongError, match="shorten it or score it in windows"):
+        tiny_llm.score([([5] * 300, [6])])

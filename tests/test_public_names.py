@@ -10,6 +10,7 @@ PUBLIC = {
     "__version__",
     "LLM",
     "AsyncLM",
+    "AsyncVirtualLM",
     "CompletionOutput",
     "EngineConfig",
     "LogprobeError",

@@ -77,6 +77,9 @@ class FakeForward:
         rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def logits_after(self, token_ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """What the model says after a prefix, (vocabulary,) float32."""
         return self._logits_of(self._state_of(token_ids))
@@ -138,7 +141,7 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
     )
     source = LogprobsInfo(engine="fake", model="fake", logits_dtype="float32")
     describer = Describer(source, forward.vocab_size, text.vocabulary)
-    backend = ThreadEngine(engine, capabilities, describer)
+    backend = ThreadEngine(engine, capabilities, describer, overlap=config.overlap)
     return LoadedModel(backend, text, None, engine.processing.pipeline)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import logprobe
+
 PAGE = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
 SECTIONS = ("Added", "Changed", "Fixed")
 VERSIONS = PAGE.split("\n## ")[1:]
@@ -14,6 +16,10 @@ def test_a_version_is_to_come_and_all_others_have_a_number_and_a_day() -> None:
     first, *others = (version.splitlines()[0] for version in VERSIONS)
     assert first == "Unreleased"
     assert all(re.fullmatch(r"\[?\d+\.\d+\.\d+\]? - \d{4}-\d{2}-\d{2}", title) for title in others)
+
+
+def test_the_newest_version_is_the_packages() -> None:
+    assert VERSIONS[1].splitlines()[0].startswith(f"{logprobe.__version__} - ")
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.splitlines()[0])

@@ -1,10 +1,11 @@
-"""docs/coming-from.md: what stands on its right-hand sides works."""
+"""docs/coming-from.md: both sides of its tables work, as far as their libraries are here."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,19 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
-def right_sides(section: str) -> list[str]:
-    """The first code of each right-hand cell, in order."""
+def sides(section: str, column: int) -> list[str]:
+    """The first code of each cell of a column, in order; none of a cell that has no code alone."""
     rows = [line for line in section.splitlines() if line.startswith("|")][2:]
-    return [re.findall(r"`([^`]+)`", row.split(" | ")[-1])[0] for row in rows]
+    cells = [row.strip("| ").split(" | ")[column] for row in rows]
+    return [code[1] for cell in cells if (code := re.match(r"`([^`]+)`", cell))]
+
+
+def right_sides(section: str) -> list[str]:
+    return sides(section, -1)
+
+
+def left_sides(section: str) -> list[str]:
+    return sides(section, 0)
 
 
 @pytest.fixture
@@ -72,6 +82,38 @@ async def _awaited(work: Any) -> None:
 def test_each_line_on_the_right_runs(section: str, names: dict[str, Any], tiny_model_folder: Path) -> None:
     lines = right_sides(SECTIONS[section])
     assert len(lines) == 10
+    for line in lines:
+        run(line, names, tiny_model_folder)
+
+
+@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "LightLLM"])
+def test_each_line_on_the_left_is_python(section: str) -> None:
+    lines = left_sides(SECTIONS[section])
+    assert len(lines) >= 9
+    for line in lines:
+        # A line of the page may be the arguments of a call alone.
+        code = f"call({line})" if line.startswith("logprobs=") else line
+        compile(code, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_lightllms_parameters_are_json() -> None:
+    lines = left_sides(SECTIONS["LightLLM"])
+    assert len(lines) == 10
+    for line in lines:
+        assert line.startswith("/") or json.loads(f"{{{line}}}")
+
+
+def test_transformers_own_lines_run(tiny_model_folder: Path, names: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, TextIteratorStreamer
+
+    tokenizer = names["tokenizer"]
+    inputs = tokenizer("the cat", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, timeout=30)
+    streamer.on_finalized_text("the cat", stream_end=True)
+    names |= {"inputs": inputs, "ids": inputs.input_ids, "num_prompt": inputs.input_ids.shape[1]}
+    names |= {"streamer": streamer, "AutoModelForCausalLM": AutoModelForCausalLM}
+    lines = left_sides(SECTIONS["transformers"])
+    assert len(lines) >= 9
     for line in lines:
         run(line, names, tiny_model_folder)
 

@@ -1,41 +1,50 @@
-"""The examples of docs/next-token.md run, one after the other; those of genlm where it is installed."""
+"""The examples of docs/next-token.md run, one after the other; those of genlm and vLLM where those are."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from doc_pages import PAGES, examples_of, run_examples
 from logprobe import AsyncLM, RemoteLM, errors
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from logprobe import LLM
 
-PAGE = (Path(__file__).parents[2] / "docs/next-token.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+PAGE = PAGES["next-token.md"]
+EXAMPLES = examples_of("next-token.md")
 
 
+@pytest.fixture
+def here(tmp_path: Path, adapter_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which LoRA weights lie."""
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "tuned").symlink_to(adapter_folders["narrow"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("here")
 def test_the_examples_run_one_after_the_other(
-    tiny_llm: LLM,
-    tiny_model_folder: Path,
-    adapter_folders: dict[str, Path],
-    new_serving: Any,
-    capsys: pytest.CaptureFixture[str],
+    tiny_llm: LLM, tiny_model_folder: Path, new_serving: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours = [example for example in EXAMPLES if "genlm" not in example]
+    ours = [example for example in EXAMPLES if not re.search("genlm|Virtual", example)]
     assert len(ours) == 8
     with new_serving(tiny_llm, ServerSettings()) as (url, _):
-        names: dict[str, object] = {
-            "model": str(tiny_model_folder),
-            "adapter": adapter_folders["narrow"],
-            "url": url,
-        }
-        for example in ours:
-            exec(compile(example, "next-token.md", "exec", dont_inherit=True), names)  # noqa: S102 - our own page
+        run_examples("next-token.md", ours, model=tiny_model_folder, url=url)
     assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+@pytest.mark.vllm
+def test_the_examples_on_vllm_run_one_after_the_other(wide_heads: tuple[Path, dict[str, Path]]) -> None:
+    on_vllm = [example for example in EXAMPLES if "Virtual" in example and "genlm" not in example]
+    assert len(on_vllm) == 2
+    run_examples("next-token.md", on_vllm, model=wide_heads[0])
 
 
 def test_every_method_and_error_that_the_page_names_is_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.forward import attention, native
 from logprobe.engine.layers.fused import FusedLayer
+from logprobe.engine.ready import follow, start
+from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Request, Submit
@@ -72,10 +75,10 @@ def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
     ids = np.random.default_rng(1).integers(3, model.config.get_text_config().vocab_size, 60).tolist()
     tokenizer = mock.Mock(encode=lambda _: ids)
     with (
-        mock.patch.object(native, "load_model", copied),
-        mock.patch.object(native, "load_tokenizer", return_value=tokenizer),
+        mock.patch.object(start, "load_model", copied),
+        mock.patch.object(follow, "load_tokenizer", return_value=tokenizer),
     ):
-        return native.NativeForward(config, mock.sentinel.files)
+        return native.NativeForward(config, ModelFiles("tiny", Path("/nowhere")))
 
 
 class Driven:

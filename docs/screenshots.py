@@ -1,0 +1,104 @@
+"""Draw docs/pictures: the page at three widths, in the system's Chromium, over the default model on a server.
+
+`make screenshots` runs it. Beside the pictures it notes the page's digest, by which a test sees that they are
+of another page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from logprobe.server.routes.page import assemble
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FOLDER = Path(__file__).parent / "pictures"
+NOTE = FOLDER / "page.json"
+# File → width, height, scheme.
+SHOTS = {
+    "page": (1280, 760, "light"),
+    "page-dark": (1280, 760, "dark"),
+    "page-768": (768, 900, "light"),
+    "page-380": (380, 820, "light"),
+}
+START_LIMIT_S = 180
+IN_HAND = 6  # the token that the pictures tell about
+
+
+def digest() -> str:
+    """Of the page as it is served."""
+    return hashlib.sha256(assemble()[0]).hexdigest()
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """`logprobe serve smollm2` on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "logprobe", "serve", "smollm2", "--port", url.rpartition(":")[2]]
+    with subprocess.Popen(command) as process:  # noqa: S603 - our own command
+        try:
+            _wait_until_ready(url, process)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/ready", timeout=5).close()  # noqa: S310 - our own address
+        except OSError as error:  # refused, or not answered yet
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server did not start") from error
+            time.sleep(0.2)
+        else:
+            return
+
+
+def shoot(browser: Any, url: str, name: str) -> None:
+    """One picture: a continued text with a token in hand."""
+    width, height, scheme = SHOTS[name]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    tab = context.new_page()
+    tab.goto(url)
+    tab.wait_for_selector("body[data-ready]")
+    tab.click("#go")
+    tab.wait_for_selector("#csv:not([disabled])", timeout=60_000)
+    tab.locator(".token").nth(IN_HAND).hover()
+    if width < height:
+        tab.locator("#legend").scroll_into_view_if_needed()
+        tab.evaluate("document.getElementById('legend').scrollIntoView()")
+    tab.evaluate("document.getElementById('status').textContent = ''")  # a time differs from run to run
+    tab.screenshot(path=FOLDER / f"{name}.png")
+    context.close()
+
+
+def main() -> None:
+    """Draw them all."""
+    from playwright.sync_api import sync_playwright
+
+    FOLDER.mkdir(exist_ok=True)
+    with serving() as url, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for name in SHOTS:
+            shoot(browser, url, name)
+        browser.close()
+    NOTE.write_text(json.dumps({"page_sha256": digest()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

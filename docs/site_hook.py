@@ -1,0 +1,66 @@
+"""What MkDocs is told beyond mkdocs.yml: the pages that stand beside docs/, and links that lead out of it.
+
+README, SECURITY, CONTRIBUTING and CHANGELOG stay where a repository has them; programs of examples/ become
+pages. Links between all of these are written for the repository, and are led to the site's pages here.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+# File of the repository → page of the site.
+BESIDE = {
+    "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "license.md",
+} | {f"examples/{path.name}": f"examples/{path.stem}.md" for path in sorted((ROOT / "examples").glob("*.py"))}
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that stand beside docs/."""
+    for name, page in BESIDE.items():
+        files.append(File.generated(config, page, content=_content(name)))
+    as_they_are = [*(ROOT / "deploy").iterdir(), *(ROOT / "examples").glob("*.ipynb")]
+    for path in sorted(as_they_are):
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - MkDocs' names
+    """Lead links that are right in the repository to pages of the site."""
+    here = page.file.src_uri
+    beside = {site: name for name, site in BESIDE.items()}
+    folder = posixpath.dirname(beside.get(here, f"docs/{here}"))
+    return LINK.sub(lambda link: site_link(link[1], folder, posixpath.dirname(here)), markdown)
+
+
+def site_link(target: str, folder: str, site_folder: str) -> str:
+    """A link of a file in `folder` of the repository, as the site's page in `site_folder` has it."""
+    name, hash_, anchor = target.partition("#")
+    path = posixpath.normpath(posixpath.join(folder, name))
+    page = BESIDE.get(path) or path.removeprefix("docs/")
+    return posixpath.relpath(page, site_folder or ".") + hash_ + anchor
+
+
+def _content(name: str) -> str:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name == "LICENSE":
+        return f"# License\n\n```text\n{text}```\n"
+    if name.endswith(".py"):
+        return f"# {Path(name).name}\n\n```python\n{text}```\n"
+    return text

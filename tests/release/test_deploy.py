@@ -1,0 +1,101 @@
+"""What deploy/ and docs/deploy.md name is there: variables, figures, files, times."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+import yaml
+
+import logprobe
+from logprobe.cli.app import app
+from logprobe.server import ServerSettings
+from logprobe.server.metrics import PROCESSOR_COUNTERS, Metrics
+
+if TYPE_CHECKING:
+    from logprobe import LLM
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+UNIT = (ROOT / "deploy" / "logprobe.service").read_text(encoding="utf-8")
+COMPOSE_TEXT = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+[SERVICE] = yaml.safe_load(COMPOSE_TEXT)["services"].values()
+
+
+def variables() -> set[str]:
+    """The environment variables that `logprobe serve` reads, and the folder's."""
+    [serve] = [command for name, command in typer.main.get_command(app).commands.items() if name == "serve"]  # type: ignore[attr-defined]
+    return {str(param.envvar) for param in serve.params if param.envvar} | {"LOGPROBE_HOME"}
+
+
+@pytest.mark.parametrize(
+    "text", [PAGE, DOCKERFILE, UNIT, COMPOSE_TEXT], ids=["page", "image", "unit", "compose"]
+)
+def test_every_variable_is_one_that_the_server_reads(text: str) -> None:
+    named = set(re.findall(r"\bLOGPROBE_[A-Z_]*[A-Z]\b", text))
+    assert named - {"LOGPROBE_NAME"} - variables() == set()
+
+
+def test_every_figure_of_the_page_is_one_of_the_servers(tiny_llm: LLM) -> None:
+    own = {f"logprobe_processor_{name}_total" for name in PROCESSOR_COUNTERS}
+    own |= set(re.findall(r"^# TYPE (\w+)", Metrics(tiny_llm.engine).text().decode(), re.MULTILINE))
+    named = set(re.findall(r"`(logprobe_\w+)", PAGE))
+    assert len(named) > 8
+    assert named - own == set()
+
+
+def test_those_who_stop_the_server_wait_longer_than_it_drains() -> None:
+    waits = [int(SERVICE["stop_grace_period"].removesuffix("s"))]
+    waits += [int(seconds) for seconds in re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)]
+    assert len(waits) == 2
+    assert min(waits) > ServerSettings().drain_s
+
+
+def test_the_image_is_of_this_version_and_made_of_files_that_are_let_in() -> None:
+    assert SERVICE["image"] == f"logprobe:{logprobe.__version__}"
+    build = SERVICE["build"]
+    assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Dockerfile")
+    ignore = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    let_in = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    copied = {
+        name
+        for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE)
+        for name in line.split()
+    }
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
+    verifier = shutil.which("systemd-analyze")
+    if verifier is None:
+        pytest.skip("there is no systemd-analyze here, which checks the unit")
+    unit = tmp_path / "logprobe.service"
+    # The command need not be installed here; any program stands for it.
+    unit.write_text(UNIT.replace("/opt/logprobe/bin/logprobe", sys.executable), encoding="utf-8")
+    done = subprocess.run([verifier, "verify", unit], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_an_issue_form_asks_for_something(path: Path) -> None:
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.stem == "config":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert {"name", "description", "body"} <= set(form)
+    kinds = [part["type"] for part in form["body"]]
+    assert set(kinds) <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+    fields = [part for part in form["body"] if part["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields) > 1
+    assert all(field["attributes"]["label"] for field in fields)
