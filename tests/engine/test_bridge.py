@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -33,6 +33,39 @@ def test_an_interrupt_closes_a_stream_that_takes_its_time_to_end() -> None:
     try:
         numbers = bridge.iterate(items())
         assert next(numbers) == 1
+        with pytest.raises(KeyboardInterrupt):
+            next(numbers)
+        assert ended == [True]
+    finally:
+        bridge.close()
+
+
+def test_an_interrupt_before_there_is_anything_to_cancel_closes_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may come at any moment, also just after the loop has begun to make the next item."""
+    ended, is_waiting = [], threading.Event()
+
+    async def items() -> AsyncGenerator[int]:
+        try:
+            yield 1
+            is_waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    def interrupted(*work: Any) -> None:
+        schedule(*work)
+        monkeypatch.undo()
+        assert is_waiting.wait(60)
+        raise KeyboardInterrupt
+
+    schedule = asyncio.run_coroutine_threadsafe
+    bridge = LoopThread()
+    try:
+        numbers = bridge.iterate(items())
+        assert next(numbers) == 1
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(numbers)
         assert ended == [True]

@@ -43,14 +43,13 @@ class LoopThread:
 
     def iterate(self, items: AsyncGenerator[T]) -> Generator[T]:
         """Give each item when it is asked for; leaving early closes `items`. Errors as `run`."""
-        # What an interrupt cancels still has to end before the generator can be closed.
-        is_at_work = asyncio.Lock()
+        turns = _Turns()
         try:
-            while batch := self.run(_next_of(items, is_at_work)):
+            while batch := self.run(_next_of(items, turns)):
                 yield batch[0]
         finally:
             with suppress(EngineClosedError):  # and with the bridge the generator has ended
-                self.run(_close(items, is_at_work))
+                self.run(_close(items, turns))
 
     def post(self, callback: Callable[..., object], *args: object) -> None:
         """Call `callback(*args)` on the loop's thread, soon.
@@ -75,15 +74,30 @@ class LoopThread:
         self._loop.close()
 
 
-async def _next_of(items: AsyncGenerator[T], is_at_work: asyncio.Lock) -> tuple[T] | None:
-    async with is_at_work:
-        async for item in items:
-            return (item,)
+class _Turns:
+    """Who steps a generator: one at a time."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.present: asyncio.Task[Any] | None = None  # has the lock
+
+
+async def _next_of(items: AsyncGenerator[T], turns: _Turns) -> tuple[T] | None:
+    async with turns.lock:
+        turns.present = asyncio.current_task()
+        try:
+            async for item in items:
+                return (item,)
+        finally:
+            turns.present = None
     return None
 
 
-async def _close(items: AsyncGenerator[T], is_at_work: asyncio.Lock) -> None:
-    async with is_at_work:
+async def _close(items: AsyncGenerator[T], turns: _Turns) -> None:
+    # An interrupt may come before the caller has anything to cancel; and what is cancelled still has to end.
+    if turns.present is not None and not turns.present.cancelling():
+        turns.present.cancel()
+    async with turns.lock:
         await items.aclose()
 
 
