@@ -137,6 +137,31 @@ def test_two_copies_are_under_way_at_once_and_a_third_waits_for_a_buffer() -> No
         assert second.tolist() == [1]
 
 
+def test_buffers_go_to_transfers_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a result that is awaited would wait for a later one that nobody takes yet."""
+    device, may_take = SlowDevice(), threading.Event()
+    with AsyncCPUTransfer(num_buffers=2, max_workers=3, device=device) as transfer:
+        take = transfer._take_buffer
+
+        def late(*turn: threading.Event) -> Any:
+            if threading.current_thread().name.endswith("_1"):  # the second transfer's
+                assert may_take.wait(LIMIT_S)
+            return take(*turn)
+
+        monkeypatch.setattr(transfer, "_take_buffer", late)
+        for number in range(3):
+            transfer.submit_transfer(far([number]), number)
+        device.wait_for(1)
+        with pytest.raises(TimeoutError):
+            transfer.get_result(2, SOON_S)
+        may_take.set()
+        device.wait_for(2)
+        device.finish()
+        assert [transfer.get_result(number, LIMIT_S).item() for number in range(2)] == [0, 1]
+        device.wait_for(3)
+        device.finish()
+
+
 def test_a_part_of_a_result_keeps_its_buffer() -> None:
     device = SlowDevice(is_slow=False)
     with AsyncCPUTransfer(num_buffers=1, device=device) as transfer:

@@ -108,9 +108,11 @@ class AsyncCPUTransfer:
         for _ in range(num_buffers):
             self._free.put(torch.empty(0, dtype=torch.uint8))
         self._lock = threading.Lock()
-        # Both are guarded by `_lock`.
+        # All below is guarded by `_lock`.
         self._transfers: dict[Hashable, Future[Tensor]] = {}
         self._is_closed = False
+        self._latest = threading.Event()  # is set once the latest transfer has a buffer, or needs none
+        self._latest.set()
 
     def submit_transfer(self, tensor: Tensor, transfer_id: Hashable) -> Future[Tensor]:
         """Begin to bring a tensor to the host; its result is for `get_result`, or the returned future.
@@ -183,10 +185,24 @@ class AsyncCPUTransfer:
             known = "cuda and cpu are copied from"
             require(tensor.is_cuda, "tensor", f"lies on {tensor.device}; {known}")
             self._device = CudaCopies()
-        return self._pool.submit(self._copy, tensor.detach(), self._device, self._device.mark(tensor))
+        mark, before, own = self._device.mark(tensor), self._latest, threading.Event()
+        future = self._pool.submit(self._copy, tensor.detach(), self._device, mark, (before, own))
+        future.add_done_callback(lambda _: own.set())  # also where it was given up before it began
+        self._latest = own
+        return future
 
-    def _copy(self, tensor: Tensor, device: CopyDevice, after: Any) -> Tensor:
-        buffer = None if self._is_closed else self._free.get()
+    def _take_buffer(self, before: threading.Event, own: threading.Event) -> Tensor | None:
+        """A buffer, in the order of the transfers: whose result is awaited must not wait for a later one's."""
+        before.wait()
+        try:
+            return None if self._is_closed else self._free.get()
+        finally:
+            own.set()
+
+    def _copy(
+        self, tensor: Tensor, device: CopyDevice, after: Any, turn: tuple[threading.Event, threading.Event]
+    ) -> Tensor:
+        buffer = self._take_buffer(*turn)
         if buffer is None:
             raise RuntimeError("the transfers were shut down before this one began")
         num_bytes = tensor.numel() * tensor.element_size()
