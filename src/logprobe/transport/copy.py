@@ -192,7 +192,7 @@ class AsyncCPUTransfer:
         return future
 
     def _take_buffer(self, before: threading.Event, own: threading.Event) -> Tensor | None:
-        """A buffer, in the order of the transfers: whose result is awaited must not wait for a later one's."""
+        """A buffer, in the order of the transfers: none must wait for the result of a later one."""
         before.wait()
         try:
             return None if self._is_closed else self._free.get()

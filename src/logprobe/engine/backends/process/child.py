@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import (
         LoadLora,
         LoadWeights,
         Order,
-        Pulse,
+        Report,
         Start,
         TakeWeights,
     )
@@ -89,6 +89,7 @@ class Child:
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
+        self._pulsing = threading.Lock()  # from the figures of a pulse until it is sent
         self._loras: dict[int, Any] = {}  # weights by the number that the front gave them
         # The model with other weights and its LoRA weights, by the number that the front gave them.
         self._ready: dict[int, tuple[Any, dict[int, Any]]] = {}
@@ -111,7 +112,7 @@ class Child:
         overlap = engine.config.overlap
         self._thread = EngineThread(engine, self._publish, self._end, overlap=overlap)
         eos = sorted(self._parts.eos_token_ids)
-        self._channel.send([Ready(self._parts.capabilities, self._parts.source, eos), self._pulse()])
+        self._send_pulse(beside=[Ready(self._parts.capabilities, self._parts.source, eos)])
         self._serve()
         self._thread.close()
 
@@ -141,13 +142,19 @@ class Child:
             if order is not None:
                 self._take(order)
             if time.monotonic() - pulsed_at >= PULSE_S:
-                self._channel.send([self._pulse()])
+                self._send_pulse()
                 pulsed_at = time.monotonic()
 
-    def _pulse(self) -> Pulse:
+    def _send_pulse(self, beside: Sequence[Report] = ()) -> None:
+        """Send figures, and other reports that they count; the front reads the figures first.
+
+        Two threads send them: none may be overtaken by older ones.
+        """
         from logprobe.engine.backends.process.orders import Pulse
 
-        return Pulse(self._parts.engine.stats(), self._thread.stalled_s())
+        with self._pulsing:
+            pulse = Pulse(self._parts.engine.stats(), self._thread.stalled_s())
+            self._channel.send([pulse, *beside])
 
     def _take(self, order: Order) -> None:
         from logprobe.engine.backends.process.orders import (
@@ -253,7 +260,10 @@ class Child:
         # Whoever reads the end of a request reads figures that count it.
         has_ends = any(isinstance(one, Delta) and one.finish is not None for one in found)
         try:
-            self._channel.send([*found, self._pulse()] if has_ends else found)
+            if has_ends:
+                self._send_pulse(beside=found)
+            else:
+                self._channel.send(found)
         except ParameterError as error:
             if len(found) > 1:  # together they are too large
                 for one in found:

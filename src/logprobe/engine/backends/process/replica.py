@@ -271,7 +271,8 @@ class Replica:
 
     def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
         """Act on one message; why the process must end, where it must."""
-        news: list[News] = []
+        news = [report for report in reports if isinstance(report, Delta | Failure)]
+        self._account(news)  # before figures that count it are seen
         for report in reports:
             match report:
                 case Ready():
@@ -286,10 +287,7 @@ class Replica:
                     with self._lock:
                         answer = self._asked.pop(number)
                     answer.set_result(report)
-                case _:
-                    news.append(report)
         if news:
-            self._account(news)
             self._front.publish(news)
         return None
 
