@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import EngineBackend, RowEngine
     from logprobe.engine.request import RequestOutput
 
-LIMIT_S = 60  # nothing takes as long, also on a busy machine
+LIMIT_S = 240  # nothing takes as long, also on a busy machine
 VLLM_BLOCK = 32  # tokens, of its prefix cache
 CONTEXT_LEN = 4096  # more tokens than are drawn before a test has given a request up
 
@@ -201,7 +201,9 @@ def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iter
     needs_lora = getattr(request.cls, "needs_lora", False) and request.param in WITH_LORA
     name = f"{request.param} with LoRA" if needs_lora else request.param
     engine: EngineBackend = started(name, WITH_LORA[request.param] if needs_lora else None)
-    num_slots = engine.stats().free_slots
+    facts = engine.capabilities()
+    num_slots = facts.num_slots * max(facts.num_processes, 1)
+    wait_until(lambda: is_idle(engine, num_slots))
     yield engine
     wait_until(lambda: is_idle(engine, num_slots))
 
@@ -278,7 +280,10 @@ def block_size(backend: EngineBackend) -> int:
 
 def belongings(folder: Path) -> Counter[str]:
     """What this process holds that a fault could leave behind, and how many of each."""
-    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    links = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            links.append(str(link.readlink()))
     held = Counter(f"descriptor {link.split(':')[0]}" for link in links if "/proc/" not in link)
     held["children"] = len(psutil.Process().children(recursive=True))  # one may have been started again
     held.update(map(str, Path("/dev/shm").glob("*logprobe*")))  # noqa: S108 - where names would be

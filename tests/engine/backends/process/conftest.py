@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.engine.backends.process.replica import Replica
 from logprobe.engine.backends.start import start_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.engine import ProcessEngine
     from logprobe.engine.request import RequestOutput
+    from logprobe.transport.messages import Admitted
 
-LIMIT_S = 90  # nothing takes as long, also on a busy machine
+LIMIT_S = 300  # nothing takes as long, also on a busy machine
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +60,20 @@ def replicas(started: Callable[[str], Any]) -> ProcessEngine:
     """Two processes, likewise."""
     both: ProcessEngine = started("router")
     return both
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Which replica each request of this test was given to, by its number: it may end before one can look."""
+    taken: dict[str, int] = {}
+    submit = Replica.submit
+
+    def noted(replica: Replica, admitted: Sequence[Admitted]) -> None:
+        taken.update({one.request.request_id: int(replica.name.split()[-1]) for one in admitted})
+        submit(replica, admitted)
+
+    monkeypatch.setattr(Replica, "submit", noted)
+    return taken
 
 
 class Teller:

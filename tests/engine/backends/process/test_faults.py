@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Until = Callable[[Callable[[], bool]], None]
 
-LIMIT_S = 90
+LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Linux keeps what has a name
 FRONT = """
 import sys, time
@@ -40,6 +40,13 @@ if __name__ == "__main__":
         print(llm.engine._replicas[0].pid, flush=True)
         time.sleep(1000)
 """
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def kill(engine: ProcessEngine, place: int = 0) -> int:
@@ -112,7 +119,7 @@ def test_a_killed_front_leaves_no_process_and_no_file(
     finally:
         front.kill()
         front.communicate()
-    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    until(lambda: has_ended(pid))
     until(lambda: not list(own.glob("logprobe-*")))
     assert not list(SHARED_MEMORY.glob("*logprobe*"))
 
@@ -120,19 +127,22 @@ def test_a_killed_front_leaves_no_process_and_no_file(
 def test_a_reader_that_never_reads_holds_up_nobody(engine: ProcessEngine, teller: Any, until: Until) -> None:
     lazy = teller.submit(engine, max_tokens=4000, logprobs=2)
 
-    async def others_go_on() -> int:
+    def num_waiting() -> int:
+        return engine._readers._collector.num_waiting(lazy)
+
+    async def others_go_on() -> None:
         stream = engine.stream(lazy, buffer_rows=4)
         await asyncio.wait_for(anext(stream), LIMIT_S)  # and never again
         await asyncio.to_thread(until, lambda: engine.stats().paused == 1)
+        # What was on its way when it was paused has come before the figures; not one of the rest comes.
+        waiting = num_waiting()
         for _ in range(3):
             output = await teller.result(engine, teller.submit(engine, max_tokens=200))
             assert len(output.outputs[0].token_ids) == 200
-        num_waiting = engine._readers._collector.num_waiting(lazy)
+        assert 4 <= num_waiting() == waiting < 4000
         await stream.aclose()
-        return num_waiting
 
-    # Rows that were on their way when it was paused come, too; the rest of the 4,000 does not.
-    assert asyncio.run(others_go_on()) < 400
+    asyncio.run(others_go_on())
     until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
 
 
@@ -219,10 +229,11 @@ def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it
     name = teller.submit(engine, max_tokens=4000)
     with monkeypatch.context() as impatient:
         os.kill(pid, signal.SIGSTOP)
-        impatient.setattr(replicas, "SILENT_S", 2 * replicas.LOOK_S)
+        # Long enough for any other process of this one, which may have to wait for a core.
+        impatient.setattr(replicas, "SILENT_S", 5 * replicas.LOOK_S)
         error = asyncio.run(teller.result(engine, name)).error
     assert type(error) is EngineError
-    assert str(error) == f"the engine process (pid {pid}) has not answered for 2 s and was killed"
+    assert str(error) == f"the engine process (pid {pid}) has not answered for 5 s and was killed"
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
     assert engine.stats().restarts == num_restarts + 1
     assert engine._replicas[0].pid != pid

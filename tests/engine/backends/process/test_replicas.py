@@ -23,14 +23,11 @@ if TYPE_CHECKING:
     Until = Callable[[Callable[[], bool]], None]
 
 NAMES = ["replica 0", "replica 1"]
+LONG = 4000  # tokens that no test waits for
 
 
 def load(engine: ProcessEngine) -> list[int]:
     return [replica.num_queued_tokens for replica in engine._replicas]
-
-
-def place_of(engine: ProcessEngine, name: str) -> int:
-    return [replica.has(name) for replica in engine._replicas].index(True)
 
 
 def test_there_are_two_processes_that_share_the_threads(replicas: ProcessEngine) -> None:
@@ -44,11 +41,11 @@ def test_there_are_two_processes_that_share_the_threads(replicas: ProcessEngine)
 
 
 def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
-    replicas: ProcessEngine, teller: Any
+    replicas: ProcessEngine, teller: Any, places: dict[str, int]
 ) -> None:
-    names = [teller.submit(replicas, [5, 6, index], max_tokens=1000) for index in range(6)]
-    assert sorted(place_of(replicas, name) for name in names) == [0, 0, 0, 1, 1, 1]
-    assert all(0 < tokens <= 3 * 1003 for tokens in load(replicas))
+    names = [teller.submit(replicas, [5, 6, index], max_tokens=LONG) for index in range(6)]
+    assert sorted(places.values()) == [0, 0, 0, 1, 1, 1]
+    assert all(0 < tokens <= 3 * (3 + LONG) for tokens in load(replicas))
 
     async def give_up() -> None:
         for name in names:
@@ -61,11 +58,11 @@ def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
 
 
 def test_every_replica_has_the_lora_weights(
-    replicas: ProcessEngine, teller: Any, adapter_folders: dict[str, Path]
+    replicas: ProcessEngine, teller: Any, adapter_folders: dict[str, Path], places: dict[str, int]
 ) -> None:
     replicas.add_lora("a", adapter_folders["wide"])
     names = [teller.submit(replicas, [9, 8, 7], lora="a", logprobs=2) for _ in range(4)]
-    assert {place_of(replicas, name) for name in names} == {0, 1}
+    assert set(places.values()) == {0, 1}
 
     async def results() -> list[Any]:
         return await asyncio.gather(*(teller.result(replicas, name) for name in names))
@@ -91,12 +88,11 @@ def test_metrics_tell_the_replicas_apart(replicas: ProcessEngine, teller: Any, u
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
-    replicas: ProcessEngine, teller: Any, until: Until
+    replicas: ProcessEngine, teller: Any, places: dict[str, int], until: Until
 ) -> None:
     until(lambda: all(replica.is_up for replica in replicas._replicas))
     before = [replica.num_restarts for replica in replicas._replicas]
     names = [teller.submit(replicas, [5, 6, index], max_tokens=2000) for index in range(4)]
-    places = {name: place_of(replicas, name) for name in names}
     assert sorted(places.values()) == [0, 0, 1, 1]
 
     async def kill_one() -> dict[str, Any]:
@@ -108,9 +104,9 @@ def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
         }
 
     outputs = asyncio.run(kill_one())
-    for name, place in places.items():
+    for name in names:
         error = outputs[name].error
-        if place == 0:
+        if places[name] == 0:
             assert isinstance(error, EngineError)
             assert str(error).startswith("replica 0 (pid ")
         else:

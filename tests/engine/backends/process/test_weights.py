@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Until = Callable[[Callable[[], bool]], None]
 
-LIMIT_S = 90
+LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
 NEAR = 5e-5  # nats; new weights are off by 1e-2 and more
 IDS = [4, 9, 17, 60, 31]
 
@@ -77,16 +77,20 @@ def loaded(engine: Any) -> LoadedModel:
     return LoadedModel(engine, engine)
 
 
-def answers(engine: ProcessEngine, teller: Any, **params: Any) -> list[Any]:
+@pytest.fixture
+def answers(replicas: ProcessEngine, teller: Any, places: dict[str, int]) -> Callable[..., list[Any]]:
     """What each process answers."""
-    names = [teller.submit(engine, IDS, logprobs=3, **params) for _ in engine._replicas]
-    places = [[replica.has(name) for replica in engine._replicas].index(True) for name in names]
-    assert sorted(places) == list(range(len(places)))
 
-    async def results() -> list[Any]:
-        return await asyncio.gather(*(teller.result(engine, name) for name in names))
+    def ask(**params: Any) -> list[Any]:
+        names = [teller.submit(replicas, IDS, logprobs=3, **params) for _ in replicas._replicas]
+        assert sorted(places[name] for name in names) == list(range(len(names)))
 
-    return [output.outputs[0].logprobs for output in asyncio.run(results())]
+        async def results() -> list[Any]:
+            return await asyncio.gather(*(teller.result(replicas, name) for name in names))
+
+        return [output.outputs[0].logprobs for output in asyncio.run(results())]
+
+    return ask
 
 
 def assert_near(record: Any, expected: Any) -> None:
@@ -106,13 +110,14 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
     state: dict[str, torch.Tensor],
     new_thread: EngineBackend,
     adapter_folders: dict[str, Path],
+    answers: Callable[..., list[Any]],
     teller: Any,
     until: Until,
 ) -> None:
     engines: tuple[Any, ...] = (replicas, new_thread)
     for engine in engines:
         engine.add_lora("a", adapter_folders["wide"])
-    before = answers(replicas, teller)
+    before = answers()
     numbers = [replicas.lora_number(name) for name in (None, "a")]
     assert replace_weights(loaded(replicas), packed, state, finishes=True).engine is replicas
     assert [replicas.lora_number(name) for name in (None, "a")] > numbers
@@ -121,7 +126,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
     def are_new() -> None:
         for lora, expected in zip((None, "a"), want, strict=True):
-            for record in answers(replicas, teller, lora=lora):
+            for record in answers(lora=lora):
                 assert_near(record, expected)
 
     are_new()
@@ -149,9 +154,12 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
-    replicas: ProcessEngine, packed: EngineConfig, state: dict[str, torch.Tensor], teller: Any
+    replicas: ProcessEngine,
+    packed: EngineConfig,
+    state: dict[str, torch.Tensor],
+    answers: Callable[..., list[Any]],
 ) -> None:
-    before = answers(replicas, teller)
+    before = answers()
     name = "model.layers.0.mlp.up_proj.weight"
     part = {key: weight for key, weight in state.items() if key != name}
     with pytest.raises(UnsupportedModelError, match=rf"1 missing \({name}\)"):
@@ -159,7 +167,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     published: Any = type(packed)(model=packed.model, weights="published")
     with pytest.raises(ParameterError, match="published"):
         replace_weights(loaded(replicas), published, state, finishes=True)
-    assert answers(replicas, teller) == before
+    assert answers() == before
 
 
 @pytest.mark.usefixtures("whole_again")
