@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Command, News
 
-LIMIT_S = 30
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 LETTERS = {97: 9.0, 98: 9.0, 99: 8.0}  # a, b and c come often
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},

@@ -18,7 +18,7 @@ from logprobe.transport.collector import Parcel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMIT_S = 30
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 
 
 def collector(size: int = 100, **told: Any) -> StreamingLogprobsCollector[int]:
@@ -228,8 +228,15 @@ def test_a_callback_that_raises_on_a_thread_of_its_own_ends_its_request(has_hook
     assert rows.num_waiting("a") == 0
 
 
-def test_who_waits_for_room_hears_of_a_callback_that_raised() -> None:
+def test_who_waits_for_room_hears_of_a_callback_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, began, go = collector(1), threading.Event(), threading.Event()
+    wait, waits = rows._room.wait, threading.Event()
+
+    def noted(timeout: float | None = None) -> bool:
+        waits.set()  # with the lock, which is let go once it does wait
+        return wait(timeout)
+
+    monkeypatch.setattr(rows._room, "wait", noted)
 
     def fail(_: list[int]) -> None:
         began.set()
@@ -242,6 +249,7 @@ def test_who_waits_for_room_hears_of_a_callback_that_raised() -> None:
         assert began.wait(LIMIT_S)
         rows.add("a", 1)
         second = pool.submit(rows.add, "a", 2)
+        assert waits.wait(LIMIT_S)
         go.set()
         for adding in (first, second):
             with pytest.raises(RuntimeError, match="broken consumer"):
