@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 PAIRS = [("the cat", " and the dog"), ([5, 60, 61], [70, 71, 72, 9])]
 LONG = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True, logprobs=0)
 
@@ -139,12 +141,12 @@ class Running:
         def run(batch: Any) -> None:
             plain(batch)
             self._started.set()
-            assert self._may_go_on.wait(60)
+            assert self._may_go_on.wait(LIMIT_S)
 
         monkeypatch.setattr(forward, "run", run)
         self._thread = threading.Thread(target=self._work, args=(llm,))
         self._thread.start()
-        assert self._started.wait(60)
+        assert self._started.wait(LIMIT_S)
 
     def _work(self, llm: LLM) -> None:
         try:
@@ -156,8 +158,16 @@ class Running:
         self._may_go_on.set()
 
     def join(self) -> None:
-        self._thread.join(60)
+        self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
+
+
+def wait_for_command(llm: LLM, kind: str) -> None:
+    """Wait until a message waits for the end of a step that is held."""
+    deadline = time.monotonic() + LIMIT_S
+    while kind not in {type(one).__name__ for one in list(llm.engine._thread._commands)}:
+        assert time.monotonic() < deadline, f"no {kind} came"
+        time.sleep(0.005)
 
 
 def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
@@ -170,11 +180,12 @@ def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
     loading.start()
     later: list[Any] = []
     asking = threading.Thread(target=lambda: later.extend(llm.score(PAIRS)))
-    while not llm.engine._engine._succession.next:
-        running.go_on()
+    wait_for_command(llm, "ReplaceForward")
     asking.start()
+    wait_for_command(llm, "Submit")  # behind the new weights
+    running.go_on()
     for thread in (loading, asking):
-        thread.join(60)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     running.join()
     assert [output.outputs[0].token_ids for output in running.outputs] == old
@@ -187,10 +198,9 @@ def test_requests_that_run_end_by_name_where_that_is_asked(
     running = Running(llm, monkeypatch)
     loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"on_running": "end"})
     loading.start()
-    while not any(type(one).__name__ == "ReplaceForward" for one in list(llm.engine._thread._commands)):
-        assert loading.is_alive()
+    wait_for_command(llm, "ReplaceForward")
     running.go_on()
-    loading.join(60)
+    loading.join(LIMIT_S)
     running.join()
     assert [type(error) for error in running.errors] == [WeightsReplacedError] * 2
     assert "weights were replaced" in str(running.errors[0])
@@ -234,14 +244,13 @@ def test_a_request_given_up_while_it_waits_never_runs(
     running = Running(llm, monkeypatch)
     loading = threading.Thread(target=llm.load_weights, args=(state,))
     loading.start()
-    while not any(type(one).__name__ == "ReplaceForward" for one in list(llm.engine._thread._commands)):
-        assert loading.is_alive()
+    wait_for_command(llm, "ReplaceForward")
     stream = llm.stream([5, 60], LONG)
     waiter = threading.Thread(target=lambda: next(stream, None))
     waiter.start()
     running.go_on()
     for thread in (loading, waiter):
-        thread.join(60)
+        thread.join(LIMIT_S)
         assert not thread.is_alive()
     running.join()
     stream.close()
