@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,8 @@ from logprobe.errors import (
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 
 
 # -- refusals ----------------------------------------------------------------------------------------------
@@ -132,12 +135,13 @@ def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_fold
 def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Path) -> None:
     llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=1)
     caught: list[BaseException] = []
-    started = threading.Event()
+    started, may_go_on = threading.Event(), threading.Event()
     forward = llm.engine._engine.forward
     plain = forward.run
 
     def run(plan: Any) -> None:
         started.set()
+        assert may_go_on.wait(LIMIT_S)
         plain(plan)
 
     forward.run = run
@@ -150,10 +154,17 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert started.wait(20)
-    llm.close()
-    thread.join(20)
-    assert not thread.is_alive(), "the call hangs"
+    assert started.wait(LIMIT_S)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not llm.engine._thread._is_closed:  # or the call might end by itself before
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    may_go_on.set()
+    for one in (closing, thread):
+        one.join(LIMIT_S)
+        assert not one.is_alive(), "the call hangs"
     assert "closed" in str(caught[0])
 
 

@@ -243,7 +243,7 @@ class LlamaCpp:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=300) as reply:  # noqa: S310
             return json.load(reply)
 
 

@@ -2,27 +2,33 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
+import select
 import subprocess
 import sys
-import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from logprobe.errors import ChecksumError, DownloadError
 from logprobe.models import cache
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOON_S = 0.3  # that something is watched not to happen
 HOLD = """
-import sys, time
+import sys
 from logprobe.models.cache import entry_folder, new_entry
+print("asking", flush=True)
 with new_entry(entry_folder("held", "0" * 64)) as partial:
     if partial is None:
         print("found", flush=True)
     else:
         (partial / "half").write_text("half")
         print("writing", flush=True)
-        time.sleep(float(sys.argv[1]))
+        sys.stdin.readline()
 """
 
 
@@ -102,24 +108,34 @@ def test_a_cache_that_is_a_file_is_a_download_error(home: Path) -> None:
         pytest.fail("the block must not run")
 
 
-def start_holder(home: Path, seconds: float) -> subprocess.Popen[str]:
-    environment = {**os.environ, "LOGPROBE_HOME": str(home)}
-    return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(seconds)], env=environment, stdout=subprocess.PIPE, text=True
+@contextmanager
+def holder(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that asks for the entry, and writes it until it is told to end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        env={**os.environ, "LOGPROBE_HOME": str(home)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
+    try:
+        assert next_line(process) == "asking"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
+def next_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    with process.stdout:
-        return process.stdout.readline().strip()
+    return process.stdout.readline().strip()
 
 
 def test_what_a_killed_process_left_is_cleared_by_the_next(home: Path) -> None:
-    process = start_holder(home, 60)
-    assert first_line(process) == "writing"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with holder(home) as process:
+        assert next_line(process) == "writing"
+        process.kill()
+        process.wait()
     assert names(home) == [f".{entry().name}.partial"]
     assert cache.entries() == []
     with cache.new_entry(entry()) as partial:
@@ -129,11 +145,11 @@ def test_what_a_killed_process_left_is_cleared_by_the_next(home: Path) -> None:
 
 
 def test_a_second_process_waits_and_finds_the_entry(home: Path) -> None:
-    first = start_holder(home, 1.5)
-    assert first_line(first) == "writing"
-    second = start_holder(home, 0)
-    begun = time.monotonic()
-    assert first_line(second) == "found"
-    assert time.monotonic() - begun > 0.3
-    assert (first.wait(), second.wait()) == (0, 0)
+    with holder(home) as first:
+        assert next_line(first) == "writing"
+        with holder(home) as second:
+            assert not select.select([second.stdout], [], [], SOON_S)[0], "it did not wait"
+            first.communicate("end\n")
+            assert next_line(second) == "found"
+            assert (first.wait(), second.wait()) == (0, 0)
     assert names(home) == [entry().name]

@@ -60,7 +60,7 @@ def test_a_pattern_that_never_ends_is_refused(
     start = time.monotonic()
     with pytest.raises(UnsupportedModelError, match="patterns take longer"):
         load_lora("x", folder, model)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model: Any) -> None:

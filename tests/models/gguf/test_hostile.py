@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+LIMIT_S = 60  # what is refused at once takes no such time, also on a busy machine
+
 
 def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
@@ -69,7 +71,7 @@ def test_a_header_that_cannot_be_believed_is_refused_at_once(name: str, tmp_path
     start = time.monotonic()
     with pytest.raises(InputError, match=r"not a readable GGUF file|is empty"):
         GgufFile(path)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_whatever_byte_is_altered_the_end_is_soon_and_an_error_of_ours(
         path.write_bytes(data[: draw.choice((len(data), draw.randrange(len(data))))])
         start = time.monotonic()
         raised += _is_refused(path, folder)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < LIMIT_S
     assert raised > 20
 
 
