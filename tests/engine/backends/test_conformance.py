@@ -144,6 +144,7 @@ class TestResults:
             asker.ask(backend, ids, max_tokens=1)
             return backend.stats().cached_tokens - before
 
+        backend.forget_prefixes()  # one of another test may begin with the same token
         assert num_known() == 0
         assert num_known() >= (len(ids) - 1) // block_size * block_size
         backend.forget_prefixes()
