@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 SETTINGS: dict[str, Any] = {
     "kv_bytes": 1 << 21,
     "max_batch_tokens": 64,
@@ -151,7 +152,7 @@ def gate(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     forward = lm._loaded.engine._engine.forward
     run = forward.run
-    monkeypatch.setattr(forward, "run", lambda plan: (event.wait(20), run(plan))[1])
+    monkeypatch.setattr(forward, "run", lambda plan: (event.wait(LIMIT_S), run(plan))[1])
     return event
 
 

@@ -99,7 +99,7 @@ async def ask_all(lm: AsyncLM, asks: list[Ask]) -> list[Any]:
         await asyncio.sleep(pause_ms / 1000)
         if is_given_up:
             tasks[-1].cancel()
-    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
 
 
 def forget(lm: AsyncLM, what: str) -> None:

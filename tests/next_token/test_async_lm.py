@@ -19,6 +19,7 @@ from logprobe.errors import ParameterError, RequestAbortedError
 if TYPE_CHECKING:
     from logprobe import AsyncLM
 
+LIMIT_S = 120.0  # nothing takes as long, also on a busy machine
 TOLERANCE = 2e-5
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
@@ -185,8 +186,8 @@ def test_batch_size_starts_an_idle_engine_at_once_and_timeout_a_smaller_batch(
         asyncio.run(ask(lm, first, count))
         return time.perf_counter() - start
 
-    with new_lm(batch_size=4, timeout=30.0) as patient:
-        assert seconds(patient, 100, 4) < 15
+    with new_lm(batch_size=4, timeout=2 * LIMIT_S) as patient:
+        assert seconds(patient, 100, 4) < LIMIT_S
     with new_lm(batch_size=4, timeout=0.5) as lm:
         assert seconds(lm, 200, 1) >= 0.45
 
@@ -194,15 +195,31 @@ def test_batch_size_starts_an_idle_engine_at_once_and_timeout_a_smaller_batch(
 def test_a_busy_engine_takes_asks_without_delay(
     new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with new_lm(batch_size=100, timeout=20.0) as lm:
-        forward = lm._engine._engine.forward
+    with new_lm(batch_size=100, timeout=2 * LIMIT_S) as lm:
+        is_running, both_are_there, gate = threading.Event(), threading.Event(), threading.Event()
+        forward, submit = lm._engine._engine.forward, lm._engine.submit
         run = forward.run
-        monkeypatch.setattr(forward, "run", lambda plan: (time.sleep(0.01), run(plan))[1])
+
+        def held(plan: Any) -> None:
+            is_running.set()
+            gate.wait(LIMIT_S)
+            run(plan)
+
+        def noted(admitted: Any) -> None:
+            submit(admitted)
+            if is_running.is_set():
+                both_are_there.set()
+
+        monkeypatch.setattr(forward, "run", held)
+        monkeypatch.setattr(lm._engine, "submit", noted)
 
         async def ask() -> None:
             sample = asyncio.create_task(lm.sample(random_ids(8, 4), 60, []))
-            await asyncio.sleep(0.1)
-            await asyncio.wait_for(lm.next_token_logprobs(random_ids(9, 4)), 5)
+            assert await asyncio.to_thread(is_running.wait, LIMIT_S)
+            asked = asyncio.create_task(lm.next_token_logprobs(random_ids(9, 4)))
+            assert await asyncio.to_thread(both_are_there.wait, LIMIT_S)
+            gate.set()
+            await asyncio.wait_for(asked, LIMIT_S)
             sample.cancel()
 
         asyncio.run(ask())
@@ -220,7 +237,7 @@ def test_the_event_loop_is_not_blocked_while_rows_are_computed(
             while ticks.acquire(blocking=False):
                 continue
             for _ in range(3):
-                assert ticks.acquire(timeout=20), "the event loop stands still while a step runs"
+                assert ticks.acquire(timeout=LIMIT_S), "the event loop stands still while a step runs"
             next(num_steps)
             run(batch)
 
@@ -254,12 +271,12 @@ def test_reset_ends_every_ask_in_flight_and_later_ones_work(
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(300 + i, 5))) for i in range(40)]
         await asyncio.sleep(0.05)
         lm.reset_async_queries()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         gate.set()
         return ended
 
     with monkeypatch.context() as patch:
-        patch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
+        patch.setattr(forward, "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
         assert {type(end) for end in asyncio.run(ask())} == {RequestAbortedError}
     ids = random_ids(300, 5)
     np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), plain_row(ids), atol=TOLERANCE, rtol=0)
@@ -282,7 +299,7 @@ def test_asks_from_many_threads_and_loops_each_get_their_row(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     assert sorted(got) == list(range(8))
     for number, rows in got.items():
         for place, row in enumerate(rows):
@@ -296,7 +313,7 @@ def test_dropped_without_cleanup_it_leaves_no_thread_and_no_engine(new_lm: Any) 
     lm.next_token_logprobs_sync([5])
     engine = weakref.ref(lm._engine)
     del lm
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         gc.collect()
         left = [t for t in threading.enumerate() if t.ident not in before and t.name.startswith("logprobe")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from logprobe.errors import EngineClosedError, ParameterError
 if TYPE_CHECKING:
     from logprobe import AsyncLM
 
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
 
 
@@ -47,14 +49,20 @@ def test_cleanup_ends_every_ask_in_flight(
 ) -> None:
     lm, gate = new_lm(), threading.Event()
     run = forward_of(lm).run
-    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(1), run(plan))[1])
+    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
+
+    def let_the_step_end() -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not lm._engine._thread._is_closed and time.monotonic() < deadline:
+            time.sleep(0.005)
+        gate.set()
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(100 + i, 5))) for i in range(30)]
         tasks.append(asyncio.create_task(lm.sample([5], 20, [])))
         await asyncio.sleep(0.05)
-        await asyncio.to_thread(lm.cleanup)
-        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        await asyncio.gather(asyncio.to_thread(lm.cleanup), asyncio.to_thread(let_the_step_end))
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
 

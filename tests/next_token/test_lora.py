@@ -190,7 +190,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
         weights = weakref.ref(lm._engine._engine.forward.loras.get(name))
         forward = lm._engine._engine.forward
         run = forward.run
-        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
+        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 
         async def ask() -> Any:
             task = asyncio.create_task(lm.next_token_logprobs(ids, lora=name))
@@ -224,7 +224,7 @@ def test_a_name_loaded_again_answers_anew_and_leaves_what_was_asked(
         kept = lm.next_token_logprobs_sync(ids[:-1], lora="legal")
         forward = lm._engine._engine.forward
         run = forward.run
-        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(20), run(plan))[1])
+        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 
         async def ask() -> list[Any]:
             before = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
@@ -280,7 +280,7 @@ lm.next_token_logprobs_sync([5, 6], lora="legal")
 lm.remove_lora("legal")
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "[]"

@@ -20,10 +20,11 @@ from logprobe.server.http.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LIMIT_S = 120  # nothing takes as long, also on a busy machine
 TOLERANCE = 5e-5  # two engine steps of other neighbours: float32 rounding, nats
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -47,7 +48,7 @@ def test_the_one_that_the_server_refuses_fails_alone_of_eight(
 
     async def ask() -> list[Any]:
         many = (far.next_token_logprobs(bad if place == 3 else asked[place]) for place in range(8))
-        return await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), LIMIT_S)
 
     ended = asyncio.run(ask())
     assert isinstance(ended[3], ParameterError)
@@ -67,7 +68,7 @@ def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
     async def ask() -> list[Any]:
         rows = [far.next_token_logprobs(random_ids(80 + place, 6)) for place in range(5)]
         both = asyncio.gather(*rows, far.sample([5, 6], 4, []), return_exceptions=True)
-        return await asyncio.wait_for(both, 20)
+        return await asyncio.wait_for(both, LIMIT_S)
 
     with monkeypatch.context() as patch:
         patch.setattr(lm._loaded.engine._engine.forward, "run", broken)
@@ -103,11 +104,13 @@ def test_one_that_stays_full_is_an_error_in_time(
         raise ApiError(429, "full", headers={"Retry-After": "0.1"})
 
     monkeypatch.setattr(served[1].limits, "admit", full)
-    with RemoteLM(served[0], request_timeout=0.5) as far:
+    with RemoteLM(served[0], request_timeout=LIMIT_S) as far:
+        # Only now: what is asked at the start may take longer on a busy machine.
+        monkeypatch.setattr(far._engine._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
 
         async def ask() -> list[Any]:
             asks = [far.next_token_logprobs(random_ids(91, 6)), far.sample([5], 3, [])]
-            return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), 20)
+            return await asyncio.wait_for(asyncio.gather(*asks, return_exceptions=True), LIMIT_S)
 
         errors = asyncio.run(ask())
     assert [type(error) for error in errors] == [ServerError] * 2
@@ -122,7 +125,8 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
     async def ask() -> None:
         tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(110 + i, 6))) for i in range(3)]
         tasks.append(asyncio.create_task(far.sample([5, 6], 100, [])))
-        await asyncio.sleep(0.3)
+        readers = lm._loaded.engine._readers
+        await asyncio.to_thread(wait_until, lambda: len(readers._folds) == len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -150,7 +154,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
         await asyncio.sleep(float(draw.random()) * 0.05)
         for place in draw.integers(0, 16, 5):
             tasks[place].cancel()
-        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 2 * LIMIT_S)
         ends.extend(zip(asked + asked[:4], found, strict=True))
 
     with new_serving(lm._loaded, ServerSettings(max_requests=4)) as (url, app):
@@ -164,7 +168,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(2 * LIMIT_S)
         assert all(client._engine._outcomes == {} for client in clients)  # type: ignore[attr-defined]
         for client in clients:
             client.cleanup()
@@ -187,7 +191,7 @@ def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
         tasks.append(asyncio.create_task(far.sample([5], 20, [])))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(far.cleanup)
-        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
     gate.set()
@@ -204,7 +208,7 @@ def test_dropped_without_cleanup_it_leaves_no_thread(served: Any) -> None:
     far.next_token_logprobs_sync([5])
     engine = weakref.ref(far._engine)
     del far
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         gc.collect()
         left = [t for t in threading.enumerate() if t.ident not in before and t.name == "logprobe-loop"]

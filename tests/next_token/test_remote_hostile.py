@@ -25,6 +25,7 @@ from logprobe.errors import LogprobeError, ParameterError, ServerError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+LIMIT_S = 60  # what is refused takes no such time, also on a busy machine
 VOCAB_SIZE = 16
 FACTS = {
     "engine": "native",
@@ -149,8 +150,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-def ask(url: str) -> None:
-    lm = RemoteLM(url, request_timeout=20)
+def ask(url: str, timeout_s: float = 20) -> None:
+    lm = RemoteLM(url, request_timeout=timeout_s)
     try:
         lm.next_token_logprobs_sync([1, 2])
     finally:
@@ -162,11 +163,11 @@ def test_a_hostile_reply_is_one_short_error(name: str) -> None:
     process = psutil.Process()
     before, start = process.memory_info().rss, time.monotonic()
     with server_with(HOSTILE[name]) as url, pytest.raises((ServerError, ParameterError)) as caught:
-        ask(url)
+        ask(url, 2 * LIMIT_S)
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 3000
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < LIMIT_S
     assert process.memory_info().rss - before < 1 << 27
 
 
@@ -192,7 +193,7 @@ def test_a_sample_of_other_tokens_is_an_error(reply: Any) -> None:
     import asyncio
 
     with server_with({"/v1/completions": reply}) as url:
-        lm = RemoteLM(url, request_timeout=20)
+        lm = RemoteLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(ServerError):
             asyncio.run(lm.sample([1], 4, []))
         lm.cleanup()
@@ -201,7 +202,7 @@ def test_a_sample_of_other_tokens_is_an_error(reply: Any) -> None:
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version":"1.0"}'])
 def test_what_is_no_tokenizer_is_an_error(data: bytes) -> None:
     with server_with({"/v1/tokenizer": data}) as url:
-        lm = RemoteLM(url, request_timeout=20)
+        lm = RemoteLM(url, request_timeout=2 * LIMIT_S)
         with pytest.raises(LogprobeError):
             _ = lm.tokenizer
         lm.cleanup()

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from logprobe import AsyncLM
 
+LIMIT_S = 120.0  # nothing takes as long, also on a busy machine
+
 
 @pytest.fixture
 def given() -> list[list[int]]:
@@ -102,9 +104,9 @@ def test_a_reset_meets_the_asks_of_its_own_turn(new_lm: Callable[..., AsyncLM]) 
         await asyncio.sleep(0)
         lm.reset_async_queries()
         with pytest.raises(RequestAbortedError):
-            await asyncio.wait_for(ask, 10)
+            await asyncio.wait_for(ask, LIMIT_S)
 
-    with new_lm(timeout=60.0) as lm:  # else the row may be there before the reset
+    with new_lm(timeout=2 * LIMIT_S) as lm:  # else the row may be there before the reset
         asyncio.run(main(lm))
 
 
@@ -115,13 +117,13 @@ def test_asks_of_the_turn_in_which_it_is_cleaned_up_end_in_an_error(new_lm: Call
         await asyncio.sleep(0)
         lm.cleanup()
         with pytest.raises(EngineClosedError):
-            await asyncio.wait_for(ask, 10)
+            await asyncio.wait_for(ask, LIMIT_S)
 
     asyncio.run(main())
 
 
 def test_sync_asks_and_batches_start_at_once_whatever_the_timeout(new_lm: Callable[..., AsyncLM]) -> None:
-    with new_lm(timeout=60.0, batch_size=1000) as lm:
+    with new_lm(timeout=2 * LIMIT_S, batch_size=1000) as lm:
         asked: list[Callable[[], Any]] = [
             lambda: lm.next_token_logprobs_sync([5, 6]),
             lambda: lm.next_token_logprobs_uncached([5, 6]),
@@ -132,16 +134,16 @@ def test_sync_asks_and_batches_start_at_once_whatever_the_timeout(new_lm: Callab
         start = time.monotonic()
         for ask in asked:
             ask()
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < LIMIT_S
 
 
 def test_batch_size_counts_waiting_asks_though_equal_ones_share_a_row(
     new_lm: Callable[..., AsyncLM],
 ) -> None:
     async def main(lm: AsyncLM) -> None:
-        await asyncio.wait_for(asyncio.gather(*(lm.next_token_logprobs([5, 6]) for _ in range(20))), 20)
+        await asyncio.wait_for(asyncio.gather(*(lm.next_token_logprobs([5, 6]) for _ in range(20))), LIMIT_S)
 
-    with new_lm(timeout=60.0, batch_size=20) as lm:
+    with new_lm(timeout=2 * LIMIT_S, batch_size=20) as lm:
         asyncio.run(main(lm))
 
 
