@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ON = CaptureArgs(capture=True)
+LIMIT_S = 60
 
 
 def test_rows_of_tagged_requests_are_kept_by_request_and_position(
@@ -71,7 +72,7 @@ def test_the_store_is_bounded_and_loses_the_oldest_request_first(
 
 def test_rows_read_from_other_threads_are_never_torn(row: Callable[..., Any]) -> None:
     processor = CaptureLogitsProcessor(EngineConfig())
-    is_done = threading.Event()
+    is_done, has_read = threading.Event(), threading.Event()
     sums: list[float] = []
 
     def read() -> None:
@@ -79,6 +80,7 @@ def test_rows_read_from_other_threads_are_never_torn(row: Callable[..., Any]) ->
             rows = processor.get_all_logprobs()
             if rows is not None:
                 sums.extend(np.exp(rows.astype(np.float64)).sum(1))
+                has_read.set()
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -86,9 +88,9 @@ def test_rows_read_from_other_threads_are_never_torn(row: Callable[..., Any]) ->
     for position in range(300):
         processor.update_state(BatchState([row("a", ON, output=[0] * position), row("b", ON)]))
         processor.apply(torch.randn(2, 5000, generator=generator) * 10)
+        assert has_read.wait(LIMIT_S)  # from here on it reads beside the steps
     is_done.set()
     reader.join()
-    assert sums
     np.testing.assert_allclose(sums, 1, atol=1e-5)
 
 
@@ -150,7 +152,7 @@ def test_a_step_above_the_bound_keeps_its_first_rows_and_says_so_once(
 
 def test_a_step_is_replaced_as_a_whole_under_readers(logits: Callable[..., Any]) -> None:
     capture = GlobalLogprobsCapture()
-    is_done = threading.Event()
+    is_done, has_read = threading.Event(), threading.Event()
     seen: list[set[float]] = []
 
     def read() -> None:
@@ -158,6 +160,7 @@ def test_a_step_is_replaced_as_a_whole_under_readers(logits: Callable[..., Any])
             rows = capture.get_all_logprobs()
             if rows is not None:
                 seen.append(set(rows[:, 0].tolist()))
+                has_read.set()
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -165,6 +168,7 @@ def test_a_step_is_replaced_as_a_whole_under_readers(logits: Callable[..., Any])
         step_logits = torch.zeros(64, 500)
         step_logits[:, 0] = step / 100
         capture.apply(step_logits)
+        assert has_read.wait(LIMIT_S)
     is_done.set()
     reader.join()
     capture.apply(logits(1))
