@@ -7,7 +7,7 @@ import json
 import socket
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from logprobe import LLM
 
 
+LIMIT_S = 60
+
+
 @contextmanager
 def broken_server(reply: bytes | None) -> Iterator[str]:
     """A server that takes a request, says `reply` and closes the connection; None says nothing at all."""
@@ -50,8 +53,7 @@ def broken_server(reply: bytes | None) -> Iterator[str]:
                 if reply is None:
                     held.append(link)
                 else:
-                    link.sendall(reply)
-                    link.close()
+                    answer(link, reply)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -62,8 +64,19 @@ def broken_server(reply: bytes | None) -> Iterator[str]:
         link.close()
 
 
+def answer(link: socket.socket, reply: bytes) -> None:
+    """Reply, and close once the client has: what it sends to a closed link undoes a reply not yet read."""
+    link.settimeout(LIMIT_S)
+    with link, suppress(ConnectionError):
+        link.sendall(reply)
+        link.shutdown(socket.SHUT_WR)
+        while link.recv(1 << 16):
+            continue
+
+
 def http(status: str, body: bytes) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +87,7 @@ def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
 
 @pytest.fixture
 def far(url: str) -> Iterator[RemoteLM]:
-    with RemoteLM(url, request_timeout=0.5) as lm:
+    with RemoteLM(url, request_timeout=LIMIT_S) as lm:
         yield lm
 
 
@@ -82,7 +95,7 @@ async def ends(lm: RemoteLM) -> list[Any]:
     """How several asks and a sample end."""
     asks = [lm.next_token_logprobs([5, place]) for place in range(2, 5)]
     both = asyncio.gather(*asks, lm.sample([5, 6], 3, []), return_exceptions=True)
-    return await asyncio.wait_for(both, 20)
+    return await asyncio.wait_for(both, 2 * LIMIT_S)
 
 
 def test_no_server_there_is_an_error_at_once() -> None:
@@ -120,9 +133,12 @@ def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLM, reply: bytes) 
     assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}, "and now nothing is there"
 
 
-def test_a_server_that_says_nothing_is_an_error_in_time(far: RemoteLM, url: str) -> None:
-    with broken_server(None) as address:
+def test_a_server_that_says_nothing_is_an_error_in_time(
+    far: RemoteLM, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with broken_server(None) as address, monkeypatch.context() as impatient:
         far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        impatient.setattr(far._engine._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
         errors = asyncio.run(ends(far))
         assert {type(error) for error in errors} == {ServerError}
         assert all("0.5 s" in str(error) for error in errors)
