@@ -144,7 +144,7 @@ def test_the_current_folder_is_searched_and_the_hint_says_so(tmp_path: Path) -> 
     )
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path)]
     ended = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=dict(os.environ), timeout=120
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=dict(os.environ), timeout=300
     )
     assert ended.stdout.startswith("Mine\n"), ended.stderr
     assert f"current folder {tmp_path}" in ended.stdout

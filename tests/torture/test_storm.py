@@ -86,7 +86,7 @@ def stormy(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterato
 def send(server: Attacked, ask: Ask, *, num_bytes: int | None = None) -> bytes | None:
     """The reply's body; None where it is given up, after some bytes of a stream or right after asking."""
     path, body = ask
-    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
     try:
         link.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         if num_bytes is not None and not (num_bytes and body.get("stream")):
@@ -187,7 +187,7 @@ def test_nothing_is_lost_nothing_is_wrong_and_nothing_stays(stormy: Attacked) ->
     now = figures(stormy)
     assert now["threads"] <= start["threads"] + NUM_LATE_THREADS
     assert now | {"threads": 0} == start | {"threads": 0}
-    assert stormy.memory_bytes < 1.1 * memory
+    eventually(lambda: stormy.memory_bytes < 1.1 * memory, "the memory does not come back")
     worst, num_numbers = 0.0, 0
     for ask, data in replies.values():
         words, numbers = numbers_of(ask, data)
