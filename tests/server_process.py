@@ -131,7 +131,7 @@ class Attacked:
 
 
 def own_bytes(memory: Any) -> int:
-    """What a process holds for itself; of the files that it maps, more or less is there as the system likes."""
+    """What a process holds for itself; of files that it maps, as much is there as the system likes."""
     return int(memory.rss - memory.shared)
 
 

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from logprobe.server import ServerSettings
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,10 +28,10 @@ class Running:
     service: Any
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60)
+        return httpx.get(self.url + path, timeout=PATIENCE_S)
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)

@@ -17,18 +17,12 @@ import httpx
 import pytest
 
 from logprobe.server import ServerSettings
+from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 LONG = {"prompt": "the cat", "max_tokens": 120, "ignore_eos": True}
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
 
 
 def stats(server: Any) -> Any:
@@ -49,6 +43,7 @@ def raw_request(server: Any, path: str, body: dict[str, Any]) -> Iterator[socket
     with socket.socket() as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, _, port = server.url.removeprefix("http://").partition(":")
+        link.settimeout(PATIENCE_S)
         link.connect((host, int(port)))
         link.sendall(head.encode() + b"\r\n\r\n" + data)
         yield link
@@ -63,7 +58,10 @@ def test_keys_let_in_who_brings_one(new_server: Any) -> None:
             assert refused.json()["error"]["code"] == "invalid_api_key"
         for key, status in {"one": 200, "two": 200, "onetwo": 401, "o": 401, "ö": 401, "zwö": 200}.items():
             headers = {"Authorization": f"Bearer {key}".encode()}
-            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
+            assert (
+                httpx.get(f"{server.url}/v1/models", headers=headers, timeout=PATIENCE_S).status_code
+                == status
+            )
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/chat", 404), ("/v1/chat/completions", 405)])
@@ -85,13 +83,13 @@ def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
 
 def test_a_full_server_says_when_to_come_back(new_server: Any) -> None:
     with new_server(max_requests=2) as server:
-        with raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}):
-            wait_until(lambda: server.service.limits.in_use()["requests"] == 2)
+        with held_engine(server), raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}):
+            eventually(lambda: num_in_progress(server) == 2, "the request never began")
             reply = server.post("/v1/completions", prompt="a", max_tokens=1)
             assert reply.status_code == 429
             assert reply.headers["retry-after"] == "1"
             assert reply.json()["error"]["type"] == "rate_limit_error"
-        wait_until(lambda: is_idle(server))
+        eventually(lambda: is_idle(server), "the request never ended")
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
         never = server.post("/v1/completions", prompt="a", n=3)
         assert never.status_code == 400
@@ -113,26 +111,30 @@ def test_tokens_and_bytes_of_logprobs_are_limited(new_server: Any, settings: Any
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_place_at_once(new_server: Any, is_stream: bool) -> None:
     with new_server() as server:
-        hold = threading.Event()
-        with held_engine(server, hold):
+        with held_engine(server):
             with raw_request(server, "/v1/completions", {**LONG, "stream": is_stream, "n": 3}):
-                wait_until(lambda: server.service.limits.in_use()["requests"] == 3)
-            wait_until(lambda: server.service.limits.in_use()["requests"] == 0)
-        wait_until(lambda: is_idle(server))
+                eventually(lambda: num_in_progress(server) == 3, "the request never began")
+            eventually(lambda: num_in_progress(server) == 0, "its place is kept while a step lasts")
+        eventually(lambda: is_idle(server), "the request never ended")
         server.llm.engine._engine.scheduler.check_integrity()
 
 
+def num_in_progress(server: Any) -> int:
+    found: int = server.service.limits.in_use()["requests"]
+    return found
+
+
 @contextmanager
-def held_engine(server: Any, release: threading.Event) -> Iterator[None]:
-    """Slow each step down, so that a request outlives its client."""
-    forward = server.llm.engine._engine.forward
+def held_engine(server: Any) -> Iterator[None]:
+    """Let no step end before the block does, so that a request outlives its client."""
+    forward, release = server.llm.engine._engine.forward, threading.Event()
     run = forward.run
 
-    def slow_run(plan: Any) -> None:
-        release.wait(0.05)
+    def held_run(plan: Any) -> None:
+        release.wait()
         run(plan)
 
-    forward.run = slow_run
+    forward.run = held_run
     try:
         yield
     finally:
@@ -153,20 +155,21 @@ def test_a_slow_reader_is_paused_and_loses_nothing(new_server: Any) -> None:
     with new_server(buffer_rows=4) as server:
         whole = server.post("/v1/completions", **body).json()
         with raw_request(server, "/v1/completions", {**body, "stream": True}) as link:
-            wait_until(lambda: is_held(server))  # or it goes on for a reader that reads nothing
+            eventually(lambda: is_held(server), "it goes on for a reader that reads nothing")
             fast = server.post("/v1/completions", prompt="a dog", max_tokens=20)
             assert fast.status_code == 200
-            link.settimeout(20)
             data = b""
             while b"[DONE]" not in data:
-                data += link.recv(1 << 16)
+                part = link.recv(1 << 16)
+                assert part, "it ended before its end"
+                data += part
         text = data.decode()
         chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         for choice in whole["choices"]:
             told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
             assert [i for one in told for i in one["token_ids"]] == choice["token_ids"]
             assert "".join(one["text"] for one in told) == choice["text"]
-        wait_until(lambda: is_idle(server))
+        eventually(lambda: is_idle(server), "the request never ended")
 
 
 def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(
@@ -238,7 +241,7 @@ def test_a_key_comes_as_a_bearer_in_any_case_and_never_bare(
     new_server: Any, header: str, status: int
 ) -> None:
     with new_server(api_key=("one",)) as server:
-        reply = httpx.get(f"{server.url}/v1/models", headers={"Authorization": header})
+        reply = httpx.get(f"{server.url}/v1/models", headers={"Authorization": header}, timeout=PATIENCE_S)
         assert reply.status_code == status
 
 
@@ -246,10 +249,10 @@ def test_browsers_of_other_origins_are_let_in_only_by_name(new_server: Any) -> N
     headers = {"Origin": "https://a.example"}
     for origins, told in {(): None, ("https://a.example",): "https://a.example"}.items():
         with new_server(cors_origin=origins) as server:
-            reply = httpx.get(f"{server.url}/health", headers=headers)
+            reply = httpx.get(f"{server.url}/health", headers=headers, timeout=PATIENCE_S)
             assert reply.headers.get("access-control-allow-origin") == told
             assert reply.status_code == (200 if told else 403)
-            own = httpx.get(f"{server.url}/health", headers={"Origin": server.url})
+            own = httpx.get(f"{server.url}/health", headers={"Origin": server.url}, timeout=PATIENCE_S)
             assert own.status_code == 200
 
 
@@ -274,13 +277,13 @@ def test_a_signal_lets_running_requests_end_and_then_the_server(tiny_model_folde
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]
         body = {**LONG, "max_tokens": 100, "stream": True, "model": "tiny"}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
             lines = reply.iter_lines()
             assert next(lines).startswith("data: ")
             process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert "data: [DONE]" in rest
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
 
 
 def test_a_model_goes_by_each_of_its_names_and_by_default(new_server: Any) -> None:

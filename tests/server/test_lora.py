@@ -17,6 +17,7 @@ from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
 from logprobe.server.app import load_loras
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,7 +176,7 @@ def test_the_command_loads_adapters_before_it_listens_and_stops_at_a_bad_one(
     program = Path(sys.executable).with_name("logprobe")
     command = [program, "serve", str(tiny_model_folder), "--port", "0", "--kv-bytes", "2000000"]
     bad = subprocess.run(
-        [*command, "--lora", "bad=/nowhere"], capture_output=True, text=True, check=False, timeout=120
+        [*command, "--lora", "bad=/nowhere"], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert bad.returncode == 1
     assert bad.stderr.splitlines()[-1].startswith("error: ")
@@ -185,6 +186,6 @@ def test_the_command_loads_adapters_before_it_listens_and_stops_at_a_bad_one(
     with subprocess.Popen([*command, *given], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "listening" in line).split()[-1]
-        found = httpx.get(f"{url}/v1/models").json()["data"]
+        found = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
         process.terminate()
     assert [one["id"] for one in found[1:]] == list(adapter_folders)

@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from server_process import PATIENCE_S
+
 ASK: Any = {"role": "user", "content": "the cat"}
 TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL: Any = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -200,9 +202,9 @@ def test_every_reply_has_an_id_also_a_refusal_and_a_stream(server: Any, client: 
         server.get("/health"),
         server.get("/nowhere"),
         server.post("/v1/chat/completions", messages=[ASK], max_tokens=1, stream=True),
-        httpx.get(server.url + "/health", headers={"Host": "elsewhere.example"}),
-        httpx.get(server.url + "/health", headers={"Origin": "http://elsewhere.example"}),
-        httpx.request("OPTIONS", server.url + "/v1/models"),
+        httpx.get(server.url + "/health", headers={"Host": "elsewhere.example"}, timeout=PATIENCE_S),
+        httpx.get(server.url + "/health", headers={"Origin": "http://elsewhere.example"}, timeout=PATIENCE_S),
+        httpx.request("OPTIONS", server.url + "/v1/models", timeout=PATIENCE_S),
     )
     ids += [reply.headers["x-request-id"] for reply in replies]
     assert all(ids)

@@ -14,6 +14,7 @@ from logprobe.cli.app import run
 from logprobe.models import Vocabulary
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.routes.score import fields_of
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,9 +97,8 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
 
     asked = {"context": CONTEXT, "continuations": ANSWERS}
     plain = server.post("/v1/score", **asked).json()["data"]
-    reply = httpx.post(
-        f"{server.url}/v1/score", json=asked, headers={"accept": "application/vnd.apache.arrow.stream"}
-    )
+    headers = {"accept": "application/vnd.apache.arrow.stream"}
+    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
     # Two requests: what shares a step may move the last bit of a float32.
     for row, one in zip(rows, plain, strict=True):
