@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server_process import PATIENCE_S
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 OTHER_NAME = "rebound.example"  # which the browser resolves to this machine, as a hostile name server can
 
@@ -34,6 +36,24 @@ def browser() -> Iterator[Any]:
         pytest.skip(missing)
     with sync_playwright() as playwright:
         rules = f"--host-resolver-rules=MAP {OTHER_NAME} 127.0.0.1"
-        made = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", rules])
+        made = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", rules], timeout=PATIENCE_S * 1000
+        )
         yield made
         made.close()
+
+
+@pytest.fixture
+def new_tab(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Open a tab with cookies and a size of its own, which waits as long as a busy machine may need."""
+    contexts = []
+
+    def new(**options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        context.set_default_timeout(PATIENCE_S * 1000)
+        return context.new_page()
+
+    yield new
+    for context in contexts:
+        context.close()

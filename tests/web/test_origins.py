@@ -82,11 +82,9 @@ def guarded(tiny_model_folder: Path, origins: tuple[str, str]) -> Iterator[Attac
 
 
 @pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
+def page(new_tab: Any) -> Any:
     """A tab of its own."""
-    context = browser.new_context()
-    yield context.new_page()
-    context.close()
+    return new_tab()
 
 
 def num_requests(server: Attacked) -> float:

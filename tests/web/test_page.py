@@ -87,10 +87,8 @@ class Seen:
 
 
 @pytest.fixture
-def seen(browser: Any, served: Attacked) -> Iterator[Seen]:
-    context = browser.new_context(viewport={"width": 1200, "height": 900})
-    yield Seen(context.new_page(), f"http://127.0.0.1:{served.port}/")
-    context.close()
+def seen(new_tab: Any, served: Attacked) -> Seen:
+    return Seen(new_tab(viewport={"width": 1200, "height": 900}), f"http://127.0.0.1:{served.port}/")
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +223,8 @@ def test_what_the_server_refuses_is_said_in_words(seen: Seen) -> None:
     assert seen.tab.locator("#error").is_hidden()
 
 
-def test_a_key_is_asked_for_and_used(browser: Any, locked: Attacked) -> None:
-    context = browser.new_context()
-    seen = Seen(context.new_page(), f"http://127.0.0.1:{locked.port}/")
+def test_a_key_is_asked_for_and_used(new_tab: Any, locked: Attacked) -> None:
+    seen = Seen(new_tab(), f"http://127.0.0.1:{locked.port}/")
     seen.tab.wait_for_selector("#error:not([hidden])")
     assert "valid key" in seen.tab.inner_text("#error")
     seen.tab.fill("#key", "a wrong one")
@@ -239,7 +236,6 @@ def test_a_key_is_asked_for_and_used(browser: Any, locked: Attacked) -> None:
     seen.ask(TEXT, "#score")
     assert seen.tab.locator("#error").is_hidden()
     assert len(seen.tokens()) > 2
-    context.close()
 
 
 def test_nothing_leaves_the_origin(seen: Seen) -> None:
@@ -250,13 +246,11 @@ def test_nothing_leaves_the_origin(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("width", [380, 768, 1280])
-def test_no_width_scrolls_sideways(browser: Any, served: Attacked, width: int) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 800})
-    seen = Seen(context.new_page(), f"http://127.0.0.1:{served.port}/")
+def test_no_width_scrolls_sideways(new_tab: Any, served: Attacked, width: int) -> None:
+    seen = Seen(new_tab(viewport={"width": width, "height": 800}), f"http://127.0.0.1:{served.port}/")
     seen.ask(TEXT, max_tokens="20")
     seen.tab.locator(".token").nth(4).focus()
     assert seen.tab.evaluate("document.documentElement.scrollWidth") == width
-    context.close()
 
 
 def test_texts_are_never_taken_for_html(seen: Seen) -> None:
