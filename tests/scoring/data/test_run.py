@@ -22,6 +22,7 @@ import pytest
 from logprobe.errors import InputError, OutputError, ParameterError
 from logprobe.records import LogprobsInfo
 from logprobe.scoring import DataSettings, score_dataset
+from server_process import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -311,7 +312,6 @@ from logprobe import LLM
 from logprobe.scoring import score_dataset
 model, source, out = sys.argv[1:4]
 with LLM(model, kv_bytes=1 << 21) as llm:
-    print("ready", flush=True)
     score_dataset(llm, source, out, resume="--resume" in sys.argv)
 """
 
@@ -328,11 +328,11 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     source.write_text("\n".join(lines))
     out = tmp_path / "o.parquet"
     command = [sys.executable, "-c", RUN, str(tiny_model_folder), str(source), str(out), "--resume"]
-    for _ in range(3):
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
-            assert run.stdout is not None
-            run.stdout.readline()
-            time.sleep(chance.uniform(0.3, 3))
+    for num_new in (0, 1, 1):  # parts, of which there are five or more
+        num_parts = len(parts_of(out)) + num_new
+        with subprocess.Popen(command) as run:
+            eventually(lambda: has_come_to(num_parts, out, run), "the run gets nowhere")  # noqa: B023 - at once
+            time.sleep(chance.uniform(0, 0.5))
             run.send_signal(signal.SIGKILL)
         if out.exists():
             break
@@ -353,6 +353,16 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     assert got.num_rows == 4997
     name = "o.parquet.errors.jsonl"
     assert (tmp_path / name).read_text() == (tmp_path / "whole.parquet.errors.jsonl").read_text()
+
+
+def parts_of(out: Path) -> list[Path]:
+    return list(out.with_name(f"{out.name}.parts").glob("*.parquet"))
+
+
+def has_come_to(num_parts: int, out: Path, run: subprocess.Popen[bytes]) -> bool:
+    """Whether a run has noted its settings and has so many parts, or has ended."""
+    has_begun = out.with_name(f"{out.name}.parts").joinpath("settings.json").exists()
+    return (has_begun and len(parts_of(out)) >= num_parts) or run.poll() is not None
 
 
 DYING = """
