@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pexpect
+import psutil
 import pytest
 from rich.cells import cell_len
+
+from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
-DEADLINE_S = 120
 LOADED = "…"  # ends the line that says what is loaded
 SOME = r"\S{20}"  # of an answer that would never end by itself
 
@@ -45,7 +47,7 @@ def terminal() -> Iterator[Callable[..., Any]]:
         env |= {"TERM": "xterm-256color"} | environment
         size = (50, columns)
         child = pexpect.spawn(
-            command, [*arguments], env=env, dimensions=size, timeout=DEADLINE_S, encoding="utf-8"
+            command, [*arguments], env=env, dimensions=size, timeout=PATIENCE_S, encoding="utf-8"
         )
         started.append(child)
         return child
@@ -60,6 +62,12 @@ def ended(child: Any) -> tuple[int, str]:
     child.expect(pexpect.EOF)
     child.close()
     return child.exitstatus, child.before
+
+
+def await_rest(child: Any) -> None:
+    """Until a command waits for a key: an interrupt just after its prompt is seen with the next key."""
+    process = psutil.Process(child.pid)
+    eventually(lambda: process.status() == psutil.STATUS_SLEEPING, "it never rests")
 
 
 ANSWER = ("--temperature", "0", "--max-tokens", "100000", "--kv-bytes", "100000000")
@@ -94,6 +102,7 @@ def test_a_conversation_outlives_an_interrupt(terminal: Any, endless_model: str,
     child.sendline("/nope")
     child.expect("error: no command /nope; /help lists them")
     child.expect_exact("you> ")
+    await_rest(child)
     child.sendintr()  # nothing runs: still no end
     child.expect_exact("Ctrl-D ends")
     child.expect_exact("you> ")
