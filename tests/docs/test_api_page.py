@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import openai
 import pytest
 
 from logprobe.server import ServerSettings
 from logprobe.server.app import ROUTES
 from logprobe.server.openai.fields import NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +44,11 @@ def test_a_curl_example_is_answered(url: str, code: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_a_python_example_runs(url: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_python_example_runs(
+    url: str, code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # httpx gives an answer five seconds, which a busy machine may take.
+    monkeypatch.setattr(httpx, "post", functools.partial(httpx.post, timeout=PATIENCE_S))
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     names: dict[str, Any] = {"client": client, "url": url, "model": "tiny"}
     exec(code, names)  # noqa: S102 - our own page

@@ -70,9 +70,13 @@ class Watch:
 @pytest.fixture(scope="module")
 def watch() -> Iterator[Watch]:
     watch = Watch()
-    threading.setprofile(watch.note)
-    yield watch
-    threading.setprofile(None)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        # What is looked after now and then, by the clock, is on no way.
+        for check in ("engine.backends.thread.CHECK_AFTER_IDLE_S", "server.http.sse.CHECK_EVERY_S"):
+            patch.setattr(f"logprobe.{check}", 3600.0)
+        threading.setprofile(watch.note)
+        yield watch
+        threading.setprofile(None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
