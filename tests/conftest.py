@@ -18,6 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings as hypothesis_settings
+
+    # Its own deadline of 200 ms tells a slow example from a fast one only where nothing else runs.
+    hypothesis_settings.register_profile("unhurried", deadline=None)
+    hypothesis_settings.load_profile("unhurried")
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -185,6 +192,7 @@ def serving(
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:
+        assert thread.is_alive(), "the server ended at its start"
         time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
