@@ -31,10 +31,11 @@ def chain(logits: torch.Tensor, chosen_ids: torch.Tensor, k: int) -> None:
 def per_row_us(call: Callable[[], object], num_rows: int, _number: int) -> float:
     """Microseconds a row, over as many calls as fill the time of a sample."""
     call()
-    calls, started = 0, time.perf_counter()
-    while (passed := time.perf_counter() - started) < SAMPLE_S:
+    calls, passed, started = 0, 0.0, time.perf_counter()
+    while passed < SAMPLE_S:
         call()
         calls += 1
+        passed = time.perf_counter() - started
     return 1e6 * passed / calls / num_rows
 
 
