@@ -10,6 +10,7 @@ import pytest
 
 import logprobe
 from logprobe.cli.app import app, main
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,6 +220,6 @@ def test_the_shell_completes_commands_and_models(words: str, expected: set[str])
     command = [sys.executable, "-c", "from logprobe.cli import command; command()"]
     # The name that a shell would call it by.
     done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=60
+        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert set(done.stdout.split()) == expected, done.stderr

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
+from server_process import PATIENCE_S
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -151,7 +153,7 @@ def test_no_library_speaks_on_standard_error(tiny_model_folder: Path, tmp_path: 
     (tmp_path / "long.txt").write_text("the cat and the dog " * 500)
     command = [Path(sys.executable).with_name("logprobe"), "score", tmp_path / "long.txt", "--model", folder]
     for flags in (["--summary"], ["--json"]):
-        done = subprocess.run([*command, *flags], capture_output=True, check=True, timeout=240)
+        done = subprocess.run([*command, *flags], capture_output=True, check=True, timeout=PATIENCE_S)
         spoken = [line for line in done.stderr.decode().splitlines() if not line.startswith("loading ")]
         assert spoken == []
 
@@ -161,7 +163,7 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
     command = Path(sys.executable).with_name("logprobe")
     arguments = [command, "score", "--text", "the cat", "--json", "--model", str(tiny_model_folder)]
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, check=False, timeout=120)
+        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, check=False, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[1:] == [
         "error: standard output: cannot be used (No space left on device); make room, or name another"

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from server_process import PATIENCE_S
+
 
 def logprobe(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     command = Path(sys.executable).with_name("logprobe")
-    return subprocess.run([command, *arguments], input=stdin, capture_output=True, check=False, timeout=120)
+    return subprocess.run(
+        [command, *arguments], input=stdin, capture_output=True, check=False, timeout=PATIENCE_S
+    )
 
 
 def test_the_result_is_alone_on_standard_output(tiny_model_folder: Path) -> None:
