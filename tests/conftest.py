@@ -21,9 +21,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if find_spec("hypothesis") is not None:
     from hypothesis import settings as hypothesis_settings
 
-    # Its own deadline of 200 ms tells a slow example from a fast one only where nothing else runs.
-    hypothesis_settings.register_profile("unhurried", deadline=None)
-    hypothesis_settings.load_profile("unhurried")
+    # Its own deadline of 200 ms tells a slow example from a fast one only where nothing else runs. And each
+    # run of the suite has the same examples, but for `make fuzz`.
+    is_fuzz = "FUZZ_EXAMPLES" in os.environ
+    hypothesis_settings.register_profile("steady", deadline=None, derandomize=not is_fuzz)
+    hypothesis_settings.load_profile("steady")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

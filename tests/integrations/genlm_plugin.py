@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from logprobe.integrations.genlm import serve_by_name
 
     # Some of these tests have hypothesis' own deadline of 200 ms, which is a clock's and not the model's.
-    settings.register_profile("unhurried", deadline=None)
-    settings.load_profile("unhurried")
+    settings.register_profile("steady", deadline=None)
+    settings.load_profile("steady")
     _served.enter_context(serve_by_name())
     config.add_cleanup(_served.close)
