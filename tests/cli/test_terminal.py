@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,19 +48,34 @@ def terminal() -> Iterator[Callable[..., Any]]:
         env |= {"TERM": "xterm-256color"} | environment
         size = (50, columns)
         child = pexpect.spawn(
-            command, [*arguments], env=env, dimensions=size, timeout=PATIENCE_S, encoding="utf-8"
+            command,
+            [*arguments],
+            env=env,
+            dimensions=size,
+            timeout=PATIENCE_S,
+            encoding="utf-8",
+            preexec_fn=heed_interrupts,
         )
         started.append(child)
         return child
 
     yield start
     for child in started:
-        child.close(force=True)
+        if child.isalive():
+            child.kill(signal.SIGKILL)
+            child.wait()
+        child.close()
+
+
+def heed_interrupts() -> None:
+    """As a command of a terminal does, also where the tests run in the background, which ignores them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(child: Any) -> tuple[int, str]:
     """The exit code of a command, and what it showed since it was last looked at."""
     child.expect(pexpect.EOF)
+    child.wait()  # else it has half a second to end in, and is killed
     child.close()
     return child.exitstatus, child.before
 
