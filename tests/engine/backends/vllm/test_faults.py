@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 
+from logprobe.engine.backends.start import start_engine
 from logprobe.engine.request import Requests
+from logprobe.errors import ParameterError
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from logprobe.config import EngineConfig
     from logprobe.engine.backends.start import LoadedModel
 
 pytestmark = pytest.mark.vllm
@@ -29,10 +36,10 @@ def vllm_params(**asked: Any) -> Any:
     return VllmParams(temperature=0.0, ignore_eos=True, detokenize=False, output_kind=kind, **asked)
 
 
-async def of_vllm(engine: Any, ids: list[int], **asked: Any) -> Any:
+async def of_vllm(engine: Any, ids: list[int], *, lora: Any = None, **asked: Any) -> Any:
     """VLLM's own answer to one request of its own."""
     name = uuid.uuid4().hex
-    outputs = engine._llm.generate({"prompt_token_ids": ids}, vllm_params(**asked), name)
+    outputs = engine._llm.generate({"prompt_token_ids": ids}, vllm_params(**asked), name, lora_request=lora)
     return [output async for output in outputs][-1]
 
 
@@ -61,6 +68,15 @@ def ask(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
     outputs = asyncio.run(together())
     assert [output.error for output in outputs] == [None] * len(outputs)
     return outputs
+
+
+def difference(output: Any, other: Any) -> float:
+    """Nats between the chosen tokens of two texts, at most; infinite where other tokens were chosen."""
+    text, twin = output.outputs[0], other.outputs[0]
+    if list(text.token_ids) != list(twin.token_ids):
+        return float("inf")
+    rows = zip(text.token_ids, text.logprobs, twin.logprobs, strict=True)
+    return max(abs(row[key].logprob - true[key].logprob) for key, row, true in rows)
 
 
 def random_ids(seed: int, length: int) -> list[int]:
@@ -157,3 +173,49 @@ class TestTheLastAlternative:
         serving: Any = object.__new__(OpenAIServingChat)
         listed = serving._get_top_logprobs(row, 2, None, False)
         assert [one.token for one in listed] == ["c", "a"], "vLLM has mended it"
+
+
+class TestLoraOnACpu:
+    """With LoRA enabled, vLLM's CPU build has faults of its own."""
+
+    @pytest.fixture
+    def engine(self, vllm_config: EngineConfig) -> Iterator[Any]:
+        """With places for two LoRA weights, of which this library leaves the last one empty."""
+        options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+        options |= vllm_config.engine_options  # type: ignore[operator]
+        loaded = start_engine(replace(vllm_config, engine_options=options))
+        yield loaded.engine
+        loaded.engine.close()
+
+    def test_texts_without_weights_take_those_of_the_last_place(
+        self, engine: Any, native: LoadedModel, wide_heads: tuple[Path, dict[str, Path]]
+    ) -> None:
+        from vllm.lora.request import LoRARequest
+
+        (first, folder), (second, last) = wide_heads[1].items()
+        asked: dict[str, Any] = {"logprobs": 1, "max_tokens": 6}
+        bare, tuned = (random_ids(7, 10), asked), (random_ids(8, 10), asked | {"lora": first})
+        engine.add_lora(first, folder)
+        [want] = ask(native.engine, bare)
+        got, _ = ask(engine, bare, tuned)
+        assert difference(got, want) < TOLERANCE
+        with pytest.raises(ParameterError, match="raise max_loras"):
+            engine.add_lora(second, last)
+
+        engine.remove_lora(first)
+        own = [LoRARequest(path.name, 1 + place, str(path)) for place, path in enumerate((folder, last))]
+        for request in own:
+            assert engine._bridge.run(engine._llm.add_lora(request))
+        beside, *_ = ask_vllm(engine, bare, *((tuned[0], asked | {"lora": request}) for request in own))
+        assert difference(beside, want) > 0.1, "vLLM has mended it: fill the last place"
+
+    def test_numbers_of_a_prompt_beside_another_text_end_the_engine(self, engine: Any) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        neighbour = (random_ids(9, 5), {"max_tokens": 100})
+        asked = (random_ids(10, 12), {"prompt_logprobs": 1, "max_tokens": 1})
+        with pytest.raises(ParameterError, match="start it without enable_lora"):
+            ask(engine, neighbour, asked)
+        assert ask(engine, neighbour), "it lives on"
+        with pytest.raises(EngineDeadError):
+            ask_vllm(engine, neighbour, asked)
