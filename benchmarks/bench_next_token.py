@@ -1,8 +1,8 @@
 """This measures whole next-token rows a second: 64 prefixes of 32 tokens sharing 24, extended token by token.
 
 Each round asks every prefix for its row and then extends it by a token of its own. A default form that takes
-seconds a row runs fewer rounds. The floor is one reading of the weights a round. Beside it: over HTTP, and
-how long single asks keep the event loop from another task.
+seconds a row runs fewer rounds. The floor is one reading of the weights a round. Beside it: over HTTP,
+`AsyncVirtualLM` beside vLLM's own forms, and how long single asks keep the event loop from another task.
 """
 
 import asyncio
@@ -25,15 +25,17 @@ from harness import (
     publish,
 )
 from prompts import prompts
-from protocol import extend_all
+from protocol import ask_rounds
 from servers import our_program, serving
 
 from logprobe import RemoteLM
 
 NUM_PREFIXES, PREFIX_LEN, SHARED_LEN, NUM_ROUNDS = 64, 32, 24, 16
 FEWER_ROUNDS = {"genlm default": 4, "vllm default": 1}
-HTTP = f"{OURS} over HTTP"
-WANTED = (OURS, "genlm", "vllm")
+HTTP, VIRTUAL = f"{OURS} over HTTP", f"{OURS} in vLLM"
+ON_VLLM = ("vllm", "virtual_lm", "genlm_vllm")
+WANTED = (OURS, "genlm", *ON_VLLM)
+VLLM_TARGETS = [Target(against="vllm best", at_least=4.0)]
 TARGETS = [
     Target(against="genlm best", at_least=10.0),
     Target(against="vllm best", at_least=4.0),
@@ -88,44 +90,52 @@ class OverHttp:
 
     def __init__(self, arena: Arena, lm: RemoteLM, num_rounds: int) -> None:
         self._arena, self._lm, self._num_rounds = arena, lm, num_rounds
-        asyncio.run(self._ask_rounds(**asked(arena, min(2, num_rounds), WARM_UP_SEED)))
+        asyncio.run(ask_rounds(self._lm, **asked(arena, min(2, num_rounds), WARM_UP_SEED)))
 
     def rate(self, number: int) -> float:
         """Rows a second."""
         inputs = asked(self._arena, self._num_rounds, number)
         started = time.perf_counter()
-        asyncio.run(self._ask_rounds(**inputs))
+        asyncio.run(ask_rounds(self._lm, **inputs))
         return self._num_rounds * len(inputs["prefixes"]) / (time.perf_counter() - started)
 
-    async def _ask_rounds(self, prefixes: list[list[int]], rounds: list[list[int]]) -> None:
-        for tokens in rounds:
-            await self._lm.batch_next_token_logprobs(prefixes)
-            prefixes = extend_all(prefixes, tokens)
 
-
-def rate_figure(arena: Arena, remote: RemoteLM, num_rounds: int) -> Figure:
-    """Rows a second of all."""
+def rate_figures(arena: Arena, remote: RemoteLM, num_rounds: int) -> list[Figure]:
+    """Rows a second of all, and of those that run in vLLM, from one race."""
     fewer = {label: min(count, num_rounds) for label, count in FEWER_ROUNDS.items()}
     contestants: dict[str, Measure] = {FLOOR: arena.floor(num_prefixes(arena))}
     contestants |= {
-        label: InProcess(arena, one, fewer.get(label, num_rounds)).rate
+        VIRTUAL if one[0] == "virtual_lm" else label: InProcess(arena, one, fewer.get(label, num_rounds)).rate
         for label, one in arena.labels(*WANTED).items()
     }
     contestants[HTTP] = OverHttp(arena, remote, num_rounds).rate
     samples, notes = alternate(contestants, arena.options.rounds)
     told = [f"{label} ran {count} of the {num_rounds} rounds" for label, count in fewer.items()]
-    return Figure(
-        name=f"next-token rows, {num_prefixes(arena)} prefixes of {PREFIX_LEN} tokens sharing {SHARED_LEN}",
-        unit="rows/s",
-        better="higher",
-        samples=samples,
-        targets=TARGETS,
-        notes=[
-            *notes,
-            *arena.missing(*WANTED),
-            *(one for one in told if one.partition(" ran")[0] in samples),
-        ],
+    notes += arena.missing(*WANTED)
+    notes += [one for one in told if one.partition(" ran")[0] in samples]
+    return split(
+        samples, notes, f"{num_prefixes(arena)} prefixes of {PREFIX_LEN} tokens sharing {SHARED_LEN}"
     )
+
+
+def split(samples: dict[str, list[float]], notes: list[str], asked_for: str) -> list[Figure]:
+    """The race as a figure of the native engine, and one of `AsyncVirtualLM` where it ran."""
+    in_vllm = {label: samples[label] for label in samples if label.partition(" ")[0] in ON_VLLM}
+    native = {label: samples[label] for label in samples if label not in {VIRTUAL, "genlm_vllm default"}}
+    raced = [("next-token rows", native, TARGETS)]
+    if VIRTUAL in samples:
+        raced.append(("next-token rows in vLLM", {OURS: samples[VIRTUAL], **in_vllm}, VLLM_TARGETS))
+    return [
+        Figure(
+            name=f"{name}, {asked_for}",
+            unit="rows/s",
+            better="higher",
+            samples=of_figure,
+            targets=targets,
+            notes=notes,
+        )
+        for name, of_figure, targets in raced
+    ]
 
 
 def stall_figure(arena: Arena, num_rounds: int) -> Figure:
@@ -149,8 +159,8 @@ def main() -> None:
         stall = stall_figure(arena, num_rounds)
         served = stack.enter_context(serving(our_program(arena.model_folder, "--weights", WEIGHTS)))
         remote = stack.enter_context(RemoteLM(served.url))
-        rate = rate_figure(arena, remote, num_rounds)
-    publish(Path(__file__).stem, [rate, stall], options)
+        rates = rate_figures(arena, remote, num_rounds)
+    publish(Path(__file__).stem, [*rates, stall], options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from genlm.backend.llm import AsyncTransformer
-from protocol import Read, TokenIds, extend_all, serve
+from protocol import Read, TokenIds, ask_rounds, serve
 
 
 class Genlm:
@@ -23,15 +23,8 @@ class Genlm:
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """Concurrent asks of all prefixes, round after round; its cache starts empty and is never bounded."""
         self._lm.clear_cache()
-        rows = asyncio.run(self._ask_rounds(prefixes, rounds))
+        rows = asyncio.run(ask_rounds(self._lm, prefixes, rounds))
         return lambda: rows.argmax(-1).tolist()
-
-    async def _ask_rounds(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Any:
-        rows: Any = None
-        for tokens in rounds:
-            rows = await self._lm.batch_next_token_logprobs(prefixes)
-            prefixes = extend_all(prefixes, tokens)
-        return rows
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import asyncio
 import time
 from typing import Any
 
-from protocol import Read, TokenIds, extend_all, serve
+from protocol import Read, TokenIds, ask_rounds, extend_all, serve
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, AsyncLM, AsyncVirtualLM, SamplingParams
 from logprobe.scoring import surprisal
 
 TICK_S = 0.001
@@ -73,10 +73,10 @@ class Offline:
 
 
 class NextToken:
-    """`AsyncLM`: whole rows; its caches start each call empty."""
+    """`AsyncLM` or `AsyncVirtualLM`: whole rows; its caches start each call empty."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self._lm = AsyncLM.from_name(job["model_folder"], **job.get("options", {}))
+    def __init__(self, lm: AsyncLM | AsyncVirtualLM) -> None:
+        self._lm = lm
 
     def use(self, variant: str) -> None:
         """Refuse what there is not."""
@@ -89,7 +89,7 @@ class NextToken:
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """All prefixes of a round in one call, round after round."""
         self._forget()
-        rows = asyncio.run(self._in_batches(prefixes, rounds))
+        rows = asyncio.run(ask_rounds(self._lm, prefixes, rounds))
         return lambda: rows.argmax(-1).tolist()
 
     def event_loop_stall(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
@@ -101,13 +101,6 @@ class NextToken:
     def _forget(self) -> None:
         self._lm.clear_cache()
         self._lm.clear_kv_cache()
-
-    async def _in_batches(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Any:
-        rows: Any = None
-        for tokens in rounds:
-            rows = await self._lm.batch_next_token_logprobs(prefixes)
-            prefixes = extend_all(prefixes, tokens)
-        return rows
 
     async def _watched(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> float:
         watch = asyncio.create_task(longest_stall())
@@ -133,7 +126,9 @@ async def longest_stall() -> float:
 
 def open_front_door(job: dict[str, Any]) -> Offline | NextToken:
     """What answers the first job's verb, and those after it."""
-    return NextToken(job) if hasattr(NextToken, job["verb"]) else Offline(job)
+    if hasattr(NextToken, job["verb"]):
+        return NextToken(AsyncLM.from_name(job["model_folder"], **job.get("options", {})))
+    return Offline(job)
 
 
 if __name__ == "__main__":

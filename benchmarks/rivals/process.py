@@ -60,6 +60,8 @@ _VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# This project is not installed beside vLLM, whose environment all checkouts share.
+_OUR_SOURCE = {**_VLLM_ENVIRONMENT, "PYTHONPATH": str(SCRIPTS.parents[1] / "src")}
 
 RIVALS = {
     rival.name: rival
@@ -68,6 +70,13 @@ RIVALS = {
         Rival(name="transformers", python=Path(sys.executable)),
         Rival(name="vllm", python=_own_python("vllm"), environment=_VLLM_ENVIRONMENT),
         Rival(name="vllm_transport", python=_own_python("vllm"), variants=("default",)),
+        Rival(name="virtual_lm", python=_own_python("vllm"), variants=("default",), environment=_OUR_SOURCE),
+        Rival(
+            name="genlm_vllm",
+            python=_own_python("vllm"),
+            variants=("default",),
+            environment=_VLLM_ENVIRONMENT,
+        ),
         Rival(name="genlm", python=_own_python("genlm")),
         Rival(name="lm_eval", python=_own_python("lm_eval")),
         Rival(name="minicons", python=_own_python("minicons")),

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 TokenIds = list[int]
+ERROR_LEN = 200  # characters of an error that are kept
 Read = Callable[[], Any]
 Check = Callable[[Any, dict[str, Any]], bool]
 
@@ -107,6 +108,15 @@ class PeakMemory:
         return max(0, _resident_bytes("VmHWM") - self._before)
 
 
+async def ask_rounds(lm: Any, prefixes: Sequence[TokenIds], rounds: Sequence[Sequence[int]]) -> Any:
+    """The whole rows of the last round, from a model that has genlm-backend's words for it."""
+    rows: Any = None
+    for tokens in rounds:
+        rows = await lm.batch_next_token_logprobs(prefixes)
+        prefixes = extend_all(prefixes, tokens)
+    return rows
+
+
 def extend_all(prefixes: Sequence[TokenIds], tokens: Sequence[int]) -> list[TokenIds]:
     """Each prefix with its own next token at the end."""
     return [[*prefix, token] for prefix, token in zip(prefixes, tokens, strict=True)]
@@ -162,7 +172,8 @@ def serve(open_rival: Callable[[dict[str, Any]], Any], packages: Sequence[str]) 
             result = _run_job(rival, job) | {"load_s": load_s, "versions": _versions(packages)}
         except Exception as error:  # noqa: BLE001 - a job's failure is its result
             traceback.print_exc()
-            result = {"ok": False, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            result = {"ok": False, "error": told[:ERROR_LEN]}
         print(json.dumps(result), file=results, flush=True)
     if hasattr(rival, "close"):
         rival.close()

@@ -7,20 +7,16 @@ import numpy as np
 from protocol import Read, TokenIds, extend_all, serve
 from vllm import LLM, SamplingParams
 
+# What every contestant on vLLM starts it with.
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}
+
 
 class Vllm:
     """One engine for all verbs; its two variants differ in what each request asks for."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._form: dict[str, bool] = {}
-        self._llm = LLM(
-            job["model_folder"],
-            dtype="float32",
-            max_model_len=8192,
-            max_num_seqs=64,
-            max_logprobs=-1,
-            seed=0,
-        )
+        self._llm = LLM(job["model_folder"], max_logprobs=-1, seed=0, **ENGINE)
 
     def use(self, variant: str) -> None:
         """Set the form in which logprobs are asked for."""
