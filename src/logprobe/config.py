@@ -56,6 +56,8 @@ class EngineConfig:
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.
+        speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
+            one step; tokens, seeds and numbers are the same.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
             or classes; several names may stand in one text with commas between.
@@ -77,6 +79,7 @@ class EngineConfig:
     weights: Weights = "auto"
     seed: int = 0
     overlap: bool = False
+    speculate: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
     process: bool = field(default=False, metadata={"flag": "--engine-process"})
     data_parallel: int = 1
@@ -104,7 +107,7 @@ class EngineConfig:
         for name in ("max_batch_tokens", "max_batch_rows", "data_parallel"):
             value = getattr(self, name)
             require(_is_int(value) and value > 0, name, f"must be a positive integer, got {value!r}")
-        for name in ("overlap", "process"):
+        for name in ("overlap", "speculate", "process"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         engines = "native, vllm"

@@ -138,6 +138,7 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
         max_batch_rows=config.max_batch_rows,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
+        speculate=config.speculate,
     )
     source = LogprobsInfo(engine="fake", model="fake", logits_dtype="float32")
     describer = Describer(source, forward.vocab_size, text.vocabulary)

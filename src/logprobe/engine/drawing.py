@@ -15,7 +15,7 @@ from logprobe.records.host import on_host
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.engine.plan.sample import Sample
+    from logprobe.engine.plan.sample import Draw
     from logprobe.engine.processing import Processing
     from logprobe.records import SamplerOutput
     from logprobe.records.store.columns import Array
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Drawing:
-    """Runs the processors and the sampler on the rows of samples."""
+    """Runs the processors and the sampler on rows of logits."""
 
     def __init__(self, processing: Processing, sampler: Sampler) -> None:
         self._processing = processing
         self._sampler = sampler
 
-    def draw(self, chunk: list[Sample], logits: Tensor) -> SamplerOutput:
-        """A row for each sample of (rows, V) float32 logits, which stay raw; see `Processing.chunks`."""
-        params = [sample.request.params for sample in chunk]
-        uniforms = np.array([sample.next_uniform() for sample in chunk])
+    def draw(self, chunk: list[Draw], logits: Tensor) -> SamplerOutput:
+        """A token for each row of (rows, V) float32 logits, which stay raw; see `Processing.chunks`."""
+        params = [draw.sample.request.params for draw in chunk]
+        uniforms = np.array([draw.sample.uniform(draw.ahead) for draw in chunk])
         changed = self._processing.apply(chunk, logits)
-        forced = [sample.forced_token_id for sample in chunk]
+        forced = [draw.sample.forced_token_id(draw.ahead) for draw in chunk]
         output = self._sampler.draw(
             logits, params, uniforms, None if changed is None else changed.logits, forced
         )
@@ -57,9 +57,9 @@ def new_generator(request: Request, number: int, index: int, seed: int) -> np.ra
     return np.random.default_rng([index, kind, number if own is None else 0, abs(base)])
 
 
-def _whole_rows(samples: list[Sample], logits: Tensor) -> dict[int, Array]:
+def _whole_rows(draws: list[Draw], logits: Tensor) -> dict[int, Array]:
     """The log-softmax of the rows whose requests want it; each array is its own, not a view of the batch."""
-    rows = [row for row, sample in enumerate(samples) if sample.request.wants_row]
+    rows = [row for row, draw in enumerate(draws) if draw.sample.request.wants_row]
     if not rows:
         return {}
     # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.

@@ -33,6 +33,7 @@ from logprobe.transport.messages import (
     AddLora,
     Admitted,
     Delta,
+    Drafts,
     Finish,
     ForgetPrefixes,
     Pause,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from logprobe.config import EngineConfig
+    from logprobe.engine.plan.sample import Draw
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend
     from logprobe.records.host import Send
@@ -179,15 +181,16 @@ class Engine:
             with self.clock.part("prompt_rows"):
                 scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                samples, parts = self._draw(plan.draws)
+                draws, parts = self._draw(plan.draws)
             with self.clock.part("record"):
-                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), samples, parts)
-                news.arrive = self._arrival(samples, parts)
+                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), draws, parts)
+                news.arrive = self._arrival(draws, parts)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             news = self._fail(plan, error)
             news.others = self._succeed()
             return news
-        self._retire({span.sample for span in plan.prompt_rows}.union(plan.draws))
+        self.scheduler.settle(plan)
+        self._retire({span.sample for span in plan.prompt_rows} | {draw.sample for draw in plan.draws})
         news.others = self._succeed()
         return news
 
@@ -237,6 +240,8 @@ class Engine:
             cached_tokens=scheduler.num_cached_tokens,
             preempted=scheduler.num_preempted,
             pauses=self._num_pauses,
+            drafted_tokens=scheduler.num_drafted,
+            accepted_tokens=scheduler.num_accepted,
             seconds=dict(self.clock.seconds),
             processors=dict(self.processing.pipeline.counters),
         )
@@ -288,6 +293,8 @@ class Engine:
         for sample in samples:
             self.recorder.open(sample)
             self.processing.open(sample, number, admitted.processor_args)
+            if self.config.speculate:
+                sample.drafts = Drafts(refusal=self.processing.why_no_drafts(sample))
             if not sample.is_finished:
                 self.scheduler.add(sample)
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
@@ -308,34 +315,35 @@ class Engine:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Sample]) -> tuple[list[Sample], list[SamplerOutput]]:
-        """A row for each sample, in the order of the samples that comes with them."""
-        samples: list[Sample] = []
+    def _draw(self, draws: list[Draw]) -> tuple[list[Draw], list[SamplerOutput]]:
+        """A row for each draw, in the order of the draws that comes with them."""
+        ordered: list[Draw] = []
         parts: list[SamplerOutput] = []
         for chunk in self.processing.chunks(draws, default_chunk_rows(self.forward.vocab_size)):
-            samples += chunk
+            ordered += chunk
             parts.append(self._draw_chunk(chunk))
-        return samples, parts
+        return ordered, parts
 
-    def _arrival(
-        self, samples: list[Sample], parts: list[SamplerOutput]
-    ) -> Callable[[], SamplerOutput] | None:
+    def _arrival(self, draws: list[Draw], parts: list[SamplerOutput]) -> Callable[[], SamplerOutput] | None:
         """What waits until a step's numbers are on the host; their copies begin now."""
         if not parts:
             return None
         arriving = [part.arriving(self.send) for part in parts]
-        names = [sample.name for sample in samples]
+        # A draft's row of which nothing came is none of the step's.
+        rows = [row for row, draw in enumerate(draws) if draw.is_taken or not draw.ahead]
+        names = [draws[row].sample.name for row in rows]
         times = {f"{part}_time_ns": self.clock.latest_ns[part] for part in ("forward", "sample")}
 
         def arrive() -> SamplerOutput:
             output = SamplerOutput.joined([one() for one in arriving])
-            self.output = ModelRunnerOutput.of_step(output, names, **times)
+            told = output if len(rows) == output.batch_size else output.rows(rows)
+            self.output = ModelRunnerOutput.of_step(told, names, **times)
             return output
 
         return arrive
 
-    def _draw_chunk(self, chunk: list[Sample]) -> SamplerOutput:
-        last_slots = np.array([sample.slots[-1] for sample in chunk], dtype=np.int32)
+    def _draw_chunk(self, chunk: list[Draw]) -> SamplerOutput:
+        last_slots = np.array([draw.slot for draw in chunk], dtype=np.int32)
         return self.drawing.draw(chunk, self.forward.head(self.forward.hidden_rows(last_slots)))
 
     def _retire(self, samples: set[Sample]) -> None:

@@ -123,16 +123,17 @@ class Fold:
         self._add_rows(completion, news)
         completion.token_ids += news.token_ids
         if completion.explanations is not None and news.effects is not None:
-            completion.explanations.append(news.effects)
+            completion.explanations += news.effects
         if news.row is not None:
             completion.row = news.row
         if news.finish is not None:
+            completion.drafts = news.drafts
             self._end(completion, news.finish)
 
     def _add_rows(self, completion: CompletionOutput, news: Delta) -> None:
         is_alone = self._params.logprobs_mode == "processed_logprobs"
         if news.raw is not None:
-            completion.raw_logprob = (completion.raw_logprob or 0.0) + _chosen_sum(news.raw)
+            completion.raw_logprob = _plus_chosen(completion.raw_logprob, news.raw)
             if completion.logprobs is not None and not is_alone:
                 self._append(completion.logprobs, news.raw)
                 completion.cumulative_logprob = completion.raw_logprob
@@ -141,8 +142,7 @@ class Fold:
             assert container is not None
             self._append(container, news.processed)
             if is_alone:
-                before = completion.cumulative_logprob or 0.0
-                completion.cumulative_logprob = before + _chosen_sum(news.processed)
+                completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, news.processed)
 
     def _append(self, record: FlatLogprobs, rows: LogprobsLists) -> None:
         # Other rows of the step may have asked for more than these.
@@ -166,5 +166,9 @@ class Fold:
             keep_best(self.output, self._params)
 
 
-def _chosen_sum(rows: LogprobsLists) -> float:
-    return float(sum(rows.logprobs[:, 0].tolist()))
+def _plus_chosen(total: float | None, rows: LogprobsLists) -> float:
+    # One by one, so that the sum is the same however many came at once.
+    result = total or 0.0
+    for logprob in rows.logprobs[:, 0].tolist():
+        result += logprob
+    return result

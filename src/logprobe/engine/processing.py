@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.plan.sample import Sample
+    from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
-    from logprobe.processors.pipeline import ProcessedRows
+    from logprobe.processors.pipeline import ActiveSample, ProcessedRows
     from logprobe.records import SamplerOutput
     from logprobe.sampling import SamplingParams
 
 
 class Processing:
-    """Puts the samples that have processors first, runs them, and tells each what became of its row."""
+    """Puts the rows that have processors first, runs them, and notes what became of each."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self.pipeline = Pipeline(config, model)
@@ -51,40 +51,42 @@ class Processing:
         )
         sample.active = self.pipeline.open(row, args)
 
-    def prepare(self, samples: Sequence[Sample]) -> None:
-        """Tell the processors whose logits come next; before the forward pass."""
-        self.pipeline.prepare([sample.active for sample in samples if sample.active is not None])
+    def why_no_drafts(self, sample: Sample) -> str | None:
+        """Which of a sample's processors keep state, so that no draft of its tokens can be verified."""
+        names = [] if sample.active is None else self.pipeline.keeping_state(sample.active)
+        return f"{', '.join(names)} keeps state" if names else None
 
-    def chunks(self, samples: list[Sample], size: int) -> Iterator[list[Sample]]:
-        """Cut a step's samples into chunks of `size`; all that have processors come first, in one chunk."""
-        active = [sample for sample in samples if sample.active is not None]
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        """Tell the processors whose logits come next; before the forward pass."""
+        self.pipeline.prepare([active for draw in draws if (active := _active(draw)) is not None])
+
+    def chunks(self, draws: list[Draw], size: int) -> Iterator[list[Draw]]:
+        """Cut a step's draws into chunks of `size`; all that have processors come first, in one chunk."""
+        active = [draw for draw in draws if draw.sample.active is not None]
         if active:
-            samples = active + [sample for sample in samples if sample.active is None]
+            draws = active + [draw for draw in draws if draw.sample.active is None]
         start = 0
-        while start < len(samples):
+        while start < len(draws):
             end = max(start + size, len(active))
-            yield samples[start:end]
+            yield draws[start:end]
             start = end
 
-    def apply(self, chunk: list[Sample], logits: Tensor) -> ProcessedRows | None:
+    def apply(self, chunk: list[Draw], logits: Tensor) -> ProcessedRows | None:
         """Run the processors on the rows of a chunk that have any: its first ones."""
-        num_active = sum(sample.active is not None for sample in chunk)
+        num_active = sum(draw.sample.active is not None for draw in chunk)
         return self.pipeline.apply(logits[:num_active]) if num_active else None
 
     def record(
-        self, chunk: list[Sample], logits: Tensor, run: ProcessedRows | None, output: SamplerOutput
+        self, chunk: list[Draw], logits: Tensor, run: ProcessedRows | None, output: SamplerOutput
     ) -> None:
-        """Fail the samples that a processor failed, and keep the effects on the others."""
+        """Note which draws a processor failed, and the effects on the others."""
         assert output.is_valid is not None
-        for row, sample in enumerate(chunk):
+        for row, draw in enumerate(chunk):
             if run is not None and row < len(run.logits):
-                error = run.errors.get(row) or self._dead_end(sample, row, logits, output)
-                if error is not None:
-                    sample.fail(error)
-                    continue
-            if sample.request.params.explain and output.is_valid[row]:
+                draw.error = run.errors.get(row) or self._dead_end(draw.sample, row, logits, output)
+            if draw.error is None and draw.sample.request.params.explain and output.is_valid[row]:
                 effects = run.effects.get(row, []) if run is not None else []
-                sample.effects = _explained(effects, output, row)
+                draw.effects = _explained(effects, output, row)
 
     def _dead_end(
         self, sample: Sample, row: int, logits: Tensor, output: SamplerOutput
@@ -95,6 +97,14 @@ class Processing:
             return None
         name = sample.request.request_id
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
+
+
+def _active(draw: Draw) -> ActiveSample | None:
+    """The processors' rows of a draw: as they are, or as they are once the drafts before it have come."""
+    active = draw.sample.active
+    if active is None or not draw.ahead:
+        return active
+    return active.after(draw.sample.draft_ids[: draw.ahead])
 
 
 def _explained(effects: list[RowEffect], output: SamplerOutput, row: int) -> list[ProcessorEffect]:

@@ -65,6 +65,7 @@ class Capabilities:
     stages: tuple[str, ...]
     layout: Layout | None = None  # how the layers run
     num_processes: int = 0  # of its own, each with such a pool; 0: it runs in this process
+    speculate: bool = False  # whether it drafts tokens of repeated text and verifies several in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class EngineStats:
     pauses: int  # times that a request was paused for its reader
     seconds: dict[str, float]  # by part of a step
     processors: dict[str, ProcessorCounter]  # by name of the logits processor
+    drafted_tokens: int = 0  # guessed, and verified by the model
+    accepted_tokens: int = 0  # of these, found right
     restarts: int = 0  # of its processes
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
 
@@ -94,6 +97,8 @@ class EngineStats:
             "cached_tokens",
             "preempted",
             "pauses",
+            "drafted_tokens",
+            "accepted_tokens",
             "restarts",
         )
         parts = replicas.values()

@@ -17,7 +17,7 @@ from logprobe.transport.messages import Delta, Finish
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from logprobe.engine.plan.sample import Sample
+    from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.engine.plan.scheduler import Span
     from logprobe.records import LogprobsLists, SamplerOutput
     from logprobe.records.store.columns import Array
@@ -30,7 +30,7 @@ class StepNews:
     """What one step found: tokens and ends, and where the rows of the tokens are."""
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
-    rows: list[tuple[Delta, int]] = field(default_factory=list)  # of the step's output, for each token
+    rows: list[tuple[Delta, int]] = field(default_factory=list)  # of the step's output, for its first token
     arrive: Callable[[], SamplerOutput] | None = None  # waits for that output; None: nothing was drawn
     others: Sequence[News] = ()  # of requests that were not in the step
 
@@ -55,16 +55,17 @@ class Recorder:
     def record(
         self,
         scored: Iterable[tuple[Span, LogprobsLists]],
-        samples: Sequence[Sample],
+        draws: Sequence[Draw],
         parts: Sequence[SamplerOutput],
     ) -> StepNews:
-        """What a step found, one delta a sample; the `parts` together hold a row for each of `samples`."""
+        """What a step found, one delta a sample; the `parts` together hold a row for each of `draws`."""
         news = StepNews()
         for span, rows in scored:
             self._add_prompt_rows(_delta_of(span.sample, news), span, rows)
-        self._add_tokens(samples, parts, news)
+        self._add_tokens(draws, parts, news)
         for sample, delta in news.deltas.items():
             delta.finish = sample.end
+            delta.drafts = sample.drafts if sample.is_finished else None
         return news
 
     @staticmethod
@@ -75,13 +76,19 @@ class Recorder:
             raw = _Cutter(output.logprobs, output.logprobs_rows)
             processed = _Cutter(output.processed_logprobs, output.processed_rows)
             for delta, row in news.rows:
-                delta.raw, delta.processed = raw.row(row), processed.row(row)
+                count = len(delta.token_ids)
+                delta.raw, delta.processed = raw.rows(row, count), processed.rows(row, count)
         return list(news.deltas.values())
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
         """That these samples have ended, and nothing else."""
         return [
-            Delta(request_id=sample.request.request_id, index=sample.index, finish=sample.end)
+            Delta(
+                request_id=sample.request.request_id,
+                index=sample.index,
+                finish=sample.end,
+                drafts=sample.drafts,
+            )
             for sample in samples
         ]
 
@@ -95,26 +102,35 @@ class Recorder:
         if not sample.wants_sample and span.end == sample.num_prompt_rows:
             sample.finish(Finish("length"))
 
-    def _add_tokens(self, samples: Sequence[Sample], parts: Sequence[SamplerOutput], news: StepNews) -> None:
+    def _add_tokens(self, draws: Sequence[Draw], parts: Sequence[SamplerOutput], news: StepNews) -> None:
         token_ids = chain.from_iterable(part.sampled_token_ids.tolist() for part in parts)
         whole_rows = chain.from_iterable(map(_drawn_rows, parts))
-        for row, (sample, token_id, (is_valid, whole)) in enumerate(
-            zip(samples, token_ids, whole_rows, strict=True)
+        for row, (draw, token_id, (is_valid, whole)) in enumerate(
+            zip(draws, token_ids, whole_rows, strict=True)
         ):
+            sample = draw.sample
             delta = _delta_of(sample, news)
-            if sample.is_finished:
+            draw.is_taken = draw.is_right
+            if not draw.is_taken:
                 continue
-            if not is_valid:
+            if draw.error is not None:
+                sample.fail(draw.error)
+            elif not is_valid:
                 self._fail(sample, f"position {sample.num_tokens}")
             elif whole is not None:
                 delta.row = whole
                 sample.finish(Finish("length"))
             else:
-                news.rows.append((delta, row))
-                delta.token_ids = [token_id]
-                delta.effects, sample.effects = sample.effects, None
-                sample.append_token(token_id)
-                self._check_end(sample, token_id)
+                if not delta.token_ids:
+                    news.rows.append((delta, row))
+                self._add_token(draw, token_id, delta)
+
+    def _add_token(self, draw: Draw, token_id: int, delta: Delta) -> None:
+        delta.token_ids.append(token_id)
+        if draw.effects is not None:
+            delta.effects = [*(delta.effects or ()), draw.effects]
+        draw.sample.append_token(token_id)
+        self._check_end(draw.sample, token_id)
 
     def _check_end(self, sample: Sample, token_id: int) -> None:
         params = sample.request.params
@@ -145,7 +161,7 @@ class Recorder:
 
 
 class _Cutter:
-    """Cuts the rows of single samples out of a step's, each as wide as it was asked."""
+    """Cuts the rows of single samples out of a step's, as wide as they were asked."""
 
     def __init__(self, lists: LogprobsLists | LogprobsTensors | None, rows: Array | None) -> None:
         assert not isinstance(lists, LogprobsTensors), "a step's numbers are on the host by now"
@@ -153,11 +169,11 @@ class _Cutter:
         self._rows: list[int] = [] if rows is None else rows.tolist()
         self._ks: list[int] = [] if lists is None else lists.num_logprobs.tolist()
 
-    def row(self, index: int) -> LogprobsLists | None:
-        """The row of one sample; None where it asked for none."""
-        if self._lists is None or (row := self._rows[index]) < 0:
+    def rows(self, first: int, count: int) -> LogprobsLists | None:
+        """The rows of one sample, which lie together; None where it asked for none."""
+        if self._lists is None or (row := self._rows[first]) < 0:
             return None
-        return self._lists.rows(row, row + 1, self._ks[row])
+        return self._lists.rows(row, row + count, self._ks[row])
 
 
 def _drawn_rows(part: SamplerOutput) -> Iterable[tuple[bool, Array | None]]:

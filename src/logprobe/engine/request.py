@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.text.pieces import Piece
-    from logprobe.transport.messages import Admitted, FinishReason
+    from logprobe.transport.messages import Admitted, Drafts, FinishReason
 
 SHOWN_CHARS = 36  # of a text in a `repr`
 
@@ -53,6 +53,7 @@ class CompletionOutput:
     raw_logprob: float | None = None  # sum of the chosen tokens' raw logprobs, nats; None: not computed
     explanations: list[list[ProcessorEffect]] | None = None  # a position: what each of its processors did
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
+    drafts: Drafts | None = None  # once it has ended, of an engine that speculates; else None
     error: LogprobeError | None = None
 
     def __repr__(self) -> str:

@@ -65,6 +65,8 @@ class LogitsProcessor(ABC):
         tuple[str, ...]
     ] = ()  # keys of a processor without `Args`, which reach it as they are
     applies_to_all: ClassVar[bool] = False  # to requests without its arguments, too: defaults then
+    # From step to step; one that does not may be given several rows of a sample, one for each of its drafts.
+    keeps_state: ClassVar[bool] = True
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,14 @@ class ActiveSample:
     rows: dict[int, BatchRow]  # index of the stage → row
     is_explained: bool
     skips_invariant: bool  # greedy, and nobody asks for its processed numbers
+
+    def after(self, token_ids: list[int]) -> ActiveSample:
+        """The same sample once these tokens, too, have come."""
+        rows = {
+            place: replace(row, output_token_ids=[*row.output_token_ids, *token_ids])
+            for place, row in self.rows.items()
+        }
+        return replace(self, rows=rows)
 
 
 @dataclass(slots=True)
@@ -138,6 +146,15 @@ class Pipeline:
         for row in run.errors:
             run.logits[row] = raw[row]
         return run
+
+    def keeping_state(self, sample: ActiveSample) -> list[str]:
+        """The names of a sample's processors that keep state from step to step."""
+        stages = ((place, self._stages.ordered[place]) for place in sample.rows)
+        return [
+            stage.name
+            for place, stage in stages
+            if stage.processor.keeps_state and _concerns(stage, place, sample)
+        ]
 
     def names(self, row: int) -> str:
         """The processors that concern a prepared row."""

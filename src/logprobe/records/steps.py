@@ -214,6 +214,9 @@ class LogprobsTensors:
         )
 
 
+PER_ROW = ("sampled_token_ids", "is_valid", "temperature", "top_p", "top_k")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
     """Tokens that one step sampled, one row a sequence.
@@ -249,8 +252,7 @@ class SamplerOutput:
         processed, rows = _joined_rows([(part.processed_logprobs, part.processed_rows) for part in parts])
         starts = np.cumsum([0, *(part.batch_size for part in parts)]).tolist()
         columns: dict[str, Any] = {
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in ("sampled_token_ids", "is_valid", "temperature", "top_p", "top_k")
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_ROW
         }
         return cls(
             **columns,
@@ -264,6 +266,13 @@ class SamplerOutput:
                 for row, whole in part.whole_rows.items()
             },
         )
+
+    def rows(self, rows: Sequence[int]) -> SamplerOutput:
+        """Some rows of a step; the numbers of all stay, and each row names its own."""
+        names = (*PER_ROW, "logprobs_rows", "processed_rows")
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        whole_rows = {place: self.whole_rows[row] for place, row in enumerate(rows) if row in self.whole_rows}
+        return replace(self, **columns, whole_rows=whole_rows)
 
     def on_host(self) -> SamplerOutput:
         """The same with the raw numbers on the host."""

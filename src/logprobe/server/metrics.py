@@ -32,6 +32,8 @@ COUNTERS: Final = {
     "cached_prompt_tokens": ("Prompt tokens not computed again.", "cached_tokens"),
     "pauses": ("Times that a request was paused for its reader.", "pauses"),
     "preemptions": ("Completions put back to make room.", "preempted"),
+    "drafted_tokens": ("Tokens guessed and verified by the model.", "drafted_tokens"),
+    "accepted_tokens": ("Guessed tokens that were right.", "accepted_tokens"),
     "engine_restarts": ("Times that an engine process was started again.", "restarts"),
 }
 PROCESSOR_COUNTERS: Final = {

@@ -122,6 +122,14 @@ class ReplaceForward(msgspec.Struct, frozen=True, eq=False):
 Command: TypeAlias = Submit | Abort | Pause | Resume | AddLora | RemoveLora | ForgetPrefixes | ReplaceForward
 
 
+class Drafts(msgspec.Struct, omit_defaults=True):
+    """What became of one completion's drafts: tokens that the engine guessed and verified."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    refusal: str | None = None  # why nothing was drafted; None: it could have been
+
+
 class Finish(msgspec.Struct, frozen=True, eq=False):
     """Why a completion ended."""
 
@@ -140,9 +148,12 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     raw: LogprobsLists | None = None  # a row for each of them; None where none were asked
     processed: LogprobsLists | None = None
     prompt: LogprobsLists | None = None  # rows of the next prompt positions
-    effects: list[ProcessorEffect] | None = None  # of the processors on the token; None where not asked
+    effects: list[list[ProcessorEffect]] | None = None  # of the processors on each; None where not asked
     row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
     finish: Finish | None = None  # None while it goes on
+    drafts: Drafts | None = (
+        None  # of the whole completion, once it has ended; None: the engine drafts nothing
+    )
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):

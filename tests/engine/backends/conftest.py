@@ -75,6 +75,13 @@ def overlapped(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
 
 
 @contextmanager
+def speculating(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+    """The same, with drafts of what repeats itself."""
+    with thread(replace(config, overlap=True, speculate=True), None) as engine:
+        yield engine
+
+
+@contextmanager
 def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[EngineBackend]:
     """The engine in a process of its own."""
     engine = start_engine(replace(config, **settings or {"process": True})).engine
@@ -121,6 +128,7 @@ def remote(config: EngineConfig, new_serving: Any) -> Iterator[RowEngine]:
 WHOLE: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
     "thread": thread,
     "overlapped": overlapped,
+    "speculating": speculating,
     "process": process,
     "router": router,
     "vllm": vllm,

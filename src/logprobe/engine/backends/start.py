@@ -116,6 +116,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         max_batch_rows=config.max_batch_rows,
         prompt_logprobs_with_prefix_cache=True,
         stages=("raw_logprobs", "processed_logprobs"),
+        speculate=config.speculate,
         layout=forward.layout,
     )
     source = LogprobsInfo(

@@ -2,8 +2,8 @@
 
 transformers hands each layer's packed queries, keys and values to the function registered here. It
 writes the keys and values to their slots, then lets every span of tokens attend to its own context:
-prompt chunks on gathered slots, short spans (a generated token, the end of a mostly cached prompt) through
-a kernel that reads the pool in place.
+prompt chunks on gathered slots, short spans (a generated token with its drafts, the end of a mostly cached
+prompt) through a kernel that reads the pool in place.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ def plan_attention(
     is_readable = pool.is_readable_in_place
     uses_kernels = is_readable and can_attend_chunks()
     bounds = batch.starts.tolist()
+    drawn = set(batch.draw_slots.tolist())
     for start, end, context in zip(bounds, bounds[1:], batch.context_slots, strict=False):
-        if is_readable and is_short(end - start, len(context)):
+        # A generated token goes the way of all of them, so that drafts beside it change no bit of it.
+        is_generated = batch.slots[start] in drawn
+        if is_readable and (is_generated or is_short(end - start, len(context))):
             rows.add(start, len(context) - (end - start), context)
         else:
             chunks.append(Chunk(start, end, _to_device(context, device)))

@@ -1,11 +1,14 @@
-"""`Sample`: one sample of one request while it runs, and where it stands.
+"""`Sample`: one sample of one request while it runs, and where it stands; `Draw`: one row to draw from.
 
 Positions [0, num_computed) have a slot; positions [0, num_in_tree) have theirs in the radix tree, the
-rest of the slots (generated tokens) are the sample's own. The scheduler alone changes a sample.
+rest of the slots (generated tokens) are the sample's own. Within a step, positions [num_tokens,
+num_computed) hold drafts. The scheduler alone changes a sample.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +17,15 @@ from logprobe.text.pieces import StopMatcher
 from logprobe.transport.messages import Finish
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.plan.drafts import PromptLookup
     from logprobe.engine.plan.radix import Node
     from logprobe.errors import LogprobeError
     from logprobe.processors import ProcessorEffect
     from logprobe.processors.pipeline import ActiveSample
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import PausedBy, Request
+    from logprobe.transport.messages import Drafts, PausedBy, Request
 
 
 class Sample:
@@ -36,7 +42,8 @@ class Sample:
         self.request = request
         self.lora = lora  # the weights that it runs on, `LoraWeights` or None
         self.index = index  # which of its request's samples
-        self.generator = generator or np.random.default_rng()
+        self._generator = generator or np.random.default_rng()
+        self._uniforms: deque[float] = deque()  # taken from it for the next tokens
         self.num_prompt = len(request.prompt_token_ids)
         # The last token generated is never run, so it needs no place in the context.
         self.max_len = min(max_len + 1, self.num_prompt + request.params.max_tokens)
@@ -55,7 +62,8 @@ class Sample:
         self.paused_by: set[PausedBy] = set()  # while there is one, it keeps its place and takes no step
         self.active: ActiveSample | None = None  # its logits processors, where it has any
         self.output_token_ids: list[int] = []  # generated; processors hold on to this list
-        self.effects: list[ProcessorEffect] | None = None  # of the processors on the latest token
+        self.drafts: Drafts | None = None  # what became of them; None: the engine drafts nothing
+        self.lookup: PromptLookup | None = None  # what drafts its next tokens; None: nothing does
         self.end: Finish | None = None
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
 
@@ -80,6 +88,21 @@ class Sample:
     def slots(self) -> IntArray:
         """The slots of the computed positions, (num_computed,) int32."""
         return self._slots[: self.num_computed]
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether drafts of its tokens can be verified."""
+        return self.drafts is not None and self.drafts.refusal is None
+
+    def ids_between(self, start: int, end: int) -> IntArray:
+        """The tokens of positions [start, end), drafts included."""
+        return self._token_ids[start:end]
+
+    @property
+    def draft_ids(self) -> list[int]:
+        """The drafts that this step verifies."""
+        drafts: list[int] = self._token_ids[self.num_tokens : self.num_computed].tolist()
+        return drafts
 
     @property
     def num_generated(self) -> int:
@@ -144,21 +167,43 @@ class Sample:
         self.num_computed = self.num_in_tree = self.num_own_slots = 0
         self.node = None
 
+    def take_drafts(self, token_ids: Sequence[int], slots: IntArray) -> None:
+        """Put drafts after the tokens, for one step."""
+        self._token_ids[self.num_tokens : self.num_tokens + len(token_ids)] = token_ids
+        self.take_slots(slots, in_tree=False)
+
+    def give_back_drafts(self, end: int) -> IntArray:
+        """The slots of drafts up to position `end` that turned out wrong, or stand after the end."""
+        kept = min(self.num_computed, self.num_tokens)
+        self.num_own_slots -= end - kept
+        self.num_computed = kept
+        return self._slots[kept:end]
+
     def append_token(self, token_id: int) -> None:
-        """Add a generated token."""
+        """Add a generated token; where a draft says otherwise, nothing after it is computed."""
+        if self.num_tokens < self.num_computed and self._token_ids[self.num_tokens] != token_id:
+            self.num_computed = self.num_tokens
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         self.output_token_ids.append(token_id)
+        if self._uniforms:
+            self._uniforms.popleft()
 
-    @property
-    def forced_token_id(self) -> int | None:
-        """The token that comes next whatever is drawn; None where the draw decides."""
+    def forced_token_id(self, ahead: int = 0) -> int | None:
+        """The token that comes `ahead` places after the next whatever is drawn; None: the draw decides."""
         forced = self.request.forced_token_ids
-        return None if forced is None else int(forced[self.num_generated])
+        return None if forced is None else int(forced[self.num_generated + ahead])
 
-    def next_uniform(self) -> float:
-        """The number that draws the next token, in [0, 1); a greedy request draws none."""
-        return 0.0 if self.request.params.is_greedy else self.generator.random()
+    def uniform(self, ahead: int = 0) -> float:
+        """The number that draws the token `ahead` places after the next, in [0, 1), however often asked.
+
+        A greedy request draws none.
+        """
+        if self.request.params.is_greedy:
+            return 0.0
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._generator.random())
+        return self._uniforms[ahead]
 
     def finish(self, finish: Finish) -> None:
         """Note why the sample ended; the first reason counts."""
@@ -178,3 +223,31 @@ class Sample:
     def is_finished(self) -> bool:
         """Whether it has ended, in whatever way."""
         return self.end is not None
+
+
+@dataclass(eq=False, slots=True)
+class Draw:
+    """A row of logits to draw from: for a sample's next token, or for one after `ahead` drafts."""
+
+    sample: Sample
+    ahead: int = 0
+    position: int = field(init=False)  # of the token
+    error: LogprobeError | None = None  # of its processors
+    effects: list[ProcessorEffect] | None = None  # of its processors; None: not asked
+    is_taken: bool = False  # what was found counts
+
+    def __post_init__(self) -> None:
+        self.position = self.sample.num_tokens + self.ahead
+
+    @property
+    def slot(self) -> int:
+        """Where the token stands after which this one comes."""
+        return int(self.sample.slots[self.position - 1])
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the text has come to just this place, by way of the drafts before it."""
+        sample = self.sample
+        if sample.is_finished or sample.num_tokens != self.position:
+            return False
+        return self.ahead == 0 or sample.num_computed >= self.position

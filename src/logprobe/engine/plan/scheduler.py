@@ -5,7 +5,7 @@ up to `max_batch_tokens`; `Shares` says what each call may take while others wai
 shares with the radix tree is not run again; runs of prompt tokens enter the tree when they are
 *planned*, so that two prompts of one step share their prefix too (attention writes all keys of a
 step before it reads any). A full pool first loses what nobody uses, then preempts the youngest
-sample, which starts again later from its tokens.
+sample, which starts again later from its tokens. What is left of a step verifies drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from logprobe.engine.plan.drafts import PromptLookup, least_chance
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
+from logprobe.engine.plan.sample import Draw
 from logprobe.engine.plan.shares import Shares, StepShare
 from logprobe.engine.protocol import StepBatch
 
@@ -43,11 +45,12 @@ class Span:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: tokens to run, prompt positions to report, samples to draw a token for."""
+    """One step: tokens to run, prompt positions to report, tokens to draw."""
 
-    tokens: list[Span] = field(default_factory=list)
+    tokens: list[Span] = field(default_factory=list)  # with the drafts, at most one span a sample
+    drafts: list[Span] = field(default_factory=list)  # what of these is not known to be right
     prompt_rows: list[Span] = field(default_factory=list)
-    draws: list[Sample] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)  # a sample's in their order, one after another
     touched: set[Sample] = field(default_factory=set)  # whose state rests on this step's success
 
     def batch(self) -> StepBatch:
@@ -55,13 +58,13 @@ class StepPlan:
         spans = self.tokens
         lengths = [len(span) for span in spans]
         return StepBatch(
-            token_ids=_joined([span.sample.token_ids[span.start : span.end] for span in spans]),
+            token_ids=_joined([span.sample.ids_between(span.start, span.end) for span in spans]),
             positions=_joined([np.arange(span.start, span.end, dtype=np.int32) for span in spans]),
             slots=_joined([span.sample.slots[span.start : span.end] for span in spans]),
             starts=np.cumsum([0, *lengths], dtype=np.int32),
             context_slots=[span.sample.slots[: span.end] for span in spans],
             loras=[span.sample.lora for span in spans],
-            draw_slots=np.array([sample.slots[-1] for sample in self.draws], dtype=np.int32),
+            draw_slots=np.array([draw.slot for draw in self.draws], dtype=np.int32),
             are_long=[span.sample.is_long for span in spans],
         )
 
@@ -87,6 +90,7 @@ class Scheduler:
         self.running: list[Sample] = []  # oldest first
         self.num_preempted = 0
         self.num_cached_tokens = 0
+        self.num_drafted = self.num_accepted = 0
 
     @property
     def has_work(self) -> bool:
@@ -123,8 +127,22 @@ class Scheduler:
             else:
                 is_large = share.is_large(sample)
                 budget[is_large] -= self._plan_tokens(sample, plan, budget[is_large])
-        self._plan_rows(active, plan, share)
+        drawn = self._plan_rows(active, plan, share)
+        self._plan_drafts(plan, drawn)
+        plan.draws = [Draw(one, ahead) for one in drawn for ahead in range(len(one.draft_ids) + 1)]
         return plan
+
+    def settle(self, plan: StepPlan) -> None:
+        """Take back the slots of drafts that were wrong, or came after the end of a text."""
+        for span in plan.drafts:
+            wrong = span.sample.give_back_drafts(span.end)
+            self.pool.free(wrong)
+            drafts = span.sample.drafts
+            assert drafts is not None, "who drafts counts"
+            drafts.num_drafted += len(span)
+            drafts.num_accepted += len(span) - len(wrong)
+            self.num_drafted += len(span)
+            self.num_accepted += len(span) - len(wrong)
 
     def release(self, sample: Sample, *, keep: bool = True) -> None:
         """End a sample: its computed tokens stay known to the tree (if `keep`), its slots are let go."""
@@ -145,6 +163,7 @@ class Scheduler:
 
     def roll_back(self, plan: StepPlan) -> list[Sample]:
         """Undo a step that failed: end every sample that rests on it and forget what it planned."""
+        self.settle(plan)
         failed = [sample for sample in self.running if sample in plan.touched]
         for sample in failed:
             self.release(sample, keep=False)
@@ -260,10 +279,13 @@ class Scheduler:
             if giver is sample or giver in plan.touched:
                 break
             self._preempt(giver)
+        self._evict_for(count)
+        return self.pool.num_free
+
+    def _evict_for(self, count: int) -> None:
         if self.pool.num_free < count:
             # A little more than asked, so that a full pool is not searched at every step.
             self.tree.evict(max(count - self.pool.num_free, self.pool.num_slots // 64))
-        return self.pool.num_free
 
     def _preempt(self, sample: Sample) -> None:
         self._stop(sample)
@@ -287,7 +309,9 @@ class Scheduler:
     def _youngest_paused(self) -> Sample | None:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
 
-    def _plan_rows(self, active: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
+    def _plan_rows(self, active: Sequence[Sample], plan: StepPlan, share: StepShare) -> list[Sample]:
+        """Plan the prompt rows; the samples that have come so far that their next token is drawn."""
+        drawn: list[Sample] = []
         budget = share.split(self.max_batch_tokens, active, lambda one: one.num_ready_rows)
         for sample in active:
             if sample.node is None:  # preempted
@@ -301,8 +325,44 @@ class Scheduler:
                 plan.touched.add(sample)
             is_scored = sample.num_scored == sample.num_prompt_rows
             if sample.wants_sample and sample.num_remaining == 0 and is_scored:
-                plan.draws.append(sample)
+                drawn.append(sample)
                 plan.touched.add(sample)
+        return drawn
+
+    def _plan_drafts(self, plan: StepPlan, drawn: Sequence[Sample]) -> None:
+        """Add drafts to the spans of generated tokens, within the limits of a step and of the pool."""
+        drafting = {sample for sample in drawn if sample.can_draft}
+        if not drafting:
+            return
+        room = min(
+            self.max_batch_tokens - sum(map(len, plan.tokens)),
+            self.max_running - len(drawn),
+            self.num_available,
+        )
+        for place, span in enumerate(plan.tokens):
+            # The end of a prompt may be attended in another way than single tokens, and get other bits.
+            if span.sample not in drafting or len(span) > 1:
+                continue
+            drafts = self._draft(span.sample, room, len(drawn))
+            if drafts:
+                self._evict_for(len(drafts))
+                span.sample.take_drafts(drafts, self.pool.allocate(len(drafts)))
+                end = span.end + len(drafts)
+                plan.tokens[place] = Span(span.sample, span.start, end)
+                plan.drafts.append(Span(span.sample, span.end, end))
+                room -= len(drafts)
+
+    def _draft(self, sample: Sample, room: int, num_rows: int) -> list[int]:
+        if sample.lookup is None:
+            sample.lookup = PromptLookup(sample.token_ids.tolist())
+        else:
+            num_known = len(sample.lookup) - sample.num_prompt
+            sample.lookup.observe(sample.output_token_ids[num_known:])
+        # The last token is never run; a text that is not long must not become so by its drafts.
+        most = min(room, sample.max_len - sample.num_tokens - 1)
+        if self._rope_boundary is not None and not sample.is_long:
+            most = min(most, self._rope_boundary - sample.num_tokens)
+        return sample.lookup.draft(most, least_chance(num_rows))
 
     def samples(self) -> Iterator[Sample]:
         """Every sample that has not ended."""

@@ -53,6 +53,7 @@ class AllowedTokensLogitsProcessor(LogitsProcessor):
     """Makes every token impossible but `allowed_token_ids`."""
 
     Args = AllowedTokensArgs
+    keeps_state = False
 
     def __init__(self, config: EngineConfig) -> None:
         del config
@@ -83,6 +84,7 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     """
 
     Args = MinTokensArgs
+    keeps_state = False
 
     def __init__(self, config: EngineConfig) -> None:
         del config
@@ -119,6 +121,7 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
     """
 
     Args = BannedWordsArgs
+    keeps_state = False
 
     def __init__(self, config: EngineConfig) -> None:
         del config
@@ -177,6 +180,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     """Adds `logit_bias` (token id → nats) to the logits of its tokens; an impossible one stays impossible."""
 
     Args = LogitBiasArgs
+    keeps_state = False
 
     def __init__(self, config: EngineConfig) -> None:
         del config

@@ -27,7 +27,14 @@ def test_without_vllm_the_error_says_how_to_install_it(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"weights": "packed"}, {"overlap": True}, {"process": True}, {"data_parallel": 2}]
+    "settings",
+    [
+        {"weights": "packed"},
+        {"overlap": True},
+        {"speculate": True},
+        {"process": True},
+        {"data_parallel": 2},
+    ],
 )
 def test_settings_of_the_native_engine_are_refused_by_name(
     tiny_model_folder: Path, settings: dict[str, Any]

@@ -16,7 +16,7 @@ import torch
 
 from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.engine.drawing import Drawing, new_generator
-from logprobe.engine.plan.sample import Sample
+from logprobe.engine.plan.sample import Draw, Sample
 from logprobe.engine.processing import Processing
 from logprobe.engine.recorder import Recorder
 from logprobe.errors import EngineError, ForwardError, LogprobeError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 class Drawn:
     """A draw that does not count yet."""
 
+    draw: Draw
     part: SamplerOutput
     row: int  # of the part
 
@@ -48,24 +49,10 @@ class Drawn:
 class Run:
     """One sample while it is drawn."""
 
-    sample: ReplayedSample
+    sample: Sample
     drawn: Drawn | None = None
     deltas: list[Delta] = field(default_factory=list)  # found, and not fetched
     is_done: bool = False  # its end is among them, or was fetched
-
-
-class ReplayedSample(Sample):
-    """A sample that may draw the same token several times, each time from the same number."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._uniform = (-1, 0.0)  # the token that it drew, and the number
-
-    def next_uniform(self) -> float:
-        """The number that draws the next token, in [0, 1)."""
-        if self._uniform[0] != self.num_generated:
-            self._uniform = (self.num_generated, super().next_uniform())
-        return self._uniform[1]
 
 
 class WorkerDraw:
@@ -87,7 +74,7 @@ class WorkerDraw:
     def _new_run(self, work: Work) -> Run:
         request = work.admitted.request
         generator = new_generator(request, work.number, work.index, self._seed)
-        run = Run(ReplayedSample(request, work.index, self._max_len, generator))
+        run = Run(Sample(request, work.index, self._max_len, generator))
         try:
             args = self._processing.pipeline.take_in(work.admitted.processor_args)
             self._processing.open(run.sample, work.number, args)
@@ -135,19 +122,19 @@ class WorkerDraw:
 
     def _draw(self, logits: Tensor, live: Mapping[int, Run]) -> None:
         for run in live.values():
-            run.drawn, run.sample.end = None, None  # a draw that was thrown away may have failed
-        samples: list[Sample] = [run.sample for run in live.values()]
-        places = {id(run.sample): (row, run) for row, run in live.items()}
-        self._processing.prepare(samples)
+            run.drawn = None
+        places = {Draw(run.sample): (row, run) for row, run in live.items()}
+        draws = list(places)
+        self._processing.prepare(draws)
         tokens: dict[int, int] = {}
-        for chunk in self._processing.chunks(samples, default_chunk_rows(self._vocab_size)):
-            own = [places[id(sample)] for sample in chunk]
+        for chunk in self._processing.chunks(draws, default_chunk_rows(self._vocab_size)):
+            own = [places[draw] for draw in chunk]
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
             is_all = rows == list(range(len(logits)))
             part = self._drawing.draw(chunk, logits if is_all else logits[rows])
             for place, (row, run) in enumerate(own):
-                run.drawn = Drawn(part, place)
+                run.drawn = Drawn(chunk[place], part, place)
                 tokens[row] = max(int(part.sampled_token_ids[place]), 0)
         rows, ids = list(tokens), list(tokens.values())
         logits[rows] = -torch.inf
@@ -166,7 +153,7 @@ class WorkerDraw:
 
     def _count(self, run: Run, drawn: Drawn) -> None:
         one = _row_of(drawn)
-        news = self._recorder.record((), [run.sample], [one])
+        news = self._recorder.record((), [drawn.draw], [one])
         news.arrive = lambda: one
         run.deltas += self._recorder.tell(news)
         run.is_done = run.sample.is_finished

@@ -1,0 +1,136 @@
+"""An engine over a fake model, driven step by step by hand: what its messages come to, to the last bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from logprobe.config import EngineConfig
+from logprobe.engine.engine import Engine
+from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.overlap import Overlapped, Plain
+from logprobe.records import LogprobsInfo
+from logprobe.sampling import SamplingParams
+from logprobe.testing import FakeForward, fake_model
+from logprobe.transport.messages import Delta, Request, Submit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.request import RequestOutput
+    from logprobe.transport.messages import Command, News
+
+LETTERS = {97: 9.0, 98: 9.0, 99: 8.0}  # a, b and c come often
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2},
+    {"n": 3, "seed": 4, "logprobs": 1, "prompt_logprobs": 1, "entropy": True},
+    {"logit_bias": LETTERS, "stop": ["ab", "ca"], "seed": 1, "logprobs": 1, "max_tokens": 30},
+    {"logit_bias": LETTERS, "stop_token_ids": [98], "seed": 2, "logprobs": 0, "explain": True},
+    {"max_tokens": 0, "prompt_logprobs": 3},
+    {
+        "repetition_penalty": 1.3,
+        "logprobs": 2,
+        "logprobs_mode": "both",
+        "seed": 3,
+        "logprob_token_ids": [7, 9],
+    },
+    {"allowed_token_ids": [257], "min_tokens": 3, "seed": 5},  # a dead end: no token is possible
+    {"max_tokens": 1, "logprobs": -1},
+]
+
+
+class Driven:
+    """An engine over a fake model, driven by hand through one of the two loops."""
+
+    def __init__(
+        self,
+        loop: type[Plain | Overlapped] = Plain,
+        num_slots: int = 300,
+        forward: FakeForward | None = None,
+        **settings: Any,
+    ) -> None:
+        self.forward = forward or FakeForward(num_slots=num_slots)
+        config = EngineConfig(model="fake", **settings)
+        self.engine = Engine(config, self.forward, _text(), frozenset([257]))
+        self._describer = Describer(LogprobsInfo(engine="fake"), 258, _text().vocabulary)
+        self._folds: dict[str, Fold] = {}
+        self.news: list[News] = []
+        self.num_steps = 0
+        self.loop = loop(self.engine, self.publish)
+
+    def publish(self, news: Sequence[News]) -> None:
+        self.news += news
+
+    def submit(self, name: str, ids: Sequence[int], **params: Any) -> None:
+        asked = {"max_tokens": 8, "ignore_eos": True} | params
+        wants_row = asked.pop("wants_row", False)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=np.array(ids, np.int32),
+            params=SamplingParams(**asked),
+            wants_row=wants_row,
+        )
+        self._folds[name] = Fold(request, self._describer)
+        self.handle(Submit((self.engine.admit(request),)))
+
+    def handle(self, command: Command) -> None:
+        self.loop.settle()
+        self.publish(self.engine.handle(command))
+
+    def step(self) -> None:
+        self.loop.step()
+        self.num_steps += 1
+        self.engine.check_integrity()
+
+    def finish(self) -> dict[str, RequestOutput]:
+        """Run to the end; what the messages come to, once it is sure that each sample ended once."""
+        while self.engine.has_work:
+            self.step()
+        self.loop.close()
+        self.engine.check_integrity()
+        assert not self.engine.scheduler.running
+        ended: set[tuple[str, int]] = set()
+        for one in self.news:
+            assert isinstance(one, Delta)
+            place = (one.request_id, one.index)
+            assert place not in ended, "something is told of a sample that has ended"
+            if one.finish is not None:
+                ended.add(place)
+            self._folds[one.request_id].add(one)
+        return {name: fold.output for name, fold in self._folds.items()}
+
+
+def told(output: RequestOutput) -> list[Any]:
+    """All that an output says, to the last bit."""
+    return [
+        _rows(output.prompt_logprobs),
+        *(
+            (
+                one.index,
+                one.token_ids,
+                _rows(one.logprobs),
+                _rows(one.processed_logprobs),
+                one.cumulative_logprob,
+                one.finish_reason,
+                one.stop_reason,
+                one.num_text_bytes,
+                one.explanations,
+                None if one.row is None else one.row.tolist(),
+                repr(one.error),
+            )
+            for one in output.outputs
+        ),
+    ]
+
+
+def _rows(record: Any) -> Any:
+    return None if record is None else record.to_bytes()
+
+
+@cache
+def _text() -> Any:
+    model = fake_model()
+    model.engine.close()
+    return model.text
