@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from logprobe.engine.layers.published import PublishedGatedMLP, PublishedLinear
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.models import resolve
+from placed import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +45,7 @@ class Runner:
         slots = [
             np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)
         ]
-        sequences: list[Any] = [
-            SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
-            for ids, own in zip(prompts, slots, strict=True)
-        ]
+        sequences: list[Any] = [Placed(ids, own) for ids, own in zip(prompts, slots, strict=True)]
         for start in range(0, max(map(len, prompts)), split):
             spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
             self.forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())

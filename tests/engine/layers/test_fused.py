@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from logprobe.engine.layers import fused as fused_module
 from logprobe.engine.layers.fused import FusedLayer
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models import resolve
+from placed import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +53,7 @@ def run(forward: NativeForward, prompts: list[Any], *, split: int) -> Any:
     """Log-probabilities of all tokens of all prompts, `split` tokens of each prompt a step."""
     ends = np.cumsum([len(ids) for ids in prompts])
     places = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
-    sequences: list[Any] = [
-        SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
-        for ids, own in zip(prompts, places, strict=True)
-    ]
+    sequences: list[Any] = [Placed(ids, own) for ids, own in zip(prompts, places, strict=True)]
     for start in range(0, max(map(len, prompts)), split):
         spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
         forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())

@@ -17,6 +17,7 @@ from logprobe.engine.layers.published import PublishedLinear
 from logprobe.engine.layers.recorded import MOST_ROWS, RecordedSteps, record_steps
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from logprobe.models import resolve
+from placed import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,10 +54,7 @@ class Prompts:
         slots = rng.permutation(forward.num_slots)[: count * length].reshape(count, length).astype(np.int32)
         self.forward, self.slots = forward, slots
         token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
-        self.sequences: list[Any] = [
-            SimpleNamespace(token_ids=ids, slots=own, lora=None, is_long=False)
-            for ids, own in zip(token_ids, slots, strict=True)
-        ]
+        self.sequences: list[Any] = [Placed(ids, own) for ids, own in zip(token_ids, slots, strict=True)]
 
     def step(self, start: int, end: int) -> torch.Tensor:
         """The hidden rows of tokens [start, end) of all sequences."""
