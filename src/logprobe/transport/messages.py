@@ -151,9 +151,7 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     effects: list[list[ProcessorEffect]] | None = None  # of the processors on each; None where not asked
     row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
     finish: Finish | None = None  # None while it goes on
-    drafts: Drafts | None = (
-        None  # of the whole completion, once it has ended; None: the engine drafts nothing
-    )
+    drafts: Drafts | None = None  # of the whole completion, at its end; None: the engine drafts nothing
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):

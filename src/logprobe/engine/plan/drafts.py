@@ -41,9 +41,8 @@ class PromptLookup:
         keys = zip(*(islice(ids, start, None) for start in range(KEY_LEN)), strict=False)
         self._after = dict(zip(keys, range(KEY_LEN, len(ids)), strict=False))
         self._rates = list(PRIOR)
-        self._source = self._num_matched = (
-            0  # position of the expected token (0: none is), and what led there
-        )
+        self._source = 0  # position of the expected token; 0: none is
+        self._num_matched = 0  # tokens before it that say what those at the end say
         self._find()
 
     def __len__(self) -> int:
