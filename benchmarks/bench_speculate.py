@@ -41,19 +41,19 @@ STORIES = ["a lighthouse in the desert", "a baker who hears rain", "a late train
 
 
 @cache
-def conversations(kind: str) -> list[list[dict[str, str]]]:
-    """What is asked of real texts of this repository, and how the answer begins."""
+def conversations(kind: str, num_chars: int) -> list[list[dict[str, str]]]:
+    """What is asked of the beginnings of real texts of this repository, and how the answer begins."""
     if kind == "code editing":
-        return [_edit(*one) for one in EDITS]
+        return [_edit(*one, num_chars) for one in EDITS]
     if kind == "summaries with quotes":
         text = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
         sections = [part for part in text.split("\n## ") if 1200 < len(part) < 2400]
-        return [_sum_up(part) for part in sections[: max(BATCHES)]]
+        return [_sum_up(part[:num_chars]) for part in sections[: max(BATCHES)]]
     return [_talk(TELL.format(text=text), "Once upon a time") for text in STORIES]
 
 
-def _edit(name: str, old: str, new: str) -> list[dict[str, str]]:
-    text = (ROOT / "src" / "logprobe" / name).read_text(encoding="utf-8")[:1800]
+def _edit(name: str, old: str, new: str, num_chars: int) -> list[dict[str, str]]:
+    text = (ROOT / "src" / "logprobe" / name).read_text(encoding="utf-8")[: min(num_chars, 1800)]
     question = EDIT.format(text=text, old=old, new=new)
     return _talk(question, EDITED.format(new=new, first=text.partition("\n")[0]))
 
@@ -72,7 +72,7 @@ class Race:
 
     def __init__(self, options: Options) -> None:
         self.llm = LLM(options.model)
-        self._num_tokens = 8 if options.is_smoke else 128
+        self._num_tokens, self._num_chars = (8, 200) if options.is_smoke else (128, 2400)
         self._texts: dict[tuple[str, int, int], list[list[int]]] = {}
         self.accepted: dict[str, list[float]] = {}
 
@@ -97,7 +97,7 @@ class Race:
         return batch * self._num_tokens / seconds
 
     def _chat(self, kind: str, batch: int, number: int, params: SamplingParams) -> list[RequestOutput]:
-        known = conversations(kind)
+        known = conversations(kind, self._num_chars)
         asked = [known[(number + place) % len(known)] for place in range(batch)]
         return self.llm.chat(
             asked, params, add_generation_prompt=False, continue_final_message=True, progress=False
