@@ -209,3 +209,9 @@ def test_every_reply_has_an_id_also_a_refusal_and_a_stream(server: Any, client: 
     ids += [reply.headers["x-request-id"] for reply in replies]
     assert all(ids)
     assert len(set(ids)) == len(ids) - 1
+
+
+def test_control_characters_of_a_field_name_are_quoted_as_escapes(server: Any) -> None:
+    error = server.post("/v1/completions", **{"prompt": "a", "\x1f\n": 1}).json()["error"]
+    assert error["message"] == r"\x1f\n: is no field of this route"
+    assert error["param"] == "\x1f\n"

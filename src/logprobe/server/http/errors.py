@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 class ApiError(Exception):
-    """A reply other than 2xx; `param` names the body field at fault."""
+    """A reply other than 2xx; `param` names the body field at fault.
+
+    The message is one printable line: what a client sent is quoted in it, and shown by logs and terminals.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = "".join(part if part.isprintable() else repr(part)[1:-1] for part in message)
         super().__init__(message)
         self.status = status
         self.message = message
