@@ -31,9 +31,12 @@ def read_bandwidth() -> float:
 
 
 def _cpu_model() -> str:
+    """The processor's name, with its widest vectors: a name may stand for several generations."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = facts.get("flags", "").split()
+    vectors = next((f" ({flag})" for flag in ("avx512f", "avx2", "avx") if flag in flags), "")
+    return facts.get("model name", platform.processor()) + vectors
 
 
 def machine_facts() -> dict[str, Any]:

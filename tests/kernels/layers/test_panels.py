@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats, pack_nibbles, pack_octets
 from logprobe.kernels.layers.panels import ACTIVATIONS, Finish, panel_stage
-from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
+from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS, HAS_WIDE_REGISTERS, TILE_ROWS
 
 TOLERANCE = 2e-6  # of the largest output
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130)
@@ -149,21 +149,29 @@ def test_layers_of_one_form_join_to_one() -> None:
     assert first.joined([pack_floats(floats("float16"))]) is None
 
 
-def test_narrower_vectors_give_the_same_bits() -> None:
-    """As compiled for a processor without 512-bit registers."""
+def test_registers_of_another_width_give_the_same_bits(tmp_path: Path) -> None:
+    """As compiled for the other kind of processor, without or with 512-bit registers: its vectors and tiles."""
     code = """
-import sys, torch
+import sys
+from llvmlite import binding as llvm
+features = llvm.get_host_cpu_features()
+features["avx512f"] = sys.argv[2] == "wide"
+llvm.get_host_cpu_features = lambda: features
 sys.path.insert(0, sys.argv[1])
-import test_panels
+import test_panels, torch
+from logprobe.kernels.layers.widen import TILE_ROWS
 x = test_panels.activations(9)
 product = test_panels.product(x, test_panels.weights("nibbles"))
 print(product.view(torch.int32).sum(dtype=torch.int64).item())
+print(TILE_ROWS, file=sys.stderr)
 """
-    answers = [
-        subprocess.run(
-            [sys.executable, "-c", code, str(Path(__file__).parent)],
-            env=os.environ | narrow, capture_output=True, text=True, check=True,
-        ).stdout
-        for narrow in ({}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"})
-    ]  # fmt: skip
-    assert answers[0] == answers[1]
+    haswell = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
+    width, tile_rows = ("narrow", 2) if HAS_WIDE_REGISTERS else ("wide", 8)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), width],
+        env=os.environ | haswell | {"NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stderr) == tile_rows != TILE_ROWS
+    here = product(activations(9), weights("nibbles")).view(torch.int32).sum(dtype=torch.int64)
+    assert int(done.stdout) == here.item()

@@ -17,7 +17,7 @@ from numba import njit
 
 from logprobe.kernels.layers import activations, widen
 from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
-from logprobe.kernels.layers.widen import FLOAT32, FORMS, GROUP, PANEL, Form, tile, widener
+from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tiles, widener
 from logprobe.kernels.threads.intrinsics import FLOAT
 from logprobe.kernels.threads.parallel import Stage, compiled, compiled_worker, float32_at, next_item
 
@@ -111,7 +111,7 @@ def worker_of(name: str) -> Any:
 
 def _multiplier(form: Form) -> Any:
     """Compiled `multiply(task, x, panel, out, piece)`: adds the products of packed rows to out."""
-    direct, from_piece = _tiles(form), _tiles(FLOAT32)
+    direct, from_piece = tiles(form), tiles(FLOAT32)
     widen_piece = widener(form)
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
 
@@ -125,8 +125,8 @@ def _multiplier(form: Form) -> Any:
             source = panel + start // block_inputs * block_bytes
             if not is_direct:
                 widen_piece(source, count, piece.ctypes.data)
-            for row in range(0, num_rows, GROUP):
-                some, target = min(GROUP, num_rows - row), out + PANEL_FLOATS * row
+            for row in range(0, num_rows, TILE_ROWS):
+                some, target = min(TILE_ROWS, num_rows - row), out + PANEL_FLOATS * row
                 rows = x.ctypes.data + FLOAT * (row * num_inputs + start * some)
                 if is_direct:
                     direct(some, source, count, rows, target)
@@ -136,39 +136,12 @@ def _multiplier(form: Form) -> Any:
     return multiply
 
 
-@functools.cache
-def _tiles(form: Form) -> Any:
-    """Compiled `run(num_rows, ...)`: the tile of one to eight rows."""
-    one, two, three, four, five, six, seven, eight = (tile(form, num_rows) for num_rows in range(1, 9))
-
-    @compiled(f"tile_{form.name}")
-    def run(num_rows: Any, panel: Any, inputs: Any, x: Any, out: Any) -> None:
-        if num_rows == 1:
-            one(panel, inputs, x, out)
-        elif num_rows == 2:
-            two(panel, inputs, x, out)
-        elif num_rows == 3:
-            three(panel, inputs, x, out)
-        elif num_rows == 4:
-            four(panel, inputs, x, out)
-        elif num_rows == 5:
-            five(panel, inputs, x, out)
-        elif num_rows == 6:
-            six(panel, inputs, x, out)
-        elif num_rows == 7:
-            seven(panel, inputs, x, out)
-        else:
-            eight(panel, inputs, x, out)
-
-    return run
-
-
 @njit
 def _pack_rows(task: Any, first: Any, num_rows: Any, packed: Any) -> None:
-    """Rows by tiles of GROUP (the last one smaller), each (inputs, rows of the tile)."""
+    """Rows by tiles of TILE_ROWS (the last one smaller), each (inputs, rows of the tile)."""
     width, num_inputs = task[WIDTH], task[NUM_INPUTS]
-    for row in range(0, num_rows, GROUP):
-        some = min(GROUP, num_rows - row)
+    for row in range(0, num_rows, TILE_ROWS):
+        some = min(TILE_ROWS, num_rows - row)
         target = packed[row * num_inputs : (row + some) * num_inputs]
         for place in range(some):
             x = float32_at(task[X] + task[X_STRIDE] * (first + row + place), width)

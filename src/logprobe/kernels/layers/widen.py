@@ -32,12 +32,15 @@ from numba.core import cgutils
 from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 PANEL = 48
 GROUP = 8
-LANES = 16
+HAS_WIDE_REGISTERS = bool(llvm.get_host_cpu_features().get("avx512f"))
+LANES = 16 if HAS_WIDE_REGISTERS else 8
 VECTORS = PANEL // LANES
+VECTOR = FLOAT * LANES  # bytes
+TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
 INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 FLOATS, HALVES, INTS, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.HalfType(), INT32, INT16, INT8)
@@ -62,7 +65,7 @@ class Form:
     header: int  # bytes of a block's scales and summands
     group: int  # bytes of a group
     direct_rows: int  # up to so many rows, weights are widened where they are used; measured
-    values: Callable[[Any, Any, list[Any]], Iterator[list[Any]]]
+    values: Callable[[Any, Any, list[Any]], Iterator[Iterable[Any]]]
 
     @property
     def block_bytes(self) -> int:
@@ -100,26 +103,26 @@ def _halves(builder: Any, address: Any, offset: int) -> Any:
     return builder.fpext(_load(builder, address, offset, HALVES), FLOATS)
 
 
-def _float32_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+def _float32_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
-        yield [_load(builder, address, 64 * (VECTORS * place + j), FLOATS) for j in range(VECTORS)]
+        yield (_load(builder, address, VECTOR * (VECTORS * place + j), FLOATS) for j in range(VECTORS))
 
 
-def _bfloat16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+def _bfloat16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
     for pair in range(GROUP // 2):
-        both = [_load(builder, address, 64 * (VECTORS * pair + j), INTS) for j in range(VECTORS)]
+        both = [_load(builder, address, VECTOR * (VECTORS * pair + j), INTS) for j in range(VECTORS)]
         yield [builder.bitcast(builder.shl(bits, _every(INTS, 16)), FLOATS) for bits in both]
         yield [builder.bitcast(builder.and_(bits, _every(INTS, 0xFFFF0000)), FLOATS) for bits in both]
 
 
-def _float16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[list[Any]]:
+def _float16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
-        yield [_halves(builder, address, 32 * (VECTORS * place + j)) for j in range(VECTORS)]
+        yield [_halves(builder, address, VECTOR // 2 * (VECTORS * place + j)) for j in range(VECTORS)]
 
 
-def _nibble_values(builder: Any, address: Any, header: list[Any]) -> Iterator[list[Any]]:
+def _nibble_values(builder: Any, address: Any, header: list[Any]) -> Iterator[Iterable[Any]]:
     """Four bits under an exponent that gives their place its value: 2**e + value, and 2**e less."""
-    bits = [_load(builder, address, 64 * j, INTS) for j in range(VECTORS)]
+    bits = [_load(builder, address, VECTOR * j, INTS) for j in range(VECTORS)]
     upper = [builder.lshr(vector, _every(INTS, 20)) for vector in bits]
     scales, summands = header[:VECTORS], header[VECTORS:]
     for number in range(GROUP):
@@ -133,32 +136,33 @@ def _nibble_values(builder: Any, address: Any, header: list[Any]) -> Iterator[li
         yield [_multiply_add(builder, *parts) for parts in zip(values, scales, summands, strict=True)]
 
 
-def _octet_values(builder: Any, address: Any, header: list[Any]) -> Iterator[list[Any]]:
+def _octet_values(builder: Any, address: Any, header: list[Any]) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
         vectors = [_load(builder, address, LANES * (VECTORS * place + j), BYTES) for j in range(VECTORS)]
         floats = [builder.sitofp(builder.sext(vector, INTS), FLOATS) for vector in vectors]
         yield [builder.fmul(value, scale) for value, scale in zip(floats, header, strict=True)]
 
 
+EASY_ROWS, HARD_ROWS = (16, 8) if HAS_WIDE_REGISTERS else (TILE_ROWS, TILE_ROWS)  # direct_rows, measured
 FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, 1 << 30, _float32_values)
-BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, 16, _bfloat16_values)
-FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, 16, _float16_values)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, 8, _nibble_values)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, 8, _nibble_values)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, 8, _octet_values)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, 8, _octet_values)
+BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, EASY_ROWS, _bfloat16_values)
+FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, EASY_ROWS, _float16_values)
+NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, HARD_ROWS, _nibble_values)
+NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, HARD_ROWS, _nibble_values)
+OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, HARD_ROWS, _octet_values)
+OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, HARD_ROWS, _octet_values)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
 
 
 def _header(builder: Any, form: Form, address: Any) -> list[Any]:
     """A block's scales, and then its summands, as vectors of float32."""
     if form in (NIBBLES_WIDE, OCTETS_WIDE):
-        return [_load(builder, address, offset, FLOATS) for offset in range(0, form.header, 4 * LANES)]
-    return [_halves(builder, address, offset) for offset in range(0, form.header, 2 * LANES)]
+        return [_load(builder, address, offset, FLOATS) for offset in range(0, form.header, VECTOR)]
+    return [_halves(builder, address, offset) for offset in range(0, form.header, VECTOR // 2)]
 
 
 def _each_input(
-    builder: Any, form: Form, panel: Any, num_inputs: Any, use: Callable[[list[Any], Any], None]
+    builder: Any, form: Form, panel: Any, num_inputs: Any, use: Callable[[Iterable[Any], Any], None]
 ) -> None:
     """Let `use` see the vectors of every input of a panel, with the input's number."""
     num_blocks = builder.sdiv(num_inputs, INT64(form.inputs))
@@ -174,40 +178,71 @@ def _each_input(
                 use(vectors, builder.add(start, INT64(number)))
 
 
-def tile(form: Form, num_rows: int) -> Any:
-    """Compiled `tile(panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) the products of x.
+def tiles(form: Form) -> Any:
+    """Compiled `multiply(num_rows, panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) products of x.
 
-    x is (num_inputs, num_rows): an input's rows side by side. Each sum goes from the first input to the last,
-    one rounding each, however many rows there are.
+    x is (num_inputs, num_rows), of up to TILE_ROWS rows: an input's rows side by side. Each sum goes from the
+    first input to the last, one rounding each, however many rows there are.
     """
 
     @intrinsic
-    def multiply(_typing: Any, _panel: Any, _inputs: Any, _x: Any, _out: Any) -> Any:
+    def multiply(_typing: Any, _rows: Any, _panel: Any, _inputs: Any, _x: Any, _out: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            panel, num_inputs, x, out = arguments
-            places = [
-                builder.inttoptr(builder.add(out, INT64(64 * place)), FLOATS.as_pointer())
-                for place in range(num_rows * VECTORS)
-            ]
-            zero = ir.Constant(FLOATS, None)
-            sums: list[Any] = [cgutils.alloca_once_value(builder, zero) for _ in places]  # type: ignore[no-untyped-call]
-
-            def use(vectors: list[Any], number: Any) -> None:
-                start = builder.add(x, builder.mul(number, INT64(FLOAT * num_rows)))
-                for row in range(num_rows):
-                    value = _in_every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType()))
-                    for vector, total in zip(vectors, sums[VECTORS * row :], strict=False):
-                        builder.store(_multiply_add(builder, value, vector, builder.load(total)), total)
-
-            _each_input(builder, form, panel, num_inputs, use)
-            for place, total in zip(places, sums, strict=True):
-                whole = builder.fadd(builder.load(place, align=4), builder.load(total))
-                builder.store(whole, place, align=4)
+            done = builder.append_basic_block("done")
+            switch = builder.switch(arguments[0], done)
+            for num_rows in range(1, TILE_ROWS + 1):
+                block = builder.append_basic_block(f"rows_{num_rows}")
+                switch.add_case(INT64(num_rows), block)
+                builder.position_at_end(block)
+                _multiply_tile(builder, form, num_rows, arguments[1:])
+                builder.branch(done)
+            builder.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), generate
+        return types.void(*[types.int64] * 5), generate
 
     return multiply
+
+
+def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]) -> None:
+    panel, num_inputs, x, out = arguments
+    zero = ir.Constant(FLOATS, None)
+    sums = {
+        (row, j): cgutils.alloca_once_value(builder, zero)  # type: ignore[no-untyped-call]
+        for row in range(num_rows)
+        for j in range(VECTORS)
+    }
+
+    def use(vectors: Iterable[Any], number: Any) -> None:
+        start = builder.add(x, builder.mul(number, INT64(FLOAT * num_rows)))
+        rows = (
+            _in_every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType()))
+            for row in range(num_rows)
+        )
+        if HAS_WIDE_REGISTERS:
+            held = list(vectors)
+            for row, value in enumerate(rows):
+                _add_products(builder, value, held, [sums[row, j] for j in range(VECTORS)])
+        else:
+            held = list(rows)
+            for j, vector in enumerate(vectors):
+                _add_products(builder, vector, held, [sums[row, j] for row in range(num_rows)])
+
+    _each_input(builder, form, panel, num_inputs, use)
+    for (row, j), total in sums.items():
+        place = builder.inttoptr(builder.add(out, INT64(VECTOR * (VECTORS * row + j))), FLOATS.as_pointer())
+        whole = builder.fadd(builder.load(place, align=4), builder.load(total))
+        builder.store(whole, place, align=4)
+
+
+def _add_products(builder: Any, one: Any, others: list[Any], sums: list[Any]) -> None:
+    """Add the products of one vector with others, and only then load what follows.
+
+    Loaded ahead, as the compiler would have it, vectors take the registers of sums.
+    """
+    for other, total in zip(others, sums, strict=True):
+        builder.store(_multiply_add(builder, one, other, builder.load(total)), total)
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
 def widener(form: Form) -> Any:
@@ -218,10 +253,10 @@ def widener(form: Form) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             panel, num_inputs, out = arguments
 
-            def use(vectors: list[Any], number: Any) -> None:
+            def use(vectors: Iterable[Any], number: Any) -> None:
                 start = builder.add(out, builder.mul(number, INT64(FLOAT * PANEL)))
                 for j, vector in enumerate(vectors):
-                    place = builder.inttoptr(builder.add(start, INT64(64 * j)), FLOATS.as_pointer())
+                    place = builder.inttoptr(builder.add(start, INT64(VECTOR * j)), FLOATS.as_pointer())
                     builder.store(vector, place, align=4)
 
             _each_input(builder, form, panel, num_inputs, use)
