@@ -2,7 +2,7 @@
 
 Decoding at batch 32, tokens alone, with 20 logprobs and with the whole vocabulary: an engine in a process of
 its own (ours) beside one on a thread of the caller's process and beside two replicas; all are open at once
-and take turns. Then the memory of the processes once they have answered, each layout for itself, as PSS:
+and take turns. Before it, the memory of the processes once they have answered, each layout alone, as PSS:
 what several processes have in common counts for each by its part. The last lines are those of
 docs/layouts.md.
 """
@@ -119,10 +119,11 @@ def page_lines(figures: list[Figure]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Race the layouts, then weigh them."""
+    """Weigh the layouts, then race them."""
     options = parse_options(__doc__ or "")
+    memory = [*memory_figures(options)]  # while this process has held no model of its own
     with Arena(options) as arena:
-        figures = [*speed_figures(arena), *memory_figures(options)]
+        figures = [*speed_figures(arena), *memory]
     publish(Path(__file__).stem, figures, options)
     if not options.is_smoke:
         print(*page_lines(figures), sep="\n", file=sys.stderr)

@@ -53,6 +53,7 @@ def facts() -> dict[str, Any]:
         **{library: version(library) for library in LIBRARIES},
         "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
         "kernels": kernel_info(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "thread_pool": thread_pool(),
         "cache": str(home()),

@@ -150,7 +150,7 @@ def test_layers_of_one_form_join_to_one() -> None:
 
 
 def test_registers_of_another_width_give_the_same_bits(tmp_path: Path) -> None:
-    """As compiled for the other kind of processor, without or with 512-bit registers: its vectors and tiles."""
+    """As compiled for processors of the other kind, with or without 512-bit registers: vectors and tiles."""
     code = """
 import sys
 from llvmlite import binding as llvm
