@@ -100,7 +100,9 @@ class TestPromptLogprobsBesideThePrefixCache:
         self.chosen_by_vllm(engine, random_ids(2, self.LENGTH), reads_cache=False)  # the memory is used again
         warm, num_warm = self.chosen_by_vllm(engine, ids, reads_cache=True)
         assert (num_cold, num_warm > 0) == (0, True)
-        assert np.abs(warm[:num_warm] - cold[:num_warm]).max() > 0.1, "vLLM has mended it: read the cache"
+        # Memory as it was may also hold NaN.
+        are_right = np.abs(warm[:num_warm] - cold[:num_warm]) <= 0.1
+        assert not are_right.all(), "vLLM has mended it: read the cache"
         np.testing.assert_allclose(warm[num_warm:], cold[num_warm:], atol=TOLERANCE)
 
     def test_ours_are_the_same_cold_and_cached(self, on_vllm: LoadedModel, native: LoadedModel) -> None:
