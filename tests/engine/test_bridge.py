@@ -21,9 +21,11 @@ def test_an_interrupt_closes_a_stream_that_takes_its_time_to_end() -> None:
     async def items() -> AsyncGenerator[int]:
         try:
             yield 1
-            # As Ctrl-C does, while the caller waits for the next item.
-            signal.pthread_kill(caller, signal.SIGINT)
-            await asyncio.Event().wait()
+            # As Ctrl-C does, while the caller waits for the next item. One that comes in the instant before a
+            # thread waits is seen by Python only with the next signal: pressed again, as people do.
+            while True:
+                signal.pthread_kill(caller, signal.SIGINT)
+                await asyncio.sleep(5)
         finally:
             for _ in range(20):
                 await asyncio.sleep(0)
