@@ -12,9 +12,18 @@ import pytest
 from logprobe.engine.backends.bridge import LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Iterator
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as a terminal's program has it: one that a shell starts in the background inherits it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_closes_a_stream_that_takes_its_time_to_end() -> None:
     ended, caller = [], threading.get_ident()
 
