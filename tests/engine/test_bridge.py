@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT as a terminal's program has it: one that a shell starts in the background inherits it ignored."""
+    """SIGINT raises, whatever an earlier test or the shell that started this process made of it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
