@@ -24,14 +24,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BOTH = {"int8", "published"}
+# Rotary frequencies of two kinds.
+GEMMA3 = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 # Model → what makes it special, and with which weights its steps are recorded.
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "Llama": ({"attention_bias": True, "mlp_bias": True}, BOTH),
     "Mistral": ({"sliding_window": 9}, BOTH),
     "Qwen2": ({}, BOTH),
-    "Qwen3": ({"head_dim": 16}, set()),  # norms of the heads
-    "Olmo2": ({}, set()),  # layers of another form
+    "Qwen3": ({"head_dim": 16}, BOTH),  # norms of the heads
+    "Olmo2": ({}, BOTH),  # norms after the parts, and of all heads together
+    "Granite": ({}, set()),  # layers of another form
     "Gemma": ({"head_dim": 12}, {"published"}),  # another activation
+    "Gemma2": ({"head_dim": 12, "sliding_window": 9}, {"published"}),  # four norms
+    "Gemma3Text": ({"head_dim": 12, "sliding_window": 9, "layer_types": GEMMA3}, {"published"}),
 }
 
 
@@ -140,6 +145,8 @@ def test_steps_whose_trial_differs_are_not_recorded(
 ) -> None:
     own = recorded_module.norm_stage
     monkeypatch.setattr(
-        recorded_module, "norm_stage", lambda x, weight, out, epsilon: own(x, weight, out, epsilon + 1e-2)
+        recorded_module,
+        "norm_stage",
+        lambda x, weight, out, epsilon, *rest: own(x, weight, out, epsilon + 1e-2, *rest),
     )
     assert load("Llama").recorded is None

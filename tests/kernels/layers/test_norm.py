@@ -3,7 +3,7 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logprobe.kernels.layers.norm import BLOCK_ROWS, ROWS_FOR_THREADS, rms_norm
+from logprobe.kernels.layers.norm import BLOCK_ROWS, ROWS_FOR_THREADS, norm_stage, rms_norm
 
 RELATIVE = 2e-6
 EPSILON = 1e-6
@@ -94,3 +94,21 @@ def test_a_value_that_is_no_number_spoils_its_own_row_alone(bad: float) -> None:
     got = rms_norm(x, weights(50), EPSILON)
     assert got[2, 17].isnan()
     assert got[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [1, BLOCK_ROWS + 1])
+def test_parts_of_wider_rows_are_normed_in_place(num_rows: int) -> None:
+    base, weight = rows(num_rows, 100), weights(20)
+    want = rms_norm(base[:, 20:80].unflatten(1, (3, 20)), weight, EPSILON).flatten(1)
+    got = base.clone()
+    norm_stage(got[:, 20:80], weight, got[:, 20:80], EPSILON).run()
+    assert torch.equal(got[:, 20:80], want)
+    assert torch.equal(got[:, :20], base[:, :20])
+    assert torch.equal(got[:, 80:], base[:, 80:])
+
+
+def test_a_residual_is_added_where_it_stands() -> None:
+    x, weight, residual = rows(40, 33), weights(33), rows(40, 33) + 1
+    want = residual + rms_norm(x, weight, EPSILON)
+    norm_stage(x, weight, residual, EPSILON, residual).run()
+    assert torch.equal(residual, want)

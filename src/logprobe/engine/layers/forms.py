@@ -12,12 +12,13 @@ import ast
 import functools
 import inspect
 import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-DECODER_LAYER = """
+_USUAL = """
 def forward(
     self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
     position_embeddings=None, **kwargs,
@@ -36,14 +37,83 @@ def forward(
     return hidden_states
 """
 
+_FOUR_NORMS_OF_PARTS = """
+def forward(
+    self, hidden_states, position_embeddings=None, attention_mask=None, position_ids=None,
+    past_key_values=None, **kwargs,
+):
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    hidden_states, _ = self.self_attn(
+        hidden_states=hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+        position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.pre_feedforward_layernorm(hidden_states)
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = self.post_feedforward_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+"""
+_NORMS_AFTER_PARTS = """
+def forward(
+    self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
+    position_embeddings=None, **kwargs,
+):
+    residual = hidden_states
+    hidden_states, _ = self.self_attn(
+        hidden_states=hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+        past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings,
+        **kwargs)
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = self.post_feedforward_layernorm(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """A decoder layer that was read: its source, and its norms by their places; None where there is none."""
+
+    forward: str
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of all that it has."""
+        places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return tuple(name for name in places if name is not None)
+
+
+USUAL_LAYER = LayerForm(_USUAL, "input_layernorm", None, "post_attention_layernorm", None)
+LAYERS = (
+    USUAL_LAYER,  # Llama and most others
+    LayerForm(  # Gemma 2 and 3
+        _FOUR_NORMS_OF_PARTS,
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    LayerForm(  # OLMo 2 and 3
+        _NORMS_AFTER_PARTS, None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+    ),
+)
+
 _ATTENTION = """
 def forward(self, hidden_states, position_embeddings{default}, attention_mask{default}, past_key_values=None,
             **kwargs):
     input_shape = hidden_states.shape[:-1]
     hidden_shape = (*input_shape, -1, self.head_dim)
-    query_states = {query}.transpose(1, 2)
-    key_states = {key}.transpose(1, 2)
-    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+    {project}
     {rotate}
     if past_key_values is not None:
         key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
@@ -51,26 +121,45 @@ def forward(self, hidden_states, position_embeddings{default}, attention_mask{de
         self.config._attn_implementation, eager_attention_forward)
     attn_output, attn_weights = attention_interface(
         self, query_states, key_states, value_states, attention_mask,
-        dropout=0.0 if not self.training else self.attention_dropout, scaling=self.scaling, {window} **kwargs)
+        dropout={dropout}, scaling=self.scaling, {options} **kwargs)
     attn_output = attn_output.reshape(*input_shape, -1).contiguous()
     attn_output = self.o_proj(attn_output)
-    {dropout}
+    {finish}
     return attn_output, attn_weights
 """
+_PROJECT = """
+    query_states = {query}.transpose(1, 2)
+    key_states = {key}.transpose(1, 2)
+    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+""".strip()
+_QUERY = "self.q_proj(hidden_states).view(hidden_shape)"
+_KEY = "self.k_proj(hidden_states).view(hidden_shape)"
+_PLAIN_PROJECT = _PROJECT.format(query=_QUERY, key=_KEY)
 _PLAIN = {
     "default": "",
-    "query": "self.q_proj(hidden_states).view(hidden_shape)",
-    "key": "self.k_proj(hidden_states).view(hidden_shape)",
+    "project": _PLAIN_PROJECT,
     "rotate": "cos, sin = position_embeddings\n    "
     "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
-    "window": "",
-    "dropout": "",
+    "dropout": "0.0 if not self.training else self.attention_dropout",
+    "options": "",
+    "finish": "",
 }
-_OWN_WINDOW = {"window": "sliding_window=self.sliding_window,"}
-_CONFIG_WINDOW = {"window": "sliding_window=getattr(self.config, 'sliding_window', None),"}
-_HEAD_NORMS = {
-    "query": "self.q_norm(self.q_proj(hidden_states).view(hidden_shape))",
-    "key": "self.k_norm(self.k_proj(hidden_states).view(hidden_shape))",
+_OWN_WINDOW = {"options": "sliding_window=self.sliding_window,"}
+_CONFIG_WINDOW = {"options": "sliding_window=getattr(self.config, 'sliding_window', None),"}
+_HEAD_NORMS = {"project": _PROJECT.format(query=f"self.q_norm({_QUERY})", key=f"self.k_norm({_KEY})")}
+_LATE_HEAD_NORMS = {
+    "project": f"{_PLAIN_PROJECT}\n    "
+    "query_states = self.q_norm(query_states)\n    key_states = self.k_norm(key_states)"
+}
+_WIDE_NORMS = {  # of all heads together
+    "project": """
+    query_states = self.q_norm(self.q_proj(hidden_states))
+    key_states = self.k_norm(self.k_proj(hidden_states))
+    value_states = self.v_proj(hidden_states)
+    query_states = query_states.view(hidden_shape).transpose(1, 2)
+    key_states = key_states.view(hidden_shape).transpose(1, 2)
+    value_states = value_states.view(hidden_shape).transpose(1, 2)
+""".strip()
 }
 _OUT_DROPOUT = (
     "attn_output = nn.functional.dropout(attn_output, p=self.residual_dropout, training=self.training)"
@@ -80,6 +169,8 @@ _SOME_ROTATE = (
     "if self.use_rope:\n        cos, sin = position_embeddings\n        "
     "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
 )
+_GEMMA = {"default": "=None", "dropout": "self.attention_dropout if self.training else 0.0"}
+_SOFTCAP = {"options": f"{_OWN_WINDOW['options']} softcap=self.attn_logit_softcapping,"}
 
 ATTENTION = tuple(
     _ATTENTION.format(**_PLAIN | special)
@@ -89,7 +180,11 @@ ATTENTION = tuple(
         _CONFIG_WINDOW,  # Mistral, Mixtral
         _OWN_WINDOW | _HEAD_NORMS,  # Qwen3
         _OWN_WINDOW | {"rotate": _SOME_ROTATE},  # SmolLM3
-        _CONFIG_WINDOW | {"dropout": _OUT_DROPOUT},  # Starcoder2
+        _CONFIG_WINDOW | {"finish": _OUT_DROPOUT},  # Starcoder2
+        _GEMMA | _SOFTCAP,  # Gemma 2
+        _GEMMA | _OWN_WINDOW | _LATE_HEAD_NORMS,  # Gemma 3
+        _WIDE_NORMS,  # OLMo 2
+        _WIDE_NORMS | _OWN_WINDOW,  # OLMo 3
     )
 )
 
@@ -101,6 +196,15 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed, k_embed
+""",
+    """
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    q_type, k_type = q.dtype, k.dtype
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed.to(q_type), k_embed.to(k_type)
 """,
 )
 ROTATE_HALF = (
@@ -160,6 +264,12 @@ def _norm(self, x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 """,
 )
+
+
+def layer_form(layer: object) -> LayerForm | None:
+    """The form of a decoder layer by its source; None where it was not read."""
+    forward = getattr(type(layer), "forward", None)
+    return next((form for form in LAYERS if callable(forward) and has_form(forward, [form.forward])), None)
 
 
 def has_form(function: Callable[..., Any], forms: Iterable[str]) -> bool:

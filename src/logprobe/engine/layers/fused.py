@@ -1,9 +1,10 @@
 """Decoder layers of the usual form in few, large operations (CPU, float32).
 
-A layer as Llama's, Qwen's or Mistral's runs as one product for queries, keys and values, one kernel that
-rotates and stores them, attention, and products that add the residual themselves. A layer is replaced only
-where its parts and its source are of a form that was read (`forms`), and where it then gives the layer's own
-numbers on what the model really sent through it; every other stays as it is.
+A layer as Llama's, Gemma's or OLMo's runs as one product for queries, keys and values, one kernel that
+rotates and stores them, attention, and products that add the residual themselves where no norm comes
+between. A layer is replaced only where its parts and its source are of a form that was read (`forms`), and
+where it then gives the layer's own numbers on what the model really sent through it; every other stays as it
+is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from torch import nn
 from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend
 from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.layers import forms
-from logprobe.engine.layers.packed import GatedMLP, JoinedPart, added, as_packed_norm, is_gated_mlp, join
+from logprobe.engine.layers.packed import (
+    GatedMLP,
+    JoinedPart,
+    added,
+    as_packed_norm,
+    is_gated_mlp,
+    join,
+    norm_width,
+)
 from logprobe.kernels.layers.rotary import Projections, rotate_and_store
 
 if TYPE_CHECKING:
@@ -24,10 +33,11 @@ if TYPE_CHECKING:
 
     from logprobe.engine.forward.attention import CurrentStep
     from logprobe.engine.forward.proof import Reference
+    from logprobe.engine.layers.forms import LayerForm
 
     Rotary = tuple[torch.Tensor, torch.Tensor]
 
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+LAYER_PARTS = {"self_attn", "mlp"}  # beside its norms
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 ATTENTION_PARTS = {*PROJECTIONS, "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -45,6 +55,7 @@ class FusedAttention(nn.Module):
         for name, linear in zip(PROJECTIONS, linears, strict=True):
             setattr(self, name, JoinedPart(linear))
         self.o_proj = attention.o_proj
+        # Each of as many numbers as it has weights: of a head, or of all heads together.
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.widths = [linear.out_features for linear in linears]
         self.key_dim: int = attention.head_dim
@@ -52,15 +63,18 @@ class FusedAttention(nn.Module):
         self.rule = step.rules[self.layer_idx]
         self._step = step
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """(num_tokens, hidden size) and what to add → (num_tokens, hidden size)."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, rotary: Rotary) -> torch.Tensor:
+        """(num_tokens, hidden size) and what to add, or nothing → (num_tokens, hidden size)."""
         plan = self._step.plan
         assert plan is not None, "a step runs under a plan"
         query, key, value = self._projected(x)
         pool = plan.pool.layer(self.layer_idx, self._by_head(key), self._by_head(value))
         query = rotate_and_store(Projections(query, key, value), *rotary, pool, plan.slots)
-        attended = attend(plan, self.layer_idx, query, self.rule)
-        return added(self.o_proj, attended.flatten(1), residual)
+        attended = attend(plan, self.layer_idx, query, self.rule).flatten(1)
+        out: torch.Tensor = (
+            self.o_proj(attended) if residual is None else added(self.o_proj, attended, residual)
+        )
+        return out
 
     def _projected(self, x: torch.Tensor) -> list[torch.Tensor]:
         parts = list(self.qkv_proj(x).split(self.widths, dim=1))
@@ -68,7 +82,7 @@ class FusedAttention(nn.Module):
             getattr(self, name).add_lora_(part, x)
         for place, norm in enumerate((self.q_norm, self.k_norm)):
             if norm is not None:
-                parts[place] = norm(parts[place].unflatten(1, (-1, self.key_dim))).flatten(1)
+                parts[place] = norm(parts[place].unflatten(1, (-1, norm_width(norm)))).flatten(1)
         return parts
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
@@ -76,45 +90,54 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer: attention and a feed-forward part, a norm before each, a residual around each."""
+    """A decoder layer: attention and a feed-forward part, norms around each, a residual past each."""
 
-    def __init__(self, layer: Any, step: CurrentStep) -> None:
+    def __init__(self, layer: Any, step: CurrentStep, form: LayerForm = forms.USUAL_LAYER) -> None:
         super().__init__()
+        self.form = form
         self.self_attn = FusedAttention(layer.self_attn, step)
         self.mlp = layer.mlp
         self._is_gated = isinstance(layer.mlp, GatedMLP) or is_gated_mlp(
             layer.mlp
         )  # else it may want the shape that transformers' layers have
-        self.input_layernorm = layer.input_layernorm
-        self.post_attention_layernorm = layer.post_attention_layernorm
+        for name in form.norms:
+            setattr(self, name, getattr(layer, name))
 
     def forward(self, hidden_states: torch.Tensor, *, position_embeddings: Rotary, **_: Any) -> torch.Tensor:
         """(1, num_tokens, hidden size) → the same."""
-        hidden = hidden_states[0]
+        hidden, form = hidden_states[0], self.form
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
-        hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotary)
-        normed = self.post_attention_layernorm(hidden)
-        return added(self.mlp, normed, hidden)[None] if self._is_gated else hidden + self.mlp(normed[None])
+        normed = self._normed(form.before_attention, hidden)
+        if form.after_attention is None:
+            hidden = self.self_attn(normed, hidden, rotary)
+        else:
+            hidden = hidden + self._normed(form.after_attention, self.self_attn(normed, None, rotary))
+        normed = self._normed(form.before_mlp, hidden)
+        if self._is_gated and form.after_mlp is None:
+            return added(self.mlp, normed, hidden)[None]
+        return (hidden + self._normed(form.after_mlp, self.mlp(normed[None])[0]))[None]
+
+    def _normed(self, name: str | None, x: torch.Tensor) -> torch.Tensor:
+        return x if name is None else getattr(self, name)(x)
 
 
 def fuse_(model: nn.Module, step: CurrentStep, references: Sequence[Reference]) -> None:
     """Replace the layers of a model that are of a known form; its attention must be the pool's by now."""
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for index, layer in enumerate(layers):
-            if has_known_form(layer):
-                fused = FusedLayer(layer, step)
+            if (form := known_form(layer)) is not None:
+                fused = FusedLayer(layer, step, form)
                 if all(_gives_the_same(fused, layer, step, reference) for reference in references):
                     layers[index] = fused
 
 
-def has_known_form(layer: Any) -> bool:
-    """Whether a decoder layer is one whose parts and source were read."""
-    if not forms.has_form(type(layer).forward, [forms.DECODER_LAYER]):
-        return False
-    if {name for name, _ in layer.named_children()} != LAYER_PARTS:
-        return False
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
-    return all(map(_is_known_norm, norms)) and _is_known_attention(layer.self_attn)
+def known_form(layer: Any) -> LayerForm | None:
+    """The form of a decoder layer whose parts and source were read; None for every other."""
+    form = forms.layer_form(layer)
+    if form is None or {name for name, _ in layer.named_children()} != LAYER_PARTS.union(form.norms):
+        return None
+    norms = (getattr(layer, name) for name in form.norms)
+    return form if all(map(_is_known_norm, norms)) and _is_known_attention(layer.self_attn) else None
 
 
 def _is_known_norm(norm: nn.Module) -> bool:
@@ -128,10 +151,7 @@ def _is_known_attention(attention: Any) -> bool:
     return (
         parts.keys() - HEAD_NORMS == ATTENTION_PARTS
         and all(type(parts[name]) is nn.Linear for name in ATTENTION_PARTS)
-        and all(
-            as_packed_norm(norm) is not None and norm.weight.numel() == attention.head_dim
-            for norm in head_norms
-        )
+        and all(as_packed_norm(norm) is not None for norm in head_norms)
         and forms.has_form(forward, forms.ATTENTION)
         and forms.calls_form(forward, "apply_rotary_pos_emb", forms.ROTATE_HALVES)
         and forms.calls_form(forward.__globals__["apply_rotary_pos_emb"], "rotate_half", forms.ROTATE_HALF)

@@ -221,6 +221,11 @@ def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield parent, name, child
 
 
+def norm_width(norm: Any) -> int:
+    """How many numbers a root-mean-square norm takes together."""
+    return int((norm.factor if isinstance(norm, PackedNorm) else norm.weight).numel())
+
+
 def _epsilon(norm: Any) -> float:
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 

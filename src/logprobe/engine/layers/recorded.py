@@ -7,6 +7,7 @@ the fused form on our own kernels, they are recorded once, on buffers of their o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +23,16 @@ from logprobe.kernels.layers.rotary import Projections, rotary_stage
 from logprobe.kernels.threads.series import Series
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from logprobe.engine.forward.attention import AttentionPlan
     from logprobe.engine.forward.pool import KVPool
     from logprobe.kernels.attention.api import Array
     from logprobe.kernels.threads.parallel import Stage
 
+    Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (M, key_dim) each
+
+KIND = "layer_type"  # what transformers' rotary embeddings are asked by where layers have several
 # Above, oneDNN's products gain more than launches cost; our own kernels serve any number (docs/decisions.md).
 MOST_ROWS = {Int8Linear: 8, PublishedLinear: 64}
 
@@ -39,8 +43,9 @@ class Buffers:
 
     hidden: torch.Tensor  # (M, hidden size)
     normed: torch.Tensor  # (M, hidden size)
+    branch: torch.Tensor  # (M, hidden size): what a layer's part gives where a norm follows it
     projected: torch.Tensor  # (M, queries + keys + values)
-    rotary: tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (M, key_dim)
+    rotary: dict[str | None, Rotary]  # by kind of layer
     query: torch.Tensor  # (M, heads, key_dim)
     attended: torch.Tensor  # (M, heads, value_dim)
     inner: torch.Tensor  # (M, feed-forward size)
@@ -53,8 +58,11 @@ class Buffers:
         return Buffers(
             hidden=self.hidden[:num_rows],
             normed=self.normed[:num_rows],
+            branch=self.branch[:num_rows],
             projected=self.projected[:num_rows],
-            rotary=(self.rotary[0][:num_rows], self.rotary[1][:num_rows]),
+            rotary={
+                kind: (cosines[:num_rows], sines[:num_rows]) for kind, (cosines, sines) in self.rotary.items()
+            },
             query=self.query[:num_rows],
             attended=self.attended[:num_rows],
             inner=self.inner[:num_rows],
@@ -71,7 +79,8 @@ class RecordedSteps:
     def __init__(self, decoder: Any, pool: KVPool, max_len: int) -> None:
         self._decoder, self._pool, self._max_len = decoder, pool, max_len
         self._recorded: dict[int, tuple[Buffers, Series]] = {}
-        self._layers = [_Layer(layer) for layer in decoder.layers]
+        kinds = rotary_kinds(decoder)
+        self._layers = [_Layer(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
         self.most_rows = MOST_ROWS[type(self._layers[0].down_proj)]
         self._buffers = self._make_buffers(self.most_rows)
 
@@ -88,9 +97,11 @@ class RecordedSteps:
         buffers, series = self._recorded[num_rows]
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
         buffers.hidden.copy_(self._decoder.embed_tokens(ids))
-        rotary = self._decoder.rotary_emb(buffers.hidden[None], position_ids=places[None])
-        for buffer, angles in zip(buffers.rotary, rotary, strict=True):
-            buffer.copy_(angles[0])
+        for kind, own in buffers.rotary.items():
+            options = {} if kind is None else {KIND: kind}
+            rotary = self._decoder.rotary_emb(buffers.hidden[None], position_ids=places[None], **options)
+            for buffer, angles in zip(own, rotary, strict=True):
+                buffer.copy_(angles[0])
         buffers.slots.copy_(plan.slots)
         contexts, rows = buffers.contexts, plan.rows
         contexts.begins[:], contexts.lengths[:] = rows.begins, rows.lengths
@@ -121,8 +132,9 @@ class RecordedSteps:
         return Buffers(
             hidden=make(width),
             normed=make(width),
+            branch=make(width),
             projected=make(layer.self_attn.qkv_proj.out_features),
-            rotary=(make(key_dim), make(key_dim)),
+            rotary={layer.kind: (make(key_dim), make(key_dim)) for layer in self._layers},
             query=make(heads, key_dim),
             attended=make(heads, values.shape[2]),
             inner=make(layer.mlp.down_proj.in_features),
@@ -133,31 +145,62 @@ class RecordedSteps:
     def _stages(self, buffers: Buffers) -> Iterator[Stage]:
         for layer in self._layers:
             yield from self._layer_stages(layer, buffers)
-        yield _norm(self._decoder.norm, buffers)
+        yield _norm(self._decoder.norm, buffers.hidden, buffers.normed)
 
     def _layer_stages(self, layer: _Layer, buffers: Buffers) -> Iterator[Stage]:
-        hidden, normed = buffers.hidden, buffers.normed
         keys, values = self._pool.keys[layer.index], self._pool.values[layer.index]
-        parts = Projections(*torch.split(buffers.projected, layer.widths, dim=1))
+        parts = torch.split(buffers.projected, layer.widths, dim=1)
         query, attended = buffers.query, buffers.attended
-        yield _norm(layer.input_norm, buffers)
+        normed = yield from _before(layer.before_attention, buffers)
         yield from layer.qkv_proj.stages(normed, buffers.projected)
-        yield rotary_stage(parts, buffers.rotary, (keys, values), buffers.slots, query)
+        for part, norm in zip(parts, layer.head_norms, strict=False):
+            if norm is not None:
+                yield _norm(norm, part, part)
+        rotary = buffers.rotary[layer.kind]
+        yield rotary_stage(Projections(*parts), rotary, (keys, values), buffers.slots, query)
         yield rows_stage(query, keys, values, buffers.contexts, attended, layer.rule)
-        yield from layer.o_proj.stages(attended.flatten(1), hidden, hidden)
-        yield _norm(layer.inner_norm, buffers)
+        yield from _add_product(layer.o_proj, attended.flatten(1), layer.after_attention, buffers)
+        normed = yield from _before(layer.before_mlp, buffers)
         yield from layer.mlp.inner_stages(normed, buffers.inner)
-        yield from layer.down_proj.stages(buffers.inner, hidden, hidden)
+        yield from _add_product(layer.down_proj, buffers.inner, layer.after_mlp, buffers)
 
 
 class _Layer:
     """What a layer's stages are made of, before any lora wraps a part of it."""
 
-    def __init__(self, layer: Any) -> None:
-        attention, self.mlp = layer.self_attn, layer.mlp
+    def __init__(self, layer: Any, kind: str | None) -> None:
+        attention, self.mlp, form = layer.self_attn, layer.mlp, layer.form
+        self.kind = kind
         self.index, self.widths, self.rule = attention.layer_idx, attention.widths, attention.rule
         self.qkv_proj, self.o_proj, self.down_proj = attention.qkv_proj, attention.o_proj, layer.mlp.down_proj
-        self.input_norm, self.inner_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.head_norms = (attention.q_norm, attention.k_norm)
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else getattr(layer, name)
+            for name in (form.before_attention, form.after_attention, form.before_mlp, form.after_mlp)
+        )
+
+
+def rotary_kinds(decoder: Any) -> list[str | None]:
+    """What transformers calls each layer's rotary frequencies, where layers have others; else None."""
+    kinds = decoder.config.layer_types if KIND in signature(decoder.rotary_emb.forward).parameters else None
+    return [None if kinds is None else kinds[layer.self_attn.layer_idx] for layer in decoder.layers]
+
+
+def _before(norm: PackedNorm | None, buffers: Buffers) -> Generator[Stage, None, torch.Tensor]:
+    """What a layer's part reads: the hidden states, normed where the layer does."""
+    if norm is None:
+        return buffers.hidden
+    yield _norm(norm, buffers.hidden, buffers.normed)
+    return buffers.normed
+
+
+def _add_product(linear: Any, x: torch.Tensor, norm: PackedNorm | None, buffers: Buffers) -> Iterator[Stage]:
+    """A product, normed where a norm follows, added to the hidden states."""
+    if norm is None:
+        yield from linear.stages(x, buffers.hidden, buffers.hidden)
+    else:
+        yield from linear.stages(x, buffers.branch)
+        yield _norm(norm, buffers.branch, buffers.hidden, buffers.hidden)
 
 
 def record_steps(decoder: Any, pool: KVPool, max_len: int) -> RecordedSteps | None:
@@ -174,13 +217,12 @@ def _is_known(layer: Any) -> bool:
         return False
     attention = layer.self_attn
     linears = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    norms = [getattr(layer, name) for name in layer.form.norms]
+    head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     return (
-        attention.q_norm is None
-        and attention.k_norm is None
-        and type(linears[0]) in MOST_ROWS
+        type(linears[0]) in MOST_ROWS
         and all(type(linear) is type(linears[0]) for linear in linears)
-        and all(type(norm) is PackedNorm for norm in norms)
+        and all(type(norm) is PackedNorm for norm in (*norms, *head_norms))
     )
 
 
@@ -196,5 +238,7 @@ def _sizes(layer: Any, pool: KVPool) -> tuple[Any, ...]:
     )
 
 
-def _norm(norm: PackedNorm, buffers: Buffers) -> Stage:
-    return norm_stage(buffers.hidden, norm.factor, buffers.normed, norm.epsilon)
+def _norm(
+    norm: PackedNorm, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> Stage:
+    return norm_stage(x, norm.factor, out, norm.epsilon, residual)

@@ -15,7 +15,7 @@ from logprobe.engine.forward.decoder import OutputHead
 from logprobe.engine.forward.layout import layout_of
 from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.forward.proof import Proof, refusing
-from logprobe.engine.layers.fused import fuse_, has_known_form
+from logprobe.engine.layers.fused import fuse_, known_form
 from logprobe.engine.layers.int8 import CALIBRATION_TEXT, check_int8, quantise_
 from logprobe.engine.layers.packed import can_publish, choose_layout, pack_
 from logprobe.engine.layers.published import named_panels, publish_
@@ -145,7 +145,7 @@ def _is_known(model: Any) -> bool:
     """Whether all layers are of a form that was read, and the processor can widen."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    return bool(lists) and all(map(has_known_form, lists[0])) and can_publish(linears)
+    return bool(lists) and all(map(known_form, lists[0])) and can_publish(linears)
 
 
 def _text_config(model: Any) -> Any:

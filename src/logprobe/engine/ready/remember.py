@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.engine.layers.forms import has_form
+from logprobe.engine.layers.forms import USUAL_LAYER, has_form
 from logprobe.engine.layers.fused import PROJECTIONS, FusedLayer
 from logprobe.engine.layers.packed import SILU, PackedNorm
 from logprobe.engine.layers.published import PublishedEmbedding, PublishedGatedMLP, PublishedLinear
@@ -86,12 +86,12 @@ def _is_known_rotary(rotary: Any) -> bool:
 def _is_usual_layer(layer: Any) -> bool:
     if type(layer) is not FusedLayer or type(layer.mlp) is not PublishedGatedMLP:
         return False
-    attention = layer.self_attn
-    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    attention, rule = layer.self_attn, layer.self_attn.rule
+    norms = [getattr(layer, name) for name in layer.form.norms]
     head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    rule = attention.rule
     return (
-        type(layer.mlp.act_fn).__name__ in SILU
+        layer.form is USUAL_LAYER
+        and type(layer.mlp.act_fn).__name__ in SILU
         and all(type(norm) is PackedNorm for norm in (*norms, *head_norms))
         and all(type(linear) is PublishedLinear for linear in (attention.qkv_proj, attention.o_proj))
         and rule.softcap is None

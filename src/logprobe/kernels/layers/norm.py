@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
+from logprobe.kernels.threads.intrinsics import FLOAT
 from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
 from logprobe.kernels.threads.vectors import F32, SUMS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-(X, WEIGHT, OUT, WIDTH, NUM_ROWS, EPSILON) = range(2, 8)
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
+(X, X_STRIDE, WEIGHT, OUT, OUT_STRIDE, RESIDUAL, WIDTH, PARTS, NUM_ROWS, EPSILON) = range(2, 12)
 BLOCK_ROWS = 16
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
@@ -30,21 +32,34 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         weight: (width,) float32.
         epsilon: added to the mean square.
     """
-    x = x.contiguous()
-    out = x.new_empty(x.shape)
-    num_rows = x.numel() // x.shape[-1]
-    norm_stage(x, weight, out, epsilon).run(num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
-    return out
+    rows = x.contiguous().view(-1, x.shape[-1])
+    out = rows.new_empty(rows.shape)
+    norm_stage(rows, weight, out, epsilon).run(num_threads=1 if len(rows) < ROWS_FOR_THREADS else None)
+    return out.view(x.shape)
 
 
-def norm_stage(x: Tensor, weight: Tensor, out: Tensor, epsilon: float) -> Stage:
-    """`rms_norm` of contiguous rows into `out`, ready to run."""
-    width = x.shape[-1]
-    num_rows = x.numel() // width
+def norm_stage(
+    x: Tensor, weight: Tensor, out: Tensor, epsilon: float, residual: Tensor | None = None
+) -> Stage:
+    """`rms_norm` of each part of some rows into `out`, ready to run.
+
+    Args:
+        x: (num_rows, parts · width) float32, each row contiguous.
+        weight: (width,) float32.
+        out: of x's shape, each row contiguous; it may be x.
+        epsilon: added to the mean square.
+        residual: added to the result, laid out as `out`, which it may be.
+    """
+    width, num_rows = len(weight), len(x)
+    parts = x.shape[1] // width
+    assert residual is None or residual.stride() == out.stride()
     settings = np.array([epsilon], dtype=np.float32)
-    context = [x.data_ptr(), weight.data_ptr(), out.data_ptr(), width, num_rows, settings.ctypes.data]
+    context = [
+        x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
+        0 if residual is None else residual.data_ptr(), width, parts, num_rows, settings.ctypes.data,
+    ]  # fmt: skip
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    return Stage(worker(), context, blocks, (x, weight, out, settings))
+    return Stage(worker(), context, blocks, (x, weight, out, settings, residual))
 
 
 @njit(fastmath=SUMS)
@@ -61,6 +76,23 @@ def _scale(x: Any, factor: Any, weight: Any, out: Any) -> None:
         out[i] = x[i] * factor * weight[i]
 
 
+@njit
+def _scale_and_add(x: Any, factor: Any, weight: Any, residual: Any, out: Any) -> None:
+    for i in range(x.size):
+        out[i] = residual[i] + x[i] * factor * weight[i]
+
+
+@njit
+def _place_part(task: Any, place: Any, out_place: Any, weight: Any, epsilon: Any) -> None:
+    width = weight.size
+    x, out = float32_at(task[X] + place, width), float32_at(task[OUT] + out_place, width)
+    factor = F32(1 / math.sqrt(_sum_of_squares(x) / F32(width) + epsilon))
+    if task[RESIDUAL] == 0:
+        _scale(x, factor, weight, out)
+    else:
+        _scale_and_add(x, factor, weight, float32_at(task[RESIDUAL] + out_place, width), out)
+
+
 @compiled_worker()
 def worker(task: Any) -> None:
     """Blocks of BLOCK_ROWS rows."""
@@ -69,7 +101,7 @@ def worker(task: Any) -> None:
     item = next_item(task)
     while item >= 0:
         for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
-            x = float32_at(task[X] + 4 * width * row, width)
-            factor = F32(1 / math.sqrt(_sum_of_squares(x) / F32(width) + epsilon))
-            _scale(x, factor, weight, float32_at(task[OUT] + 4 * width * row, width))
+            for part in range(task[PARTS]):
+                place, out_place = task[X_STRIDE] * row + width * part, task[OUT_STRIDE] * row + width * part
+                _place_part(task, FLOAT * place, FLOAT * out_place, weight, epsilon)
         item = next_item(task)
