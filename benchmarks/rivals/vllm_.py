@@ -7,8 +7,9 @@ import numpy as np
 from protocol import Read, TokenIds, extend_all, serve
 from vllm import LLM, SamplingParams
 
-# What every contestant on vLLM starts it with.
-ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64}
+# What every contestant on vLLM starts it with. Prefixes are found in its cache by whole blocks, which have
+# 128 tokens on a CPU unless told.
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 8192, "max_num_seqs": 64, "block_size": 32}
 
 
 class Vllm:

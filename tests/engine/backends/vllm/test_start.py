@@ -10,7 +10,9 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import start_engine
+from logprobe.engine.backends.vllm.start import CPU_BLOCK_SIZE, engine_args
 from logprobe.errors import ModelError, ParameterError, UnknownParameterError
+from logprobe.models import resolve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,6 +79,14 @@ class TestOptions:
     ) -> None:
         with pytest.raises(ParameterError, match=name):
             start_engine(replace(vllm_config, engine_options={name: value}))
+
+    def test_blocks_of_the_prefix_cache_are_small_on_a_cpu_unless_told(
+        self, vllm_config: EngineConfig
+    ) -> None:
+        files = resolve(vllm_config.model)
+        assert engine_args(vllm_config, files).block_size == CPU_BLOCK_SIZE
+        given = replace(vllm_config, engine_options={"block_size": 64})
+        assert engine_args(given, files).block_size == 64
 
     def test_what_vllm_refuses_is_told_in_its_words(self, vllm_config: EngineConfig) -> None:
         with pytest.raises((ParameterError, ModelError), match="max_model_len"):

@@ -56,6 +56,9 @@ OWN_OPTIONS: Final = {
 TOLERANCES: Final = {"float32": 1e-4}  # nats, between the two routes of a row
 COARSE: Final = 0.1  # of narrower dtypes: two passes may round differently
 CHECKED_PROMPT: Final = (5, 6)
+# Tokens of a cached block. vLLM's own on a CPU is 128, and a prompt finds whole blocks alone; multiples of 32
+# are what its kernels take.
+CPU_BLOCK_SIZE: Final = 32
 CPU_LORAS: Final = 8  # places, of which the last stays empty (`loras`)
 
 logger = logging.getLogger("logprobe")
@@ -131,8 +134,10 @@ def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
         is_free = name not in OWN_OPTIONS or (name == "data_parallel_size" and value == 1)
         require(is_free, OPTIONS, f"{name} {OWN_OPTIONS.get(name)}")
     own = _own_args(config, files, device)
-    if device == "cpu" and options.get("enable_lora"):
-        own["max_loras"] = CPU_LORAS
+    if device == "cpu":
+        own["block_size"] = CPU_BLOCK_SIZE
+        if options.get("enable_lora"):
+            own["max_loras"] = CPU_LORAS
     own |= {
         "logits_processors": [PROCESSOR],
         "worker_extension_cls": EXTENSION,
