@@ -24,8 +24,8 @@ demo: $(VENV)/.base  ## score the first lines of a text and generate from a prom
 	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
 
 # Two processes, each with whole files: most tests wait for Python, which has one core a process. A test that hangs
-# shows its threads after 20 minutes, and fails by its name.
-SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart 0 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
+# shows its threads after 20 minutes, and fails by its name; the slowest are told.
+SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart 0 --durations 40 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 test: $(VENV)/.test  ## the whole suite; the default model is fetched once
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
