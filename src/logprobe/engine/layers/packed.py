@@ -205,13 +205,18 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack_(model: nn.Module) -> None:
     """Replace every linear layer and every known gated MLP of a model by its packed form."""
     for parent, name, module in list(children(model)):
-        if is_linear(module) and not forms.mentions(type(parent), f".{name}.weight"):
+        if is_linear(module) and not reads_weight(parent, name):
             setattr(parent, name, PackedLinear(module))
     for parent, name, module in list(children(model)):
         if is_gated_mlp(module, linear=PackedLinear):
             setattr(parent, name, PackedGatedMLP(module))
         elif (norm := as_packed_norm(module)) is not None:
             setattr(parent, name, norm)
+
+
+def reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether a module takes a child's weight itself, which the child must then keep as it is."""
+    return forms.mentions(type(parent), f".{name}.weight")
 
 
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

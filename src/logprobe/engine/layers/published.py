@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.layers.packed import GatedMLP, as_packed_norm, children, is_gated_mlp
+from logprobe.engine.layers.packed import GatedMLP, as_packed_norm, children, is_gated_mlp, reads_weight
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.stored.panels import reading_order
@@ -108,6 +108,8 @@ class PublishedEmbedding(nn.Module):
         super().__init__()
         self.weights, self.factor = weights, factor
         self.num_embeddings, self.embedding_dim = weights.num_outputs, weights.num_inputs
+        # Transformers asks a model's first parameter for device and dtype, and there may be no other.
+        self.no_weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(...) ids → (..., embedding_dim) float32."""
@@ -134,7 +136,7 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             full_name = f"{parent_name}.{name}" if parent_name else name
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and not reads_weight(parent, name):
                 setattr(parent, name, PublishedLinear(packer.linear(full_name, module)))
             elif isinstance(module, nn.Embedding):
                 panels = packer.one(full_name, module.weight)  # also where only a tied head needs them
