@@ -27,8 +27,8 @@ with the model's own, at its first positions, at its last and across each length
 `logprobe info MODEL` tells what came of it. A model that cannot be followed is refused with
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
-- **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is fused only
-  where the source of its `forward` is one that was read (`engine/layers/forms.py`).
+- **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is
+  fused only where the source of its `forward` is one that was read (`engine/layers/forms.py`).
 - **plain**: the layers are transformers' own, on packed products where a CPU has oneDNN.
 - `weights="int8"` is taken where every matrix of the decoder is a linear layer (no experts, not GPT-2), and
   where a short text loses at most .1 nats (mean KL from the plain weights); what it loses stands in
