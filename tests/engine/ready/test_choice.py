@@ -57,10 +57,10 @@ def test_a_choice_that_cannot_be_read_is_measured_again(
 
 
 def test_a_model_with_layers_of_another_form_is_not_measured(
-    tiny_window_folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    small_model: Callable[..., Path], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follow, "measure_choice", lambda *_: pytest.fail("it was measured"))
-    assert chosen(tiny_window_folder) == "packed"
+    assert chosen(small_model("Granite", {})) == "packed"
     assert not home.exists()
 
 
