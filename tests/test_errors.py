@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from logprobe import errors
-from logprobe.errors import BatchError, LogprobeError, ParameterError, UnknownParameterError
+from logprobe.errors import BatchError, LogprobeError, ParameterError, UnknownParameterError, require
 
 CLASSES = {
     name: item for name, item in vars(errors).items() if inspect.isclass(item) and issubclass(item, Exception)
@@ -50,6 +50,25 @@ def test_each_error_says_what_it_means(name: str) -> None:
 def test_a_parameter_error_begins_with_the_parameter() -> None:
     error = ParameterError("top_p", "must lie in (0, 1], got 2")
     assert str(error) == "top_p: must lie in (0, 1], got 2"
+
+
+class Shown:
+    """Counts how often it is put into words."""
+
+    times = 0
+
+    def __repr__(self) -> str:
+        self.times += 1
+        return "x" * 1000
+
+
+def test_what_a_caller_gave_is_put_into_words_for_an_error_alone_and_shortened() -> None:
+    given = Shown()
+    require(True, "prompt", "must be good", got=given)
+    assert given.times == 0
+    with pytest.raises(ParameterError) as raised:
+        require(False, "prompt", "must be good", got=given)
+    assert str(raised.value) == "prompt: must be good, got " + "x" * 60
 
 
 def test_an_unknown_parameter_without_a_near_one_lists_all() -> None:

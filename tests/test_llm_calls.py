@@ -27,6 +27,21 @@ def test_sampling_params_is_another_name_for_params(tiny_llm: LLM) -> None:
         tiny_llm.generate("the cat", GREEDY, sampling_params=GREEDY)
 
 
+class Unprintable(list[Any]):
+    """Costs too much to put into words."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("a call that is served puts into words what it was given")
+
+
+def test_a_call_that_is_served_prints_nothing_of_what_it_was_given(tiny_llm: LLM) -> None:
+    prompts = Unprintable([Unprintable([5, 6, 7]), Unprintable([6, 7])])
+    assert len(tiny_llm.generate(prompts, Unprintable([GREEDY, GREEDY]))) == 2
+    assert len(tiny_llm.score([Unprintable(prompts)])) == 1
+    messages = Unprintable([{"role": "user", "content": "the cat"}])
+    assert len(tiny_llm.chat(messages, GREEDY)) == 1
+
+
 def test_the_only_completion_is_read_through_the_list(tiny_llm: LLM) -> None:
     [one] = tiny_llm.generate("the cat", GREEDY)
     assert one.outputs.text == one.outputs[0].text

@@ -91,7 +91,7 @@ class AsyncLM(LocalLM[Row]):
             ModelError: the model cannot be had or used.
             ParameterError: a setting that cannot be used.
         """
-        require(isinstance(model, str | os.PathLike), "model", f"must be a name or a path, got {model!r:.60}")
+        require(isinstance(model, str | os.PathLike), "model", "must be a name or a path", got=model)
         return cls(
             model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, engine=engine, **settings
         )
@@ -108,7 +108,7 @@ def _loaded(model: str | Path | LoadedModel | Opened, settings: dict[str, Any]) 
         return start_engine(EngineConfig(model=os.fspath(model), **settings))
     loaded: Any = getattr(model, "loaded", model)
     is_open = hasattr(loaded, "engine") and hasattr(loaded, "text")
-    require(is_open, "model", f"must be a name, a path or an open LLM, got {model!r:.60}")
+    require(is_open, "model", "must be a name, a path or an open LLM", got=model)
     for name in settings:
         raise UnknownParameterError(name, ("batch_size", "cache_bytes", "timeout"), of="AsyncLM of an LLM")
     return loaded  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ class EngineConfig:
         require(is_vllm, "engine_options", "are options of vLLM; use engine='vllm', or leave them out")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
-        require(is_name, "model", f"must be a name or a path, got {self.model!r:.60}")
+        require(is_name, "model", "must be a name or a path", got=self.model)
 
 
 def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
@@ -132,7 +132,7 @@ def _options(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
     is_dict = options is None or (
         isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
     )
-    require(is_dict, name, f"must be options by name, such as {{'enable_lora': true}}, got {given!r:.60}")
+    require(is_dict, name, "must be options by name, such as {'enable_lora': true}", got=given)
     return None if options is None else dict(options)
 
 

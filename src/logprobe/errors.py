@@ -271,7 +271,13 @@ class BatchError(EngineError):
         self.errors = errors
 
 
-def require(condition: object, parameter: str, message: str) -> None:
-    """Raise `ParameterError` naming `parameter` unless `condition` holds."""
+_UNSAID: Final = object()
+
+
+def require(condition: object, parameter: str, message: str, *, got: object = _UNSAID) -> None:
+    """Raise `ParameterError` naming `parameter` unless `condition` holds.
+
+    `got`, which callers size, ends the message, shortened; it is put into words for an error alone.
+    """
     if not condition:
-        raise ParameterError(parameter, message)
+        raise ParameterError(parameter, message if got is _UNSAID else f"{message}, got {got!r:.60}")

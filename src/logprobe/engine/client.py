@@ -198,7 +198,7 @@ class Client:
     ) -> AsyncGenerator[RequestOutput]:
         """The one output of a prompt, each time it has grown; see `LLM.stream`."""
         prompts, [asked] = _as_prompts(prompt), _as_params(params, 1)
-        require(len(prompts) == 1, "prompt", f"must be one text or one list of ids, got {prompt!r:.60}")
+        require(len(prompts) == 1, "prompt", "must be one text or one list of ids", got=prompt)
         require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
         [one] = prompts
         cutters: list[Cutter[CompletionOutput]] = [
@@ -235,7 +235,7 @@ class Client:
             ParameterError: no such pair, a text with ids, or nothing to score.
         """
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
-        require(is_pair, "pairs", f"must hold (context, continuation) pairs, got {pair!r:.60}")
+        require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
         context, continuation = pair
         if isinstance(context, str) and isinstance(continuation, str):
             return Split(*self.text.encode_pair(context, continuation))
@@ -359,7 +359,7 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         return [prompts]
     is_list = isinstance(prompts, Sequence | np.ndarray)
     known = "must be a text, a list of token ids, or a list of either"
-    require(is_list, "prompts", f"{known}, got {prompts!r:.60}")
+    require(is_list, "prompts", known, got=prompts)
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return prompts  # type: ignore[return-value]
@@ -371,6 +371,6 @@ def _as_params(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     is_list = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
-    require(is_list, "params", f"must be SamplingParams, or one a prompt, got {params!r:.60}")
+    require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
     require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
     return params

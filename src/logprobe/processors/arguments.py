@@ -221,6 +221,7 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
         ("repetition_penalty", "presence_penalty", "frequency_penalty"),
     ),
 )
+_DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
@@ -232,8 +233,8 @@ def field_args(params: Any) -> list[FieldArgs]:
     """
     found = []
     for processor, kind, names in _FIELDS:
-        values = {name: plain(getattr(params, name)) for name in names}
-        asked = {name: value for name, value in values.items() if _is_asked(kind, name, value)}
+        given = ((name, getattr(params, name)) for name in names)
+        asked = {name: plain(value) for name, value in given if _is_asked(name, value)}
         if asked:
             parameter = next(iter(asked))
             found.append(FieldArgs(parameter, processor, _checked(asked, kind)))
@@ -251,10 +252,10 @@ def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struc
     return args if len(asked) == 1 else to_args(asked, kind, next(iter(asked)))
 
 
-def _is_asked(kind: type[msgspec.Struct], name: str, value: Any) -> bool:
-    if value is None or (name != "allowed_token_ids" and value in ([], {})):
+def _is_asked(name: str, value: Any) -> bool:
+    if value is None or value == _DEFAULTS[name]:  # nearly always: this stands in the way of every request
         return False
-    return bool(value != getattr(kind(), name))
+    return name == "allowed_token_ids" or value not in ((), [], {})
 
 
 def format_args(response_format: Any) -> GrammarArgs | None:
@@ -268,7 +269,7 @@ def format_args(response_format: Any) -> GrammarArgs | None:
     """
     name = "response_format"
     is_mapping = isinstance(response_format, Mapping)
-    require(is_mapping, name, f"must be an object with a type, got {response_format!r:.60}")
+    require(is_mapping, name, "must be an object with a type", got=response_format)
     kind = response_format.get("type")
     known = ("text", "json_object", *_FORMATS)
     require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r}")

@@ -112,7 +112,7 @@ def built_in_with(key: str) -> str | None:
 def _check_names(processor: type[LogitsProcessor], given: object) -> None:
     names = processor.arg_names
     are_names = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
-    require(are_names, _WHERE, f"{given!r}: arg_names must be a tuple of texts, got {names!r:.60}")
+    require(are_names, _WHERE, f"{given!r}: arg_names must be a tuple of texts", got=names)
     is_one = processor.Args is None or not names
     require(is_one, _WHERE, f"{given!r}: Args names the arguments already; leave arg_names out")
     if processor.applies_to_all and processor.Args is not None:

@@ -159,7 +159,7 @@ class SamplingParams:
     def _check_processors(self) -> None:
         args = self.logits_processors_args
         is_object = args is None or (isinstance(args, Mapping) and all(isinstance(key, str) for key in args))
-        require(is_object, "logits_processors_args", f"must be an object, got {args!r:.60}")
+        require(is_object, "logits_processors_args", "must be an object", got=args)
         is_shown = self.logprobs is not None or not self.explain
         require(is_shown, "explain", "tells of the candidates that logprobs lists; set logprobs too")
         fits = self.min_tokens <= self.max_tokens

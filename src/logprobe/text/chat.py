@@ -67,7 +67,7 @@ def as_conversations(messages: Conversations) -> list[Conversation]:
         return [[{"role": "user", "content": messages}]]
     is_list = isinstance(messages, Sequence) and not isinstance(messages, bytes)
     known = "must be a list of messages, a list of such lists, or a text"
-    require(is_list, "messages", f"{known}, got {messages!r:.60}")
+    require(is_list, "messages", known, got=messages)
     are_lists = [isinstance(item, list | tuple) for item in messages]
     require(all(are_lists) or not any(are_lists), "messages", "holds messages beside lists of messages")
     if not messages:
@@ -175,7 +175,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 def _plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     where = f"messages[{place}]"
-    require(isinstance(message, Mapping), where, f"must be a dict with role and content, got {message!r:.60}")
+    require(isinstance(message, Mapping), where, "must be a dict with role and content", got=message)
     role = message.get("role")
     if not isinstance(role, str):
         raise ParameterError(f"{where}.role", "must be a string")

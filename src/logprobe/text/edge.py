@@ -121,7 +121,7 @@ def as_token_ids(prompt: Any, name: str = "prompt") -> IntArray:
     except ValueError:  # lists of different lengths within
         ids = np.array(None)
     is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
-    require(is_ids, name, f"must be a list of token ids, got {prompt!r:.60}")
+    require(is_ids, name, "must be a list of token ids", got=prompt)
     outside = ids[(ids < 0) | (ids > np.iinfo(np.int32).max)][:1]
     if len(outside):  # numpy takes longer to print an array than all the rest here
         raise ParameterError(name, f"token id {outside} lies outside every vocabulary")

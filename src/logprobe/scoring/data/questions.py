@@ -134,7 +134,7 @@ def _choices_of(value: Any, column: str) -> list[str]:
                 column, f"must be a list of texts, as JSON where it is text: {error}"
             ) from error
     is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
-    require(is_list and len(value) >= 2, column, f"must be a list of at least two texts, got {value!r:.60}")
+    require(is_list and len(value) >= 2, column, "must be a list of at least two texts", got=value)
     return [_encodable(choice, column) for choice in value]
 
 

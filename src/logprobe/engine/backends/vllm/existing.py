@@ -65,7 +65,7 @@ def existing_engine(llm: Any) -> LoadedModel:
 
     is_offline = isinstance(llm, LLM)
     is_known = is_offline or isinstance(llm, AsyncLLM)
-    require(is_known, WHERE, f"must be a vllm.LLM, an AsyncLLM or an open logprobe.LLM, got {llm!r:.60}")
+    require(is_known, WHERE, "must be a vllm.LLM, an AsyncLLM or an open logprobe.LLM", got=llm)
     vllm_config = (llm.llm_engine if is_offline else llm).vllm_config
     settings: Any = (vllm_config.additional_config or {}).get(SETTINGS)
     remedy = (
