@@ -59,7 +59,7 @@ INT8_PRODUCT = Hook(
     library="torch",
     name="_int_mm",
     purpose="the product of 8-bit integers",
-    without='weights="int8" cannot be used',
+    without="the same integers come from products of float32",
 )
 PARALLEL = Hook(
     library=LIBGOMP,

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from logprobe.kernels.layers.int8 import BLOCK_ROWS, VALUES_FOR_THREADS, quantise_rows, scale_products
+from logprobe.kernels.layers.int8 import (
+    BLOCK_ROWS,
+    PIECE,
+    VALUES_FOR_THREADS,
+    float_products,
+    products,
+    quantise_rows,
+    scale_products,
+)
 
 SHAPES = [(1, 1), (1, 63), (BLOCK_ROWS + 1, 64), (40, 577), (VALUES_FOR_THREADS // 1000 + 2, 1001)]
 
@@ -71,14 +79,26 @@ def test_products_are_scaled_by_row_and_column(num_rows: int, width: int) -> Non
     assert torch.equal(scale_products(products, row_scales, column_scales), want)
 
 
+@pytest.mark.parametrize("width", [1, 63, PIECE, PIECE + 1, 2 * PIECE + 500])
+@pytest.mark.parametrize("num_outputs", [1, PIECE + 3])
+def test_products_are_exact_by_integers_and_by_float32(width: int, num_outputs: int) -> None:
+    torch.manual_seed(width)
+    rows = torch.randint(-127, 128, (5, width), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (num_outputs, width), dtype=torch.int8)
+    rows[0], weight[0] = 127, -127  # the largest sum there is
+    want = (rows.long() @ weight.long().t()).int()
+    assert torch.equal(products(rows, weight), want)
+    assert torch.equal(float_products(rows, weight), want)
+
+
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     x, factors = rows(150, 577)
-    weight = torch.randint(-127, 128, (577, 45), dtype=torch.int8)
+    weight = torch.randint(-127, 128, (45, 577), dtype=torch.int8)
     column_scales = torch.rand(45)
 
     def product(some: torch.Tensor) -> torch.Tensor:
         quantised, scales = quantise_rows(some, factors)
-        return scale_products(torch._int_mm(quantised, weight), scales, column_scales)
+        return scale_products(products(quantised, weight), scales, column_scales)
 
     together = product(x)
     assert torch.equal(together, torch.cat([product(row[None]) for row in x]))

@@ -1,6 +1,6 @@
 """A linear layer in 8 bits for a few rows (CPU): rounding, products and scales in one stage.
 
-The integers are those of `quantise_rows` and `torch._int_mm`, and the scales are applied in the same order,
+The integers are those of `quantise_rows` and `products`, and the scales are applied in the same order,
 so that a row's numbers do not depend on which of the two forms it went through. At one row the weights'
 way from memory is the time it takes. Before it: hidden states. After it: the next stage of a series.
 """
