@@ -12,7 +12,7 @@ from typing import Any
 
 from harness import OURS, Figure, Options, Target, parse_options, publish
 
-from logprobe import LLM
+from logprobe import LLM, SamplingParams
 from logprobe.scoring import score_dataset
 from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.settings import DataSettings
@@ -162,6 +162,7 @@ def parts(path: Path) -> Iterator[str]:
 def of_a_long_text(llm: LLM, options: Options, folder: Path) -> list[Figure]:
     """First numbers, and memory over the loaded model and its key/value pool after some windows."""
     path = long_text(folder, 100_000 if options.is_smoke else TEXT_BYTES)
+    llm.generate("The", SamplingParams(max_tokens=1))  # a mapped model comes into memory with its first step
     rss = resident_bytes()
     settings = WindowSettings.of(llm, window=256 if options.is_smoke else None)
     first_s: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from logprobe.config import EngineConfig
+from logprobe.engine.forward import attention, native
 from logprobe.engine.forward.attention import pooled_attention
 from logprobe.engine.forward.decoder import Decoder, OutputHead, WatchedRun
 from logprobe.engine.forward.native import NativeForward
@@ -176,6 +178,24 @@ def test_a_calibration_text_longer_than_the_context_is_cut(
     monkeypatch.setattr(Decoder, "__call__", noted)
     runs = Runner(folders["llama"], "int8")
     assert max(lengths) == runs.forward.context_len
+
+
+def test_freed_scratch_is_returned_after_chunks_of_a_long_context(
+    runner: Callable[[str, str], Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(native, "LONG_CONTEXT", 64)
+    monkeypatch.setattr(native, "return_freed", lambda: returned.append(1))
+    in_chunks = partial(attention.plan_attention, is_short=lambda *_: False)
+    monkeypatch.setattr(native, "plan_attention", in_chunks)
+    runs = runner("llama", "packed")
+    want = runs.hidden([np.arange(100, dtype=np.int32)])
+    assert len(returned) == 1
+    runs.hidden([np.arange(63, dtype=np.int32)])
+    assert len(returned) == 1
+    got = runs.hidden([np.arange(100, dtype=np.int32)], split=40)  # contexts of 40, 80 and 100
+    assert len(returned) == 3
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
 @torch.inference_mode()

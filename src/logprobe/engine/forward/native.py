@@ -13,7 +13,7 @@ import torch
 
 from logprobe.engine.forward.attention import every_way, plan_attention
 from logprobe.engine.forward.lora import Loras
-from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory
+from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory, return_freed
 from logprobe.engine.layers.recorded import RecordedSteps, record_steps
 from logprobe.engine.ready.start import make_ready
 from logprobe.errors import EngineClosedError, ParameterError
@@ -32,6 +32,7 @@ State: TypeAlias = "Mapping[str, torch.Tensor]"
 
 RECORDED_TOLERANCE = 1e-5  # of the largest number; the integers are the same
 NUM_TOKENS = 12  # of the text that recorded steps are tried on
+LONG_CONTEXT = 2048  # tokens from which on a chunk's scratch, megabytes for each thousand, is returned
 
 
 class NativeForward:
@@ -142,6 +143,8 @@ class NativeForward:
             hidden = recorded.run(batch.token_ids, batch.positions, attention)
         else:
             hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
+        if self.device == "cpu" and any(len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks):
+            return_freed()  # the next chunk's scratch is larger, and would not fit where this one's was
         self.hidden.index_copy_(0, attention.slots, hidden)
 
     @torch.inference_mode()

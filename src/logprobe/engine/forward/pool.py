@@ -77,9 +77,14 @@ def keep_out_of_collections() -> None:
 
 
 def give_back_memory() -> None:
-    """Return to the system what was freed; glibc keeps much of it else."""
+    """Free what only collections free, and return it to the system."""
     gc.unfreeze()  # for good: what a closed model is still referred to by may be a cycle a moment later
     gc.collect()
+    return_freed()
+
+
+def return_freed() -> None:
+    """Return to the system what was freed; glibc keeps much of it else, as holes of many sizes."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
