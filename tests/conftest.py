@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +64,24 @@ MISSING = {
     "vllm": "vLLM has an environment of its own: `make test-vllm` builds it and runs these",
     "ray": "needs Ray: `make test-ray` installs it and runs these",
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _libraries_stay_out_of_collections() -> Iterator[None]:
+    """The collections that engines ask for walk past what is there before the tests.
+
+    Each engine that opens or closes has it walk through all objects, a third of a second with the libraries
+    that are loaded here; a thousand of them do in a run of the suite.
+    """
+    from logprobe import LLM  # noqa: F401 - and with it all that tests load in any case
+    from logprobe.engine.forward import pool
+
+    gc.collect()
+    gc.freeze()
+    pool.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
+    yield
+    pool.gc = gc
+    gc.unfreeze()
 
 
 MERGES = (

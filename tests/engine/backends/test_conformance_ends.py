@@ -286,7 +286,7 @@ class TestLora:
         self, backend: EngineBackend, asker: Any, adapter_folders: dict[str, Path], until: Any, limit_s: int
     ) -> None:
         backend.add_lora("own", adapter_folders["wide"])
-        whole = asker.ask(backend, PROMPT, lora="own", max_tokens=400).outputs[0].token_ids
+        whole = asker.ask(backend, PROMPT, lora="own", max_tokens=100).outputs[0].token_ids
         [name] = asker.submit(backend, asker.request(PROMPT, lora="own", max_tokens=LONG))
         backend.pause(name)
         until(lambda: backend.stats().paused == 1)
