@@ -13,6 +13,7 @@ from typing import Any
 from harness import OURS, Figure, Options, Target, parse_options, publish
 
 from logprobe import LLM, SamplingParams
+from logprobe.engine.forward.pool import return_freed
 from logprobe.scoring import score_dataset
 from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.settings import DataSettings
@@ -201,12 +202,13 @@ def of_a_long_text(llm: LLM, options: Options, folder: Path) -> list[Figure]:
 
 
 def main() -> None:
-    """Run the figures; the long text first, as memory that was had is not given back."""
+    """Run the figures; those of many rows first, in a process that holds no holes yet."""
     options = parse_options(__doc__ or "")
     with tempfile.TemporaryDirectory() as name, LLM(options.model, kv_bytes=KV_BYTES) as llm:
         folder = Path(name)
-        figures = of_a_long_text(llm, options, folder)
-        figures += growth_over_many_rows(llm, options, folder)
+        figures = growth_over_many_rows(llm, options, folder)
+        return_freed()
+        figures += of_a_long_text(llm, options, folder)
         figures.append(in_one_call_and_as_data(llm, options, folder))
     publish(Path(__file__).stem, figures, options)
 
