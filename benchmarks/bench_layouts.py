@@ -2,9 +2,9 @@
 
 Decoding at batch 32, tokens alone, with 20 logprobs and with the whole vocabulary: an engine in a process of
 its own (ours) beside one on a thread of the caller's process and beside two replicas; all are open at once
-and take turns. Before it, the memory of the processes once they have answered, each layout alone, as PSS:
-what several processes have in common counts for each by its part. The last lines are those of
-docs/layouts.md.
+and take turns. Beside the rate the CPU time of all processes a token, which is steadier where others use the
+machine. Before it, the memory of the processes once they have answered, each layout alone, as PSS: what
+several processes have in common counts for each by its part. The last lines are those of docs/layouts.md.
 """
 
 import os
@@ -37,17 +37,43 @@ BATCH, PROMPT_LEN, NEW_TOKENS = 32, 32, 24
 WEIGHTS = ("packed", "published")
 
 
-def rate(llm: LLM, folder: Path, batch: int, new_tokens: int, asked: Mapping[str, Any], number: int) -> float:
-    """Tokens a second from the step after the first tokens on."""
+def rate(  # noqa: PLR0913, PLR0917 - what is bound once, and the number of the round
+    llm: LLM,
+    folder: Path,
+    batch: int,
+    new_tokens: int,
+    asked: Mapping[str, Any],
+    cpu_ms: list[float],
+    number: int,
+) -> float:
+    """Tokens a second from the step after the first tokens on; their CPU time, ms a token, joins `cpu_ms`."""
     ids = prompts(folder, batch, PROMPT_LEN, number)
-    seconds = []
+    seconds, cpu = [], []
     for count in (1, new_tokens):
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, **asked)
         llm.engine.forget_prefixes()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), cpu_seconds(llm)
         llm.generate(ids, params, progress=False)
         seconds.append(time.perf_counter() - start)
-    return batch * (new_tokens - 1) / (seconds[1] - seconds[0])
+        cpu.append(cpu_seconds(llm) - cpu_start)
+    num_tokens = batch * (new_tokens - 1)
+    if number >= 0:
+        cpu_ms.append(1000 * (cpu[1] - cpu[0]) / num_tokens)
+    return num_tokens / (seconds[1] - seconds[0])
+
+
+def cpu_seconds(llm: LLM) -> float:
+    """CPU time so far of this process and of the model's engine processes."""
+    ticks = 0
+    for pid in engine_pids(llm):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # user and system
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def engine_pids(llm: LLM) -> list[int]:
+    """The model's engine processes."""
+    return [replica.pid for replica in getattr(llm.engine, "_replicas", ())]
 
 
 def speed_figures(arena: Arena) -> Iterator[Figure]:
@@ -60,8 +86,9 @@ def speed_figures(arena: Arena) -> Iterator[Figure]:
             for name, settings in _layouts(options).items()
         }
         for title, asked in ASKED.items():
+            cpu_ms: dict[str, list[float]] = {name: [] for name in llms}
             contestants = {
-                name: partial(rate, llm, arena.model_folder, batch, new_tokens, asked)
+                name: partial(rate, llm, arena.model_folder, batch, new_tokens, asked, cpu_ms[name])
                 for name, llm in llms.items()
             }
             for measure in contestants.values():
@@ -74,6 +101,12 @@ def speed_figures(arena: Arena) -> Iterator[Figure]:
                 samples=samples,
                 targets=[Target(against=THREAD, at_least=0.95)],
                 notes=notes,
+            )
+            yield Figure(
+                name=f"CPU time of all processes, batch {batch}, {title}, an engine process (ours)",
+                unit="ms/token",
+                better="lower",
+                samples=cpu_ms,
             )
 
 
@@ -93,9 +126,8 @@ def memory_figures(options: Options) -> Iterator[Figure]:
                 continue
             with LLM(options.model, kv_bytes=1 << 26, weights=weights, **settings) as llm:
                 llm.generate([[5, 6, 7]] * 8, SamplingParams(max_tokens=4))
-                pids = [replica.pid for replica in llm.engine._replicas]  # noqa: SLF001 - whose memory it is
                 fronts[name] = [pss_bytes(os.getpid()) / 1e6]
-                engines[name] = [sum(pss_bytes(pid) for pid in pids) / 1e6]
+                engines[name] = [sum(pss_bytes(pid) for pid in engine_pids(llm)) / 1e6]
         for what, samples in (("engine processes", engines), ("front", fronts)):
             name = f"PSS, {weights} weights, {what}: one engine process (ours)"
             yield Figure(name=name, unit="MB", better="lower", samples=samples)
@@ -107,12 +139,11 @@ def _layouts(options: Options) -> dict[str, dict[str, Any]]:
 
 def page_lines(figures: list[Figure]) -> Iterator[str]:
     """The lines of docs/layouts.md's table."""
-    for title, figure in zip(ASKED, figures, strict=False):
-        medians = [statistics.median(figure.samples[name]) for name in (THREAD, OURS, REPLICAS)]
-        thread = figure.samples[THREAD]
+    for title, speed, cpu in zip(ASKED, figures[::2], figures[1::2], strict=False):
+        medians = [statistics.median(speed.samples[name]) for name in (THREAD, OURS, REPLICAS)]
         ratios = [
-            statistics.median(a / b for a, b in zip(figure.samples[name], thread, strict=True))
-            for name in (OURS, REPLICAS)
+            statistics.median(a / b for a, b in zip(one.samples[name], one.samples[THREAD], strict=True))
+            for one, name in ((speed, OURS), (speed, REPLICAS), (cpu, OURS))
         ]
         cells = [title, *(f"{median:,.1f}" for median in medians), *(f"{ratio:.2f}" for ratio in ratios)]
         yield f"| {' | '.join(cells)} |"
