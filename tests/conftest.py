@@ -67,6 +67,14 @@ MISSING = {
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled() -> None:
+    """No command that a test runs says on a fresh clone that it had to compile them."""
+    from logprobe.kernels import warm_up
+
+    warm_up()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _libraries_stay_out_of_collections() -> Iterator[None]:
     """The collections that engines ask for walk past what is there before the tests.
 
