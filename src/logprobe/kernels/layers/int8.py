@@ -51,7 +51,8 @@ def products(rows: Tensor, weight: Tensor) -> Tensor:
     torch goes through the integers one by one where the processor has no instructions for their products
     (x86 before VNNI): there float32 gives the same integers at its own pace.
     """
-    if _int_product is None or not HAS_INT8_INSTRUCTIONS:
+    is_column = rows.shape[1] == 1  # torch 2.13 leaves what was in memory, where it has the instructions
+    if _int_product is None or not HAS_INT8_INSTRUCTIONS or is_column:
         return float_products(rows, weight)
     # The transposed view: at one row, oneDNN is several times as fast as on the transposed copy.
     return cast("Tensor", _int_product(rows, weight.t()))
