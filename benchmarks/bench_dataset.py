@@ -6,14 +6,15 @@ import random
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from harness import OURS, Figure, Options, Target, parse_options, publish
 
 from logprobe import LLM, SamplingParams
-from logprobe.engine.forward.pool import return_freed
 from logprobe.scoring import score_dataset
 from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.settings import DataSettings
@@ -53,7 +54,7 @@ def sentence(chance: random.Random) -> str:
     return " ".join(chance.choice(WORDS) for _ in range(chance.randrange(6, 16))).capitalize() + "."
 
 
-def in_one_call_and_as_data(llm: LLM, options: Options, folder: Path) -> Figure:
+def in_one_call_and_as_data(llm: LLM, options: Options, folder: Path) -> list[Figure]:
     """The same kind of rows, none seen before, through `LLM.score` at once and through a data set."""
     samples: dict[str, list[float]] = {OURS: [], "one call": []}
     count = 20 if options.is_smoke else NUM_ROWS
@@ -72,13 +73,15 @@ def in_one_call_and_as_data(llm: LLM, options: Options, folder: Path) -> Figure:
         if number >= 0:
             samples["one call"].append(count / alone_s)
             samples[OURS].append(count / data_s)
-    return Figure(
-        name=f"{count} short rows, files and all, beside LLM.score of as many at once",
-        unit="rows/s",
-        better="higher",
-        samples=samples,
-        targets=[Target(against="one call", at_least=0.9)],
-    )
+    return [
+        Figure(
+            name=f"{count} short rows, files and all, beside LLM.score of as many at once",
+            unit="rows/s",
+            better="higher",
+            samples=samples,
+            targets=[Target(against="one call", at_least=0.9)],
+        ),
+    ]
 
 
 class NoModel:
@@ -201,15 +204,19 @@ def of_a_long_text(llm: LLM, options: Options, folder: Path) -> list[Figure]:
     ]
 
 
-def main() -> None:
-    """Run the figures; those of many rows first, in a process that holds no holes yet."""
-    options = parse_options(__doc__ or "")
+def measured(measure: Callable[[LLM, Options, Path], list[Figure]], options: Options) -> list[Figure]:
+    """What `measure` finds with a model and a folder of its own."""
     with tempfile.TemporaryDirectory() as name, LLM(options.model, kv_bytes=KV_BYTES) as llm:
-        folder = Path(name)
-        figures = growth_over_many_rows(llm, options, folder)
-        return_freed()
-        figures += of_a_long_text(llm, options, folder)
-        figures.append(in_one_call_and_as_data(llm, options, folder))
+        return measure(llm, options, Path(name))
+
+
+def main() -> None:
+    """Run the figures, each kind in a process of its own: memory that one frees is a hole for the next."""
+    options = parse_options(__doc__ or "")
+    figures: list[Figure] = []
+    for measure in (growth_over_many_rows, of_a_long_text, in_one_call_and_as_data):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own:
+            figures += own.submit(measured, measure, options).result()
     publish(Path(__file__).stem, figures, options)
 
 
