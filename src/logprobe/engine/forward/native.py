@@ -136,6 +136,11 @@ class NativeForward:
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
         """Run tokens of one kind of rotary frequencies."""
         attention = plan_attention(self.pool, batch, self.device)
+        leaves_scratch = self.device == "cpu" and any(
+            len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks
+        )
+        if leaves_scratch:
+            return_freed()  # the logits of the last chunk, where it was scored
         self.loras.select(batch)
         recorded = None if self.loras.are_running else self.recorded
         if recorded is not None and recorded.can_run(attention):
@@ -143,7 +148,7 @@ class NativeForward:
             hidden = recorded.run(batch.token_ids, batch.positions, attention)
         else:
             hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
-        if self.device == "cpu" and any(len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks):
+        if leaves_scratch:
             return_freed()  # the next chunk's scratch is larger, and would not fit where this one's was
         self.hidden.index_copy_(0, attention.slots, hidden)
 
