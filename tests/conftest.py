@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 # Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores,
-# which sleep while they wait, since two test processes share these cores.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# or as each of two test processes has of them; they sleep while they wait. Tests about threads set their own.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

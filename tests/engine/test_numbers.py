@@ -91,6 +91,15 @@ def tiny_reference(tiny_model_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_folder, attn_implementation="eager").eval()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> Iterator[None]:
+    """Engines that start here share their work between two, however many this test process has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=["auto", "published"])
 def tiny(request: pytest.FixtureRequest, tiny_model_folder: Path) -> Iterator[LLM]:
     settings: dict[str, Any] = {"kv_bytes": 1 << 21, "max_batch_tokens": 64, "max_batch_rows": 8}
