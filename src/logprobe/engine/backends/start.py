@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from logprobe.engine.backends.thread import ThreadEngine
@@ -182,7 +183,9 @@ def replace_weights(
     return replace(loaded, load_module=forward.transformers_model)
 
 
+@cache
 def _warm_up_kernels() -> None:
+    """Once a process, so that a second model does not tell again what the first one compiled."""
     done = warm_up()
     if not done.is_from_cache:
         logger.warning("compiled the CPU kernels in %.1f s; later starts read them from disk", done.seconds)
