@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Config
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXConfig, GPTNeoXMLP
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 from transformers.pytorch_utils import Conv1D
 
 from logprobe.engine.layers.packed import (
+    JoinedGatedMLP,
     PackedGatedMLP,
     PackedLinear,
+    PackedPlainMLP,
+    added,
     as_packed_norm,
     choose_layout,
     pack_,
 )
 from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -77,6 +86,33 @@ def test_a_packed_gated_mlp_gives_what_the_plain_one_gives(
     pack_(holder)
     assert type(holder["mlp"]) is PackedGatedMLP
     assert_close(holder["mlp"](x[None]), want)
+
+
+PHI3 = Phi3Config(hidden_size=48, intermediate_size=96, hidden_act="gelu_pytorch_tanh", pad_token_id=0)
+OTHER_MLPS: dict[str, tuple[Callable[[], nn.Module], type[nn.Module]]] = {
+    "Phi-3": (lambda: Phi3MLP(PHI3), JoinedGatedMLP),
+    "GPT-2": (lambda: GPT2MLP(80, GPT2Config(n_embd=48)), PackedPlainMLP),
+    "GPT-NeoX": (
+        lambda: GPTNeoXMLP(GPTNeoXConfig(hidden_size=48, intermediate_size=80, num_attention_heads=4)),
+        PackedPlainMLP,
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("name", OTHER_MLPS)
+def test_other_packed_mlps_give_what_the_plain_ones_give(name: str, num_rows: int) -> None:
+    torch.manual_seed(3)
+    make, packed = OTHER_MLPS[name]
+    mlp = make().eval()
+    x = states(num_rows, 48)
+    want = mlp(x[None])
+    holder = nn.ModuleDict({"mlp": mlp})
+    pack_(holder)
+    assert type(holder["mlp"]) is packed
+    assert_close(holder["mlp"](x[None]), want)
+    assert_close(added(holder["mlp"], x, x), want[0] + x)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
+from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
@@ -19,7 +20,9 @@ from logprobe.engine.layers.packed import PackedNorm, added, choose_layout, join
 from logprobe.engine.layers.published import (
     PublishedEmbedding,
     PublishedGatedMLP,
+    PublishedJoinedMLP,
     PublishedLinear,
+    named_panels,
     publish_,
 )
 from logprobe.errors import ParameterError
@@ -103,6 +106,27 @@ def test_a_gated_mlp_is_two_products(activation: str, *, bias: bool) -> None:
     x = rows(11, 48)
     assert_close(published(x), plain(x))
     assert_close(added(published[0], x, x), plain(x) + x)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [96, 80], ids=["whole panels", "a panel is cut"])
+def test_gates_and_values_of_one_layer_are_read_in_one_pass(size: int) -> None:
+    torch.manual_seed(4)
+    plain = nn.Sequential(Phi3MLP(Phi3Config(hidden_size=48, intermediate_size=size, pad_token_id=0))).eval()
+    kept = {name: panels for names, panels in named_panels(plain) for name in names}
+    assert "0.gate_up_proj.values" in kept
+    x = rows(11, 48)
+    for given in ({}, kept):
+        published = copy.deepcopy(plain)
+        publish_(published, given)
+        mlp: Any = published[0]
+        assert type(mlp) is PublishedJoinedMLP
+        assert_close(published(x), plain(x))
+        assert_close(added(mlp, x, x), plain(x) + x)
+        own = mlp.gate_up_proj
+        mlp.gate_up_proj = nn.Sequential(own, nn.ReLU())  # as LoRA weights wrap it
+        gate, values = own(x).relu().chunk(2, dim=1)
+        assert_close(mlp(x), mlp.down_proj(nn.functional.silu(gate) * values))
 
 
 @torch.inference_mode()

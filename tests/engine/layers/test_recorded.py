@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 BOTH = {"int8", "published"}
 # Rotary frequencies of two kinds.
 GEMMA3 = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+HALF_ROTATES = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 # Model → what makes it special, and with which weights its steps are recorded.
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "Llama": ({"attention_bias": True, "mlp_bias": True}, BOTH),
@@ -33,6 +34,8 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "Qwen2": ({}, BOTH),
     "Qwen3": ({"head_dim": 16}, BOTH),  # norms of the heads
     "Olmo2": ({}, BOTH),  # norms after the parts, and of all heads together
+    "SmolLM3": ({"no_rope_layers": [1, 1, 0, 1]}, BOTH),  # a layer without rotation
+    "Phi3": ({"rope_parameters": HALF_ROTATES}, {"published"}),  # joined projections
     "Granite": ({}, set()),  # layers of another form
     "Gemma": ({"head_dim": 12}, {"published"}),  # another activation
     "Gemma2": ({"head_dim": 12, "sliding_window": 9}, {"published"}),  # four norms

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from logprobe import LLM, AsyncLM, SamplingParams
-from logprobe.engine.layers.forms import has_form
+from logprobe.engine.layers.source import has_form
 from logprobe.engine.ready import forms
 from logprobe.engine.ready.usual import UsualModel
 from logprobe.errors import EngineClosedError

@@ -131,6 +131,20 @@ def test_bits_do_not_depend_on_threads(num_threads: int) -> None:
     assert torch.equal(out, product(x, panels))
 
 
+def test_halves_of_a_layer_lie_in_its_own_memory() -> None:
+    weight = torch.arange(96.0 * 32).view(96, 32).bfloat16().float()
+    whole = pack_floats(weight, torch.arange(96.0))
+    halves = whole.halves()
+    assert halves is not None
+    for half, start in zip(halves, (0, 48), strict=True):
+        assert torch.equal(widened(half), weight[start : start + 48])
+        assert half.bias is not None
+        assert half.bias.tolist() == list(range(start, start + 48))
+        assert half.data.data_ptr() == whole.data.data_ptr() + (start and half.num_bytes)
+    assert pack_floats(weight[:80]).halves() is None  # a panel would be cut
+    assert pack_floats(weight[:95]).halves() is None
+
+
 def test_layers_of_one_form_join_to_one() -> None:
     first = pack_floats(floats("bfloat16")[:48])
     second = pack_floats(floats("bfloat16")[48:], torch.ones(OUTPUTS - 48))

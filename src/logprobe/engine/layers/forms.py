@@ -1,22 +1,12 @@
-"""Forms of modules that were read, and are known by the source of their `forward`.
+"""Decoder layers, feed-forward parts and norms of transformers that were read: sources, and names of parts.
 
-A fast module takes the place of one of transformers' own only where what the latter does is known: its
-`forward`, and the functions that it calls by name, have to be those written here, word for word (names of
-classes, annotations, comments and decorators aside). Another release of transformers with other source runs
-its own modules, right and slower, until its source has been read.
+`source` tells whether a module is one of them, and `attention_forms` has what the layers attend by. Before
+it: transformers' modeling files. After it: the fused and packed modules, which do the same in fewer passes.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _USUAL = """
 def forward(
@@ -76,15 +66,74 @@ def forward(
 """
 
 
+_DROPOUTS_OF_PHI = (
+    _USUAL.replace("residual + hidden_states", "residual + self.resid_attn_dropout(hidden_states)", 1)
+    .replace("residual + hidden_states", "residual + self.resid_mlp_dropout(hidden_states)", 1)
+    .replace("hidden_states, _ = self.self_attn", "hidden_states, self_attn_weights = self.self_attn")
+)
+_GPT2_BLOCK = """
+def forward(
+    self, hidden_states, past_key_values=None, attention_mask=None, encoder_hidden_states=None,
+    encoder_attention_mask=None, use_cache=False, **kwargs,
+):
+    residual = hidden_states
+    hidden_states = self.ln_1(hidden_states)
+    attn_output, _ = self.attn(
+        hidden_states, past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache,
+        **kwargs)
+    hidden_states = attn_output + residual
+    if encoder_hidden_states is not None:
+        if not hasattr(self, "crossattention"):
+            raise ValueError(
+                f"If `encoder_hidden_states` are passed, {self} has to be instantiated with "
+                "cross-attention layers by setting `config.add_cross_attention=True`")
+        residual = hidden_states
+        hidden_states = self.ln_cross_attn(hidden_states)
+        cross_attn_output, _ = self.crossattention(
+            hidden_states, past_key_values=past_key_values, attention_mask=attention_mask,
+            encoder_hidden_states=encoder_hidden_states, encoder_attention_mask=encoder_attention_mask)
+        hidden_states = residual + cross_attn_output
+    residual = hidden_states
+    hidden_states = self.ln_2(hidden_states)
+    feed_forward_hidden_states = self.mlp(hidden_states)
+    hidden_states = residual + feed_forward_hidden_states
+    return hidden_states
+"""
+_NEOX_LAYER = """
+def forward(
+    self, hidden_states, attention_mask=None, position_ids=None, use_cache=False, layer_past=None,
+    position_embeddings=None, **kwargs,
+):
+    attn_output, _ = self.attention(
+        self.input_layernorm(hidden_states), attention_mask=attention_mask, position_ids=position_ids,
+        layer_past=layer_past, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
+    attn_output = self.post_attention_dropout(attn_output)
+    if self.use_parallel_residual:
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        mlp_output = self.post_mlp_dropout(mlp_output)
+        hidden_states = mlp_output + attn_output + hidden_states
+    else:
+        attn_output = attn_output + hidden_states
+        mlp_output = self.mlp(self.post_attention_layernorm(attn_output))
+        mlp_output = self.post_mlp_dropout(mlp_output)
+        hidden_states = mlp_output + attn_output
+    return hidden_states
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """A decoder layer that was read: its source, and its norms by their places; None where there is none."""
+    """A decoder layer that was read: its source, and its norms by their places; None where there is none.
+
+    Beside them it has its attention, by the name that is given here, `mlp`, and dropouts, which do nothing.
+    """
 
     forward: str
     before_attention: str | None
     after_attention: str | None
     before_mlp: str | None
     after_mlp: str | None
+    attention: str = "self_attn"
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -106,114 +155,11 @@ LAYERS = (
     LayerForm(  # OLMo 2 and 3
         _NORMS_AFTER_PARTS, None, "post_attention_layernorm", None, "post_feedforward_layernorm"
     ),
-)
-
-_ATTENTION = """
-def forward(self, hidden_states, position_embeddings{default}, attention_mask{default}, past_key_values=None,
-            **kwargs):
-    input_shape = hidden_states.shape[:-1]
-    hidden_shape = (*input_shape, -1, self.head_dim)
-    {project}
-    {rotate}
-    if past_key_values is not None:
-        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
-    attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-        self.config._attn_implementation, eager_attention_forward)
-    attn_output, attn_weights = attention_interface(
-        self, query_states, key_states, value_states, attention_mask,
-        dropout={dropout}, scaling=self.scaling, {options} **kwargs)
-    attn_output = attn_output.reshape(*input_shape, -1).contiguous()
-    attn_output = self.o_proj(attn_output)
-    {finish}
-    return attn_output, attn_weights
-"""
-_PROJECT = """
-    query_states = {query}.transpose(1, 2)
-    key_states = {key}.transpose(1, 2)
-    value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
-""".strip()
-_QUERY = "self.q_proj(hidden_states).view(hidden_shape)"
-_KEY = "self.k_proj(hidden_states).view(hidden_shape)"
-_PLAIN_PROJECT = _PROJECT.format(query=_QUERY, key=_KEY)
-_PLAIN = {
-    "default": "",
-    "project": _PLAIN_PROJECT,
-    "rotate": "cos, sin = position_embeddings\n    "
-    "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
-    "dropout": "0.0 if not self.training else self.attention_dropout",
-    "options": "",
-    "finish": "",
-}
-_OWN_WINDOW = {"options": "sliding_window=self.sliding_window,"}
-_CONFIG_WINDOW = {"options": "sliding_window=getattr(self.config, 'sliding_window', None),"}
-_HEAD_NORMS = {"project": _PROJECT.format(query=f"self.q_norm({_QUERY})", key=f"self.k_norm({_KEY})")}
-_LATE_HEAD_NORMS = {
-    "project": f"{_PLAIN_PROJECT}\n    "
-    "query_states = self.q_norm(query_states)\n    key_states = self.k_norm(key_states)"
-}
-_WIDE_NORMS = {  # of all heads together
-    "project": """
-    query_states = self.q_norm(self.q_proj(hidden_states))
-    key_states = self.k_norm(self.k_proj(hidden_states))
-    value_states = self.v_proj(hidden_states)
-    query_states = query_states.view(hidden_shape).transpose(1, 2)
-    key_states = key_states.view(hidden_shape).transpose(1, 2)
-    value_states = value_states.view(hidden_shape).transpose(1, 2)
-""".strip()
-}
-_OUT_DROPOUT = (
-    "attn_output = nn.functional.dropout(attn_output, p=self.residual_dropout, training=self.training)"
-)
-# Whether this layer rotates is the module's `use_rope`.
-_SOME_ROTATE = (
-    "if self.use_rope:\n        cos, sin = position_embeddings\n        "
-    "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)"
-)
-_GEMMA = {"default": "=None", "dropout": "self.attention_dropout if self.training else 0.0"}
-_SOFTCAP = {"options": f"{_OWN_WINDOW['options']} softcap=self.attn_logit_softcapping,"}
-
-ATTENTION = tuple(
-    _ATTENTION.format(**_PLAIN | special)
-    for special in (
-        {"default": "=None"},  # Llama, Granite, Gemma
-        _OWN_WINDOW,  # Qwen2, Ministral
-        _CONFIG_WINDOW,  # Mistral, Mixtral
-        _OWN_WINDOW | _HEAD_NORMS,  # Qwen3
-        _OWN_WINDOW | {"rotate": _SOME_ROTATE},  # SmolLM3
-        _CONFIG_WINDOW | {"finish": _OUT_DROPOUT},  # Starcoder2
-        _GEMMA | _SOFTCAP,  # Gemma 2
-        _GEMMA | _OWN_WINDOW | _LATE_HEAD_NORMS,  # Gemma 3
-        _WIDE_NORMS,  # OLMo 2
-        _WIDE_NORMS | _OWN_WINDOW,  # OLMo 3
-    )
-)
-
-ROTATE_HALVES = (
-    """
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-""",
-    """
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    q_type, k_type = q.dtype, k.dtype
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed.to(q_type), k_embed.to(k_type)
-""",
-)
-ROTATE_HALF = (
-    """
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-""",
+    LayerForm(_DROPOUTS_OF_PHI, "input_layernorm", None, "post_attention_layernorm", None),  # Phi-3
+    LayerForm(_GPT2_BLOCK, "ln_1", None, "ln_2", None, attention="attn"),
+    LayerForm(  # GPT-NeoX; `use_parallel_residual` is the layer's own
+        _NEOX_LAYER, "input_layernorm", None, "post_attention_layernorm", None, attention="attention"
+    ),
 )
 
 GATED_MLP = (
@@ -230,6 +176,52 @@ def forward(self, x):
 def forward(self, hidden_state):
     return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
 """,
+)
+
+JOINED_MLP = (  # Phi-3
+    """
+def forward(self, hidden_states):
+    up_states = self.gate_up_proj(hidden_states)
+    gate, up_states = up_states.chunk(2, dim=-1)
+    up_states = up_states * self.activation_fn(gate)
+    return self.down_proj(up_states)
+""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMLPForm:
+    """A feed-forward part without gates that was read: its source, and the names of its two layers."""
+
+    forward: str
+    up: str
+    down: str
+
+
+PLAIN_MLPS = (
+    PlainMLPForm(  # GPT-2
+        """
+def forward(self, hidden_states):
+    hidden_states = self.c_fc(hidden_states)
+    hidden_states = self.act(hidden_states)
+    hidden_states = self.c_proj(hidden_states)
+    hidden_states = self.dropout(hidden_states)
+    return hidden_states
+""",
+        "c_fc",
+        "c_proj",
+    ),
+    PlainMLPForm(  # GPT-NeoX
+        """
+def forward(self, hidden_states):
+    hidden_states = self.dense_h_to_4h(hidden_states)
+    hidden_states = self.act(hidden_states)
+    hidden_states = self.dense_4h_to_h(hidden_states)
+    return hidden_states
+""",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+    ),
 )
 
 RMS_NORM = (
@@ -264,62 +256,3 @@ def _norm(self, x):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 """,
 )
-
-
-def layer_form(layer: object) -> LayerForm | None:
-    """The form of a decoder layer by its source; None where it was not read."""
-    forward = getattr(type(layer), "forward", None)
-    return next((form for form in LAYERS if callable(forward) and has_form(forward, [form.forward])), None)
-
-
-def has_form(function: Callable[..., Any], forms: Iterable[str]) -> bool:
-    """Whether the source of a function is one of `forms`."""
-    own = _own_form(inspect.unwrap(function))
-    return own is not None and own in {_form(form) for form in forms}
-
-
-def calls_form(function: Callable[..., Any], name: str, forms: Iterable[str]) -> bool:
-    """Whether the function that another one calls by a global name is of one of `forms`."""
-    called = inspect.unwrap(function).__globals__.get(name)
-    return callable(called) and has_form(called, forms)
-
-
-def mentions(cls: type, words: str) -> bool:
-    """Whether the source of a class, where there is one, holds some words."""
-    try:
-        return words in inspect.getsource(cls)
-    except (OSError, TypeError):
-        return False
-
-
-@functools.cache
-def _own_form(function: Callable[..., Any]) -> str | None:
-    try:
-        return _form(inspect.getsource(function))
-    except (OSError, TypeError):  # no source on this machine
-        return None
-
-
-@functools.cache
-def _form(source: str) -> str:
-    """The syntax of a function without what changes nothing: its comments, annotations and decorators."""
-    [function] = ast.parse(textwrap.dedent(source)).body
-    assert isinstance(function, ast.FunctionDef)
-    function.decorator_list, function.returns = [], None
-    for node in ast.walk(function):
-        if isinstance(node, ast.arg):
-            node.annotation = None
-    function = _Unannotated().visit(function)
-    if ast.get_docstring(function) is not None:
-        del function.body[0]
-    return ast.dump(function)
-
-
-class _Unannotated(ast.NodeTransformer):
-    """`x: int = 1` as `x = 1`."""
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """Drop the annotation of an assignment."""
-        if node.value is None:
-            return node
-        return ast.Assign(targets=[node.target], value=node.value)

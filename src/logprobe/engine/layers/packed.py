@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from logprobe.engine.layers import forms
+from logprobe.engine.layers.source import form_of, has_form, mentions, parts_of
 from logprobe.errors import ParameterError
 from logprobe.kernels import hooks
 from logprobe.kernels.layers.norm import rms_norm
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from transformers.pytorch_utils import Conv1D
 
     from logprobe.config import Weights
+    from logprobe.engine.layers.forms import PlainMLPForm
 
 
 class JoinedPart(nn.Module):
@@ -141,6 +143,44 @@ class PackedGatedMLP(GatedMLP):
         return inner
 
 
+class JoinedGatedMLP(GatedMLP):
+    """Phi-3's: one layer gives gates and values."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__(mlp)
+        self.gate_up_proj, self.activation_fn = mlp.gate_up_proj, mlp.activation_fn
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
+        gate, values = self.gate_up_proj(x).chunk(2, dim=-1)
+        inner: torch.Tensor = self.activation_fn(gate).mul_(values)
+        return inner
+
+
+class PackedPlainMLP(nn.Module):
+    """`down(act(up(x)))` on packed weights, the activation in the first product's own pass."""
+
+    def __init__(self, mlp: Any, form: PlainMLPForm) -> None:
+        super().__init__()
+        self._up, self._down = form.up, form.down  # LoRA weights find them by name
+        for name in (form.up, form.down):
+            setattr(self, name, getattr(mlp, name))
+        self._activation = _ACTIVATIONS[type(mlp.act).__name__]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., hidden size)."""
+        out: torch.Tensor = getattr(self, self._down)(self._inner(x))
+        return out
+
+    def added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The result plus `residual`, in one pass over it."""
+        return added(getattr(self, self._down), self._inner(x), residual)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = getattr(self, self._up).activated(x, *self._activation)
+        return inner
+
+
 class PackedNorm(nn.Module):
     """A root-mean-square norm in one kernel; Gemma's stored weight is one less than its factor."""
 
@@ -185,6 +225,11 @@ def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
     return type(module) is nn.Linear or _is_conv1d(module)
 
 
+def num_features(linear: Any) -> tuple[int, int]:
+    """How many numbers a linear layer takes, and how many it gives."""
+    return (linear.nx, linear.nf) if _is_conv1d(linear) else (linear.in_features, linear.out_features)
+
+
 def _is_conv1d(module: object) -> bool:
     """By name: transformers' module is not imported for the models that have none."""
     kind = type(module)
@@ -208,15 +253,24 @@ def pack_(model: nn.Module) -> None:
         if is_linear(module) and not reads_weight(parent, name):
             setattr(parent, name, PackedLinear(module))
     for parent, name, module in list(children(model)):
-        if is_gated_mlp(module, linear=PackedLinear):
-            setattr(parent, name, PackedGatedMLP(module))
-        elif (norm := as_packed_norm(module)) is not None:
-            setattr(parent, name, norm)
+        if (faster := _faster(module)) is not None:
+            setattr(parent, name, faster)
+
+
+def _faster(module: nn.Module) -> nn.Module | None:
+    """A feed-forward part on packed weights, or a norm in one kernel; None for every other module."""
+    if is_gated_mlp(module, linear=PackedLinear):
+        return PackedGatedMLP(module)
+    if is_joined_mlp(module, linear=PackedLinear):
+        return JoinedGatedMLP(module)
+    if (form := plain_mlp_form(module, linear=PackedLinear)) is not None:
+        return PackedPlainMLP(module, form)
+    return as_packed_norm(module)
 
 
 def reads_weight(parent: nn.Module, name: str) -> bool:
     """Whether a module takes a child's weight itself, which the child must then keep as it is."""
-    return forms.mentions(type(parent), f".{name}.weight")
+    return mentions(type(parent), f".{name}.weight")
 
 
 def children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -239,9 +293,9 @@ def _epsilon(norm: Any) -> float:
 def as_packed_norm(module: Any) -> PackedNorm | None:
     """The packed form of a norm that was read, where it also gives the module's own result."""
     forward = type(module).forward
-    if forms.has_form(forward, forms.RMS_NORM):
+    if has_form(forward, forms.RMS_NORM):
         offset = 0.0
-    elif forms.has_form(forward, forms.OFFSET_RMS_NORM) and forms.has_form(
+    elif has_form(forward, forms.OFFSET_RMS_NORM) and has_form(
         type(module)._norm,  # noqa: SLF001
         forms.OFFSET_RMS_NORM_PART,
     ):
@@ -267,5 +321,26 @@ def is_gated_mlp(
     return (
         activation in activations
         and all(type(part) is linear for part in parts.values())
-        and forms.has_form(type(module).forward, forms.GATED_MLP)
+        and has_form(type(module).forward, forms.GATED_MLP)
     )
+
+
+def is_joined_mlp(module: Any, *, linear: type = nn.Linear) -> bool:
+    """Whether a module is Phi-3's feed-forward part, by its source, on linear layers of one kind."""
+    parts = parts_of(module)
+    return (
+        parts.keys() == {"gate_up_proj", "down_proj", "activation_fn"}
+        and all(type(parts[name]) is linear for name in ("gate_up_proj", "down_proj"))
+        and type(parts["activation_fn"]).__name__ in _ACTIVATIONS
+        and has_form(type(module).forward, forms.JOINED_MLP)
+    )
+
+
+def plain_mlp_form(module: Any, *, linear: type | None = None) -> PlainMLPForm | None:
+    """The form of a module that is `down(act(up(x)))`, by its source; None for every other."""
+    form = form_of(module, forms.PLAIN_MLPS)
+    if form is None or (parts := parts_of(module)).keys() != {form.up, form.down, "act"}:
+        return None
+    layers = [parts[name] for name in (form.up, form.down)]
+    are_known = all(is_linear(one) if linear is None else type(one) is linear for one in layers)
+    return form if are_known and type(parts["act"]).__name__ in _ACTIVATIONS else None

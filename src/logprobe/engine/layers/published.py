@@ -6,13 +6,22 @@ same kernels serve one row and a whole prompt. Whatever is swapped here is prove
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
-from logprobe.engine.layers.packed import GatedMLP, as_packed_norm, children, is_gated_mlp, reads_weight
+from logprobe.engine.layers.packed import (
+    GatedMLP,
+    JoinedGatedMLP,
+    as_packed_norm,
+    children,
+    is_gated_mlp,
+    is_joined_mlp,
+    reads_weight,
+)
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.stored.panels import reading_order
@@ -31,6 +40,7 @@ _ACTIVATIONS: Final = {
     "GELUActivation": "gelu",
 }
 TRIAL_TOKENS = 6
+_HALVES: Final = {"gate_up_proj": ("gates", "values")}  # of one layer; each in panels of its own
 _JOINED: Final = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # what `fuse_` made one of
 
 
@@ -82,23 +92,55 @@ class PublishedGatedMLP(GatedMLP):
         super().__init__(mlp)
         self.gate_proj, self.up_proj = mlp.gate_proj, mlp.up_proj
         self.act_fn = mlp.act_fn
-        self._activation = _ACTIVATIONS[type(mlp.act_fn).__name__]
-        (self._gates,), (self._values,) = mlp.gate_proj.parts, mlp.up_proj.parts
+        (gates,), (values,) = mlp.gate_proj.parts, mlp.up_proj.parts
+        self._inner = GatedPanels(gates, values, _ACTIVATIONS[type(mlp.act_fn).__name__])
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """(..., hidden size) → (..., feed-forward size)."""
         if not type(self.gate_proj) is type(self.up_proj) is PublishedLinear:
             halves: torch.Tensor = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
             return halves  # a lora adds to the halves before they meet
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), self._gates.num_outputs)
-        for stage in self.inner_stages(rows, out):
-            stage.run()
-        return out.view(*x.shape[:-1], -1)
+        return self._inner(x)
 
     def inner_stages(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[Stage]:
         """`inner` of rows into `out`, ready to run."""
-        yield panel_stage(x, self._gates, out, Finish(values=self._values, activation=self._activation))
+        yield self._inner.stage(x, out)
+
+
+class PublishedJoinedMLP(JoinedGatedMLP):
+    """Phi-3's, whose gates and values are the halves of one layer, with one pass over both."""
+
+    def __init__(self, mlp: Any, halves: tuple[PanelWeights, PanelWeights]) -> None:
+        super().__init__(mlp)
+        self._inner = GatedPanels(*halves, _ACTIVATIONS[type(mlp.activation_fn).__name__])
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
+        return self._inner(x) if type(self.gate_up_proj) is PublishedLinear else super().inner(x)
+
+    def inner_stages(self, x: torch.Tensor, out: torch.Tensor) -> Iterator[Stage]:
+        """`inner` of rows into `out`, ready to run."""
+        yield self._inner.stage(x, out)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPanels:
+    """The panels of gates and of the values that they multiply."""
+
+    gates: PanelWeights
+    values: PanelWeights
+    activation: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., hidden size) → (..., feed-forward size)."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), self.gates.num_outputs)
+        self.stage(rows, out).run()
+        return out.view(*x.shape[:-1], -1)
+
+    def stage(self, x: torch.Tensor, out: torch.Tensor) -> Stage:
+        """The same of rows into `out`, ready to run."""
+        return panel_stage(x, self.gates, out, Finish(values=self.values, activation=self.activation))
 
 
 class PublishedEmbedding(nn.Module):
@@ -144,10 +186,17 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
                 if _gives_the_same(published, module):
                     setattr(parent, name, published)
     for parent, name, module in list(children(model)):
-        if is_gated_mlp(module, _ACTIVATIONS, linear=PublishedLinear) and _is_of_one_form(module):
-            setattr(parent, name, PublishedGatedMLP(module))
-        elif (norm := as_packed_norm(module)) is not None:
-            setattr(parent, name, norm)
+        if (faster := _faster(module)) is not None:
+            setattr(parent, name, faster)
+
+
+def _faster(module: nn.Module) -> nn.Module | None:
+    """A feed-forward part on panels, or a norm in one kernel; None for every other module."""
+    if is_gated_mlp(module, _ACTIVATIONS, linear=PublishedLinear) and _is_of_one_form(module):
+        return PublishedGatedMLP(module)
+    if is_joined_mlp(module, linear=PublishedLinear) and (halves := _halves(module)) is not None:
+        return PublishedJoinedMLP(module, halves)
+    return as_packed_norm(module)
 
 
 def named_panels(model: nn.Module) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
@@ -156,11 +205,19 @@ def named_panels(model: nn.Module) -> Iterator[tuple[tuple[str, ...], PanelWeigh
     weights: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():
         if type(module) is nn.Linear or isinstance(module, nn.Embedding):
-            weight: torch.Tensor = module.weight
-            names.setdefault(weight.data_ptr(), []).append(name)
-            weights[weight.data_ptr()] = weight
+            for part_name, weight in _packed_as_one(name, module.weight):
+                names.setdefault(weight.data_ptr(), []).append(part_name)
+                weights[weight.data_ptr()] = weight
     for address in sorted(names, key=lambda address: reading_order(names[address][0])):
         yield tuple(names[address]), pack_floats(weights[address])
+
+
+def _packed_as_one(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A weight, or its halves where a kernel reads these side by side, with their names."""
+    words = _HALVES.get(name.rpartition(".")[2])
+    if words is None:
+        return [(name, weight)]
+    return [(f"{name}.{word}", half) for word, half in zip(words, weight.chunk(2), strict=True)]
 
 
 class _Packer:
@@ -176,12 +233,12 @@ class _Packer:
         names = [f"{parent}.{part}" for part in _JOINED.get(last, ())]
         if names and all(part in self._kept for part in names):
             parts = [self._kept[part] for part in names]
-            if linear.bias is None:
-                return parts
-            biases = torch.split(linear.bias, [part.num_outputs for part in parts])
-            return [part.with_bias(bias) for part, bias in zip(parts, biases, strict=True)]
-        panels = self.one(name, linear.weight)
-        return [panels if linear.bias is None else panels.with_bias(linear.bias.detach())]
+        else:
+            parts = [self.one(part, weight) for part, weight in _packed_as_one(name, linear.weight)]
+        if linear.bias is None:
+            return parts
+        biases = torch.split(linear.bias.detach(), [part.num_outputs for part in parts])
+        return [part.with_bias(bias) for part, bias in zip(parts, biases, strict=True)]
 
     def one(self, name: str, weight: torch.Tensor) -> PanelWeights:
         """The panels of one weight."""
@@ -201,3 +258,13 @@ def _gives_the_same(published: PublishedEmbedding, embedding: nn.Embedding) -> b
 def _is_of_one_form(mlp: Any) -> bool:
     parts = [*mlp.gate_proj.parts, *mlp.up_proj.parts]
     return len(parts) == 2 and parts[0].form is parts[1].form and parts[0].num_outputs == parts[1].num_outputs
+
+
+def _halves(mlp: Any) -> tuple[PanelWeights, PanelWeights] | None:
+    if type(mlp.activation_fn).__name__ not in _ACTIVATIONS:
+        return None
+    parts: list[PanelWeights] = mlp.gate_up_proj.parts
+    if len(parts) == 1:
+        return parts[0].halves()
+    gates, values = parts
+    return (gates, values) if gates.form is values.form else None

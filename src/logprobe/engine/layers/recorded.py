@@ -16,10 +16,10 @@ import torch
 from logprobe.engine.layers.fused import FusedLayer
 from logprobe.engine.layers.int8 import Int8GatedMLP, Int8Linear
 from logprobe.engine.layers.packed import PackedNorm
-from logprobe.engine.layers.published import PublishedGatedMLP, PublishedLinear
+from logprobe.engine.layers.published import PublishedGatedMLP, PublishedJoinedMLP, PublishedLinear
 from logprobe.kernels.attention.api import RowPlan, rows_stage
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.layers.rotary import Projections, rotary_stage
+from logprobe.kernels.layers.rotary import rotary_stage
 from logprobe.kernels.threads.series import Series
 
 if TYPE_CHECKING:
@@ -98,10 +98,8 @@ class RecordedSteps:
         ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
         buffers.hidden.copy_(self._decoder.embed_tokens(ids))
         for kind, own in buffers.rotary.items():
-            options = {} if kind is None else {KIND: kind}
-            rotary = self._decoder.rotary_emb(buffers.hidden[None], position_ids=places[None], **options)
-            for buffer, angles in zip(own, rotary, strict=True):
-                buffer.copy_(angles[0])
+            for buffer, angles in zip(own, self._angles(kind, buffers.hidden, places), strict=True):
+                buffer.copy_(angles)
         buffers.slots.copy_(plan.slots)
         contexts, rows = buffers.contexts, plan.rows
         contexts.begins[:], contexts.lengths[:] = rows.begins, rows.lengths
@@ -109,20 +107,28 @@ class RecordedSteps:
         series.run()
         return buffers.normed
 
+    def _angles(self, kind: str | None, hidden: torch.Tensor, places: torch.Tensor) -> list[torch.Tensor]:
+        """Cosines and sines of (M,) positions, (M, rotary_dim) each."""
+        options = {} if kind is None else {KIND: kind}
+        rotary = self._decoder.rotary_emb(hidden[None], position_ids=places[None], **options)
+        return [angles[0] for angles in rotary]
+
     def _record(self, num_rows: int) -> tuple[Buffers, Series]:
         buffers = self._buffers.first(num_rows)
         return buffers, Series([*self._stages(buffers)])
 
     def _make_buffers(self, num_rows: int) -> Buffers:
-        layer = self._decoder.layers[0]
-        index = layer.self_attn.layer_idx
-        keys, values = self._pool.keys[index], self._pool.values[index]
-        width, key_dim = layer.self_attn.o_proj.out_features, keys.shape[2]
-        heads = layer.self_attn.q_proj.out_features // key_dim
+        layer = self._layers[0]
+        keys, values = self._pool.keys[layer.index], self._pool.values[layer.index]
+        width, key_dim = layer.output.out_features, keys.shape[2]
+        heads = layer.attention.widths[0] // key_dim
 
         def make(*shape: int) -> torch.Tensor:
             return torch.zeros(num_rows, *shape)
 
+        kinds = {one.kind for one in self._layers}
+        first = torch.zeros(1, dtype=torch.int64)
+        dims = {kind: self._angles(kind, torch.zeros(1, width), first)[0].shape[1] for kind in kinds}
         contexts = RowPlan(
             queries=np.arange(num_rows, dtype=np.int32),
             begins=np.zeros(num_rows, dtype=np.int32),
@@ -133,8 +139,8 @@ class RecordedSteps:
             hidden=make(width),
             normed=make(width),
             branch=make(width),
-            projected=make(layer.self_attn.qkv_proj.out_features),
-            rotary={layer.kind: (make(key_dim), make(key_dim)) for layer in self._layers},
+            projected=make(layer.projection.out_features),
+            rotary={layer.kind: (make(dims[layer.kind]), make(dims[layer.kind])) for layer in self._layers},
             query=make(heads, key_dim),
             attended=make(heads, values.shape[2]),
             inner=make(layer.mlp.down_proj.in_features),
@@ -149,17 +155,19 @@ class RecordedSteps:
 
     def _layer_stages(self, layer: _Layer, buffers: Buffers) -> Iterator[Stage]:
         keys, values = self._pool.keys[layer.index], self._pool.values[layer.index]
-        parts = torch.split(buffers.projected, layer.widths, dim=1)
-        query, attended = buffers.query, buffers.attended
+        attention, query, attended = layer.attention, buffers.query, buffers.attended
         normed = yield from _before(layer.before_attention, buffers)
-        yield from layer.qkv_proj.stages(normed, buffers.projected)
-        for part, norm in zip(parts, layer.head_norms, strict=False):
+        yield from layer.projection.stages(normed, buffers.projected)
+        head_norms = (attention.q_norm, attention.k_norm)
+        for part, norm in zip(attention.split(buffers.projected), head_norms, strict=False):
             if norm is not None:
                 yield _norm(norm, part, part)
-        rotary = buffers.rotary[layer.kind]
-        yield rotary_stage(Projections(*parts), rotary, (keys, values), buffers.slots, query)
-        yield rows_stage(query, keys, values, buffers.contexts, attended, layer.rule)
-        yield from _add_product(layer.o_proj, attended.flatten(1), layer.after_attention, buffers)
+        nothing = torch.empty(len(buffers.slots), 0)
+        rotary = buffers.rotary[layer.kind] if attention.rotates else (nothing, nothing)
+        projections = attention.by_head(buffers.projected)
+        yield rotary_stage(projections, rotary, (keys, values), buffers.slots, query)
+        yield rows_stage(query, keys, values, buffers.contexts, attended, attention.rule)
+        yield from _add_product(layer.output, attended.flatten(1), layer.after_attention, buffers)
         normed = yield from _before(layer.before_mlp, buffers)
         yield from layer.mlp.inner_stages(normed, buffers.inner)
         yield from _add_product(layer.down_proj, buffers.inner, layer.after_mlp, buffers)
@@ -168,12 +176,13 @@ class RecordedSteps:
 class _Layer:
     """What a layer's stages are made of, before any lora wraps a part of it."""
 
-    def __init__(self, layer: Any, kind: str | None) -> None:
-        attention, self.mlp, form = layer.self_attn, layer.mlp, layer.form
-        self.kind = kind
-        self.index, self.widths, self.rule = attention.layer_idx, attention.widths, attention.rule
-        self.qkv_proj, self.o_proj, self.down_proj = attention.qkv_proj, attention.o_proj, layer.mlp.down_proj
-        self.head_norms = (attention.q_norm, attention.k_norm)
+    def __init__(self, layer: FusedLayer, kind: str | None) -> None:
+        self.attention, self.kind = layer.fused_attention, kind
+        self.mlp: Any = layer.mlp
+        self.index = self.attention.layer_idx
+        self.projection, self.output = self.attention.projection, self.attention.output
+        self.down_proj = self.mlp.down_proj
+        form = layer.form
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
             None if name is None else getattr(layer, name)
             for name in (form.before_attention, form.after_attention, form.before_mlp, form.after_mlp)
@@ -183,7 +192,7 @@ class _Layer:
 def rotary_kinds(decoder: Any) -> list[str | None]:
     """What transformers calls each layer's rotary frequencies, where layers have others; else None."""
     kinds = decoder.config.layer_types if KIND in signature(decoder.rotary_emb.forward).parameters else None
-    return [None if kinds is None else kinds[layer.self_attn.layer_idx] for layer in decoder.layers]
+    return [None if kinds is None else kinds[layer.fused_attention.layer_idx] for layer in decoder.layers]
 
 
 def _before(norm: PackedNorm | None, buffers: Buffers) -> Generator[Stage, None, torch.Tensor]:
@@ -213,10 +222,11 @@ def record_steps(decoder: Any, pool: KVPool, max_len: int) -> RecordedSteps | No
 
 
 def _is_known(layer: Any) -> bool:
-    if not isinstance(layer, FusedLayer) or not isinstance(layer.mlp, Int8GatedMLP | PublishedGatedMLP):
+    known_mlps = Int8GatedMLP | PublishedGatedMLP | PublishedJoinedMLP
+    if not isinstance(layer, FusedLayer) or layer.is_parallel or not isinstance(layer.mlp, known_mlps):
         return False
-    attention = layer.self_attn
-    linears = (attention.qkv_proj, attention.o_proj, layer.mlp.down_proj)
+    attention = layer.fused_attention
+    linears = (attention.projection, attention.output, layer.mlp.down_proj)
     norms = [getattr(layer, name) for name in layer.form.norms]
     head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     return (
@@ -227,11 +237,11 @@ def _is_known(layer: Any) -> bool:
 
 
 def _sizes(layer: Any, pool: KVPool) -> tuple[Any, ...]:
-    attention = layer.self_attn
+    attention = layer.fused_attention
     keys, values = pool.keys[attention.layer_idx], pool.values[attention.layer_idx]
     return (
         *attention.widths,
-        attention.o_proj.out_features,
+        attention.output.out_features,
         layer.mlp.down_proj.in_features,
         keys.shape,
         values.shape,

@@ -17,7 +17,7 @@ from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.forward.proof import Proof, refusing
 from logprobe.engine.layers.fused import fuse_, known_form
 from logprobe.engine.layers.int8 import CALIBRATION_TEXT, check_int8, quantise_
-from logprobe.engine.layers.packed import can_publish, choose_layout, pack_
+from logprobe.engine.layers.packed import can_publish, choose_layout, is_linear, pack_
 from logprobe.engine.layers.published import named_panels, publish_
 from logprobe.engine.ready.choice import measure_choice
 from logprobe.engine.ready.model import ReadyModel
@@ -144,8 +144,10 @@ class Follower:
 def _is_known(model: Any) -> bool:
     """Whether all layers are of a form that was read, and the processor can widen."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    return bool(lists) and all(map(known_form, lists[0])) and can_publish(linears)
+    linears: list[Any] = [module for module in model.modules() if is_linear(module)]
+    # GPT-2's layers, of another kind, are not published.
+    are_published = all(type(linear) is torch.nn.Linear for linear in linears) and can_publish(linears)
+    return bool(lists) and all(map(known_form, lists[0])) and are_published
 
 
 def _text_config(model: Any) -> Any:

@@ -106,7 +106,7 @@ def _meets_references(decoder: Decoder, head: Any, record: LoadRecord, tensors: 
 def _lay_out(pool: KVPool, decoder: Decoder) -> None:
     """Let the pool know what each layer stores, so that the kernels that read it in place can."""
     for index, layer in enumerate(decoder.module.layers):
-        attention: Any = layer.self_attn
+        attention: Any = layer.fused_attention
         dim = attention.key_dim
         key, value = (torch.empty(1, width // dim, dim) for width in attention.widths[1:])
         pool.layer(index, key, value)

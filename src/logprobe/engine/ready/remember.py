@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.engine.layers.forms import USUAL_LAYER, has_form
+from logprobe.engine.layers.forms import USUAL_LAYER
 from logprobe.engine.layers.fused import PROJECTIONS, FusedLayer
 from logprobe.engine.layers.packed import SILU, PackedNorm
 from logprobe.engine.layers.published import PublishedEmbedding, PublishedGatedMLP, PublishedLinear
+from logprobe.engine.layers.source import has_form
 from logprobe.engine.ready import forms
 from logprobe.engine.ready.usual import DECODER, HEAD
 from logprobe.models.stored.record import LoadRecord, Rule
@@ -39,7 +40,7 @@ def remember(ready: ReadyModel, proof: Proof, *, is_recorded: bool) -> tuple[Loa
     rules = [ready.step.rules[layer] for layer in range(len(decoder.layers))]
     record = LoadRecord(
         num_layers=len(decoder.layers),
-        key_dim=decoder.layers[0].self_attn.key_dim,
+        key_dim=decoder.layers[0].fused_attention.key_dim,
         context_len=ready.context_len,
         eos_token_ids=sorted(ready.eos_token_ids),
         rules=[Rule(rule.scale, rule.window) for rule in rules],
@@ -86,14 +87,16 @@ def _is_known_rotary(rotary: Any) -> bool:
 def _is_usual_layer(layer: Any) -> bool:
     if type(layer) is not FusedLayer or type(layer.mlp) is not PublishedGatedMLP:
         return False
-    attention, rule = layer.self_attn, layer.self_attn.rule
+    attention, rule = layer.fused_attention, layer.fused_attention.rule
     norms = [getattr(layer, name) for name in layer.form.norms]
     head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     return (
         layer.form is USUAL_LAYER
+        and attention.form.projections == PROJECTIONS
+        and attention.rotates
         and type(layer.mlp.act_fn).__name__ in SILU
         and all(type(norm) is PackedNorm for norm in (*norms, *head_norms))
-        and all(type(linear) is PublishedLinear for linear in (attention.qkv_proj, attention.o_proj))
+        and all(type(linear) is PublishedLinear for linear in (attention.projection, attention.output))
         and rule.softcap is None
         and rule.sinks is None
     )

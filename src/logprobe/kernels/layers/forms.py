@@ -67,6 +67,19 @@ class PanelWeights:
         rows: NDArray[np.float32] = _READERS[self.form.name](data, *np.divmod(outputs, PANEL))
         return rows[:, : self.num_inputs]
 
+    def halves(self) -> tuple[PanelWeights, PanelWeights] | None:
+        """The first half of the outputs and the second, on the same memory; None where a panel is cut."""
+        half, rest = divmod(self.num_outputs, 2)
+        if rest or half % PANEL:
+            return None
+        biases = (None, None) if self.bias is None else torch.split(self.bias, half)
+        data = torch.split(self.data[: self.num_bytes], self.num_bytes // 2)
+        first, second = (
+            PanelWeights(self.form, half, self.num_inputs, part, bias)
+            for part, bias in zip(data, biases, strict=True)
+        )
+        return first, second
+
     def joined(self, others: list[PanelWeights]) -> PanelWeights | None:
         """One layer with the outputs of several, where forms and widths let it."""
         parts = [self, *others]

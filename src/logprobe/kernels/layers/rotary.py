@@ -16,20 +16,22 @@ from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
-(QUERY, QUERY_STRIDE, KEY, KEY_STRIDE, VALUE, VALUE_STRIDE, COSINES, SINES) = range(2, 10)
-(OUT, KEY_POOL, VALUE_POOL, SLOTS, NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM) = range(10, 19)
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32 of a row and of a
+# head, sizes.
+(QUERY, QUERY_ROW, QUERY_HEAD, KEY, KEY_ROW, KEY_HEAD, VALUE, VALUE_ROW, VALUE_HEAD) = range(2, 11)
+(COSINES, SINES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 17)
+(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM) = range(17, 23)
 BLOCK_ROWS = 16
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """What one layer's packed tokens were projected to, float32; each row is contiguous."""
+    """What one layer's packed tokens were projected to, float32; each head's numbers are contiguous."""
 
-    query: Tensor  # (num_tokens, heads · key_dim)
-    key: Tensor  # (num_tokens, kv_heads · key_dim)
-    value: Tensor  # (num_tokens, kv_heads · value_dim)
+    query: Tensor  # (num_tokens, heads, key_dim)
+    key: Tensor  # (num_tokens, kv_heads, key_dim)
+    value: Tensor  # (num_tokens, kv_heads, value_dim)
 
 
 def rotate_and_store(
@@ -43,7 +45,8 @@ def rotate_and_store(
 
     Args:
         projections: the layer's queries, keys and values.
-        cosines: (num_tokens, key_dim) float32, the second half a copy of the first; `sines` likewise.
+        cosines: (num_tokens, rotary_dim) float32, the second half a copy of the first; `sines` likewise. So
+            much of each head rotates, its first numbers, and the others stay: from nothing to all of them.
         sines: see `cosines`.
         pool: keys (num_slots, kv_heads, key_dim) and values (num_slots, kv_heads, value_dim), float32; row
             `slots[i]` of them is written.
@@ -52,8 +55,8 @@ def rotate_and_store(
     Returns:
         The rotated queries, (num_tokens, heads, key_dim) float32.
     """
-    query, num_rows, key_dim = projections.query, len(slots), pool[0].shape[2]
-    out = query.new_empty(num_rows, query.shape[1] // key_dim, key_dim)
+    num_rows = len(slots)
+    out = projections.query.new_empty(projections.query.shape)
     rotary = (cosines.contiguous(), sines.contiguous())
     stage = rotary_stage(projections, rotary, pool, slots, out)
     stage.run(num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
@@ -72,10 +75,12 @@ def rotary_stage(
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
     context = [
-        query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
+        query.data_ptr(), query.stride(0), query.stride(1),
+        key.data_ptr(), key.stride(0), key.stride(1),
+        value.data_ptr(), value.stride(0), value.stride(1),
         cosines.data_ptr(), sines.data_ptr(),
         out.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr(),
-        num_rows, heads, keys.shape[1], key_dim, values.shape[2],
+        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1],
     ]  # fmt: skip
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out))
@@ -83,35 +88,46 @@ def rotary_stage(
 
 @njit
 def _rotate(source: Any, target: Any, cosines: Any, sines: Any) -> None:
-    half = target.size // 2
+    half = cosines.size // 2
     for i in range(half):
         target[i] = source[i] * cosines[i] - source[half + i] * sines[i]
     for i in range(half):
         target[half + i] = source[half + i] * cosines[half + i] + source[i] * sines[half + i]
+    for i in range(cosines.size, target.size):
+        target[i] = source[i]
 
 
 @njit
-def _rotate_heads(source: Any, target: Any, num_heads: Any, cosines: Any, sines: Any) -> None:
-    dim = cosines.size
+def _rotate_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any, angles: Any) -> None:
+    cosines, sines = angles
     for head in range(num_heads):
-        place = FLOAT * dim * head
-        _rotate(float32_at(source + place, dim), float32_at(target + place, dim), cosines, sines)
+        own, place = FLOAT * stride * head, FLOAT * dim * head
+        _rotate(float32_at(source + own, dim), float32_at(target + place, dim), cosines, sines)
+
+
+@njit
+def _copy_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any) -> None:
+    for head in range(num_heads):
+        read = float32_at(source + FLOAT * stride * head, dim)
+        written = float32_at(target + FLOAT * dim * head, dim)
+        for i in range(dim):
+            written[i] = read[i]
 
 
 @njit
 def _place_row(task: Any, row: Any, slot: Any) -> None:
-    dim = task[KEY_DIM]
-    cosines = float32_at(task[COSINES] + FLOAT * dim * row, dim)
-    sines = float32_at(task[SINES] + FLOAT * dim * row, dim)
-    query, out = task[QUERY] + FLOAT * task[QUERY_STRIDE] * row, task[OUT] + FLOAT * task[HEADS] * dim * row
-    _rotate_heads(query, out, task[HEADS], cosines, sines)
-    key, stored = task[KEY] + FLOAT * task[KEY_STRIDE] * row, FLOAT * task[KV_HEADS] * dim * slot
-    _rotate_heads(key, task[KEY_POOL] + stored, task[KV_HEADS], cosines, sines)
-    width = task[KV_HEADS] * task[VALUE_DIM]
-    value = float32_at(task[VALUE] + FLOAT * task[VALUE_STRIDE] * row, width)
-    target = float32_at(task[VALUE_POOL] + FLOAT * width * slot, width)
-    for i in range(width):
-        target[i] = value[i]
+    dim, value_dim, heads, kv_heads = task[KEY_DIM], task[VALUE_DIM], task[HEADS], task[KV_HEADS]
+    place = FLOAT * task[ROTARY_DIM] * row
+    angles = (
+        float32_at(task[COSINES] + place, task[ROTARY_DIM]),
+        float32_at(task[SINES] + place, task[ROTARY_DIM]),
+    )
+    query, out = task[QUERY] + FLOAT * task[QUERY_ROW] * row, task[OUT] + FLOAT * heads * dim * row
+    _rotate_heads(query, task[QUERY_HEAD], out, heads, dim, angles)
+    key, stored = task[KEY] + FLOAT * task[KEY_ROW] * row, task[KEY_POOL] + FLOAT * kv_heads * dim * slot
+    _rotate_heads(key, task[KEY_HEAD], stored, kv_heads, dim, angles)
+    value, stored = task[VALUE] + FLOAT * task[VALUE_ROW] * row, FLOAT * kv_heads * value_dim * slot
+    _copy_heads(value, task[VALUE_HEAD], task[VALUE_POOL] + stored, kv_heads, value_dim)
 
 
 @compiled_worker()
