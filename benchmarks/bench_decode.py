@@ -25,9 +25,14 @@ from prompts import prompts
 TOP = 20
 PROMPT_LEN = 32
 TARGETS = {
-    1: [Target(against="vllm best", at_least=2.0), Target(against=FLOOR, at_least=0.7)],
-    8: [Target(against="vllm best", at_least=2.0), Target(against="transformers best", at_least=2.0)],
-    32: [Target(against="vllm best", at_least=2.0), Target(against="transformers best", at_least=2.0)],
+    1: [
+        Target(against="vllm best", at_least=2.5),
+        Target(against="transformers best", at_least=4.0),
+        Target(against=FLOOR, at_least=0.7),
+        Target(against="llama_cpp q8_0", at_least=0.7),  # whose activations are of 8 bits
+    ],
+    8: [Target(against="vllm best", at_least=1.6), Target(against="transformers best", at_least=3.0)],
+    32: [Target(against="vllm best", at_least=1.2), Target(against="transformers best", at_least=2.0)],
 }
 WANTED = (OURS, "vllm", "transformers", "llama_cpp")
 

@@ -38,10 +38,10 @@ def rate_figure(arena: Arena) -> Figure:
         better="higher",
         samples=samples,
         targets=[
-            Target(against="vllm best", at_least=1.9),
-            Target(against="transformers best", at_least=1.2),
+            Target(against="vllm best", at_least=1.3),
+            Target(against="transformers best", at_least=2.0),
             # Which of its two forms is the faster depends on the machine; the lean one is always the smaller.
-            Target(against="transformers default", at_least=1.2),
+            Target(against="transformers default", at_least=2.0),
         ],
         notes=[*notes, *arena.missing(*WANTED)],
     )

@@ -24,6 +24,7 @@ from process import RIVALS, RivalError, RivalProcess
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = "logprobe"
+DEFAULT_MODEL = "smollm2"
 FLOOR = "floor"
 WARM_UP_SEED = 1_000_000
 
@@ -127,7 +128,7 @@ def parse_options(description: str) -> Options:
     parser.add_argument("--smoke", action="store_true", help="seconds, ours alone, nothing saved")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default="smollm2", help="known name or folder")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="known name or folder")
     parser.add_argument("--rivals", default=",".join(RIVALS), help="comma-separated; ours always runs")
     given = parser.parse_args()
     return Options(
@@ -272,6 +273,8 @@ def save(bench: str, content: Mapping[str, Any], folder: Path = RESULTS) -> Path
 def publish(bench: str, figures: Sequence[Figure], options: Options) -> None:
     """Print the table (or JSON to stdout), and save the figures unless this is a smoke run."""
     content = {"machine": machine_facts(), "figures": [as_json(figure) for figure in figures]}
+    if options.model != DEFAULT_MODEL:
+        bench = f"{bench} --model {Path(options.model).name}"
     if options.is_json:
         print(json.dumps(content))
     else:

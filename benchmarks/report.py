@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import OURS, RESULTS, ROOT
+from misses import REASONS
 
 PAGE = ROOT / "docs" / "performance.md"
 
@@ -61,6 +62,11 @@ def _machine(facts: Mapping[str, Any]) -> str:
     )
 
 
+def misses_any(content: Mapping[str, Any]) -> bool:
+    """Whether a target of a benchmark is missed."""
+    return any(target["verdict"] == "missed" for figure in content["figures"] for target in figure["targets"])
+
+
 def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one benchmark: table, notes, machine."""
     yield f"\n## `{bench}`\n"
@@ -69,6 +75,8 @@ def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     yield from map(figure_line, content["figures"])
     notes = dict.fromkeys(note for figure in content["figures"] for note in figure["notes"])
     yield from (f"\nNote: {note}." for note in notes)
+    if misses_any(content):
+        yield f"\nMissed: {REASONS[bench]}"
     yield f"\nMeasured on {_machine(content['machine'])}."
 
 

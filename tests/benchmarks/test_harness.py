@@ -1,9 +1,23 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
-from harness import FLOOR, OURS, Figure, Spread, Target, alternate, as_json, save
+from harness import (
+    DEFAULT_MODEL,
+    FLOOR,
+    OURS,
+    ROOT,
+    Figure,
+    Options,
+    Spread,
+    Target,
+    alternate,
+    as_json,
+    publish,
+    save,
+)
 from process import RivalError
 
 
@@ -99,6 +113,27 @@ def test_a_day_holds_the_newest_content_of_each_bench(tmp_path: Any) -> None:
     assert json.loads(path.read_text()) == {
         "benches": {"bench_a": {"figures": [3]}, "bench_b": {"figures": [2]}}
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (DEFAULT_MODEL, "bench_a"),
+        ("gemma3-270m", "bench_a --model gemma3-270m"),
+        ("/x/own", "bench_a --model own"),
+    ],
+)
+def test_another_model_has_figures_of_its_own(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[str] = []
+
+    def note(bench: str, _content: object) -> Path:
+        saved.append(bench)
+        return ROOT / "result.json"
+
+    monkeypatch.setattr(harness, "save", note)
+    options = Options(is_smoke=False, is_json=True, rounds=1, model=model, rivals=())
+    publish("bench_a", [figure()], options)
+    assert saved == [name]
 
 
 def test_a_figure_as_json_carries_spreads_ratios_and_verdicts() -> None:

@@ -2,7 +2,8 @@ import json
 from pathlib import Path
 
 from harness import OURS, Figure, Target, as_json
-from report import newest_results, page
+from misses import REASONS
+from report import misses_any, newest_results, page
 
 MACHINE = {
     "cpu": "Imagined CPU",
@@ -49,3 +50,11 @@ def test_the_page_states_figure_target_ours_rivals_ratio_verdict_and_machine() -
         "Measured on Imagined CPU, 2 cores, 8 GiB, load average 0.2 at the end; python 3.11.7, torch 2.13.0; "
         "commit 0123456789."
     )
+
+
+def test_below_a_missed_target_stands_why() -> None:
+    missed = page({"bench_decode": content(10.0)}).splitlines()
+    assert f"Missed: {REASONS['bench_decode']}" in missed
+    assert "Missed" not in page({"bench_decode": content(20.0)})
+    lacking = {bench for bench, one in newest_results().items() if misses_any(one)} - REASONS.keys()
+    assert not lacking, "say in benchmarks/misses.py why"

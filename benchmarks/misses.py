@@ -1,0 +1,50 @@
+"""Why a benchmark misses a target: which bytes or instructions are left. The page says it below the table.
+
+What was tried stands in docs/decisions.md.
+"""
+
+REASONS = {
+    "bench_decode": (
+        "At one row a step waits for the weights' bytes, of which published weights have a fraction, and "
+        "for the launches around them. From some eight rows on it computes: every weight is multiplied with "
+        "every row, in float32, by ours and by vLLM's oneDNN alike, and a 32-row step takes little more "
+        "than its multiply-adds take on this processor. What is gained there are the passes around the "
+        "products, not the products."
+    ),
+    "bench_decode --model gemma3-270m": (
+        "As above; of this model's weights two thirds are the output head, in 8 bits in its file."
+    ),
+    "extract": (
+        "A single row pays for one launch of the kernel and for checks of its arguments, which do not "
+        "depend on the vocabulary; the pass over its logits is a part of that. With 32 rows a call the "
+        "targets are met."
+    ),
+    "bench_int8": (
+        "The integers of 8-bit weights are as many bytes as the file's blocks, or twice as many (4-bit "
+        "blocks), so that at one row published weights read less; scoring is where integers compute faster."
+    ),
+    "bench_next_token": (
+        "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The event "
+        "loop's stalls are the asks of one turn, and waits for the interpreter while another thread runs."
+    ),
+    "bench_records": (
+        "A row alone is kept as it comes and packed with others later: the pure-Python column store only "
+        "appends to lists. From 64 rows a call on packing is one pass of numpy."
+    ),
+    "bench_score": (
+        "A prompt's chunk computes. The products of ours and of vLLM's oneDNN both run near the processor's "
+        "multiply-adds in float32; widening the file's blocks once for 64 rows costs ours a tenth to a "
+        "fifth of the rate of `weights='packed'`, which `auto` gives for several times the rate at one row. "
+        "The memory of a long prompt is the scratch of one chunk: scores of 128 rows, gathered keys and "
+        "values, logits in pieces."
+    ),
+    "bench_server": (
+        "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "
+        "the server's own part is the share that it lacks to the rate in process."
+    ),
+    "bench_start": (
+        "Imports of torch, of the tokenizer and of the compiled kernels; the weights themselves are mapped, "
+        "and transformers is not imported where an earlier load has left its proof."
+    ),
+    "bench_surprisal": "What is left is the forward pass of short sentences, which all contestants run.",
+}
