@@ -4,6 +4,7 @@ import runpy
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -17,13 +18,14 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Only what is there is run: each benchmark is tested from the commit that adds it.
 SCRIPTS = sorted(BENCHMARKS.glob("bench_*.py"))
 CONTEXT_LEN = 1024
-IN_PROCESSES_OF_THEIR_OWN = {"bench_decode", "bench_start"}
+IN_PROCESSES_OF_THEIR_OWN = {"bench_decode"}
 
 
 class InThisProcess:
     """A rival without its process, whose start is most of what a smoke run takes: the same jobs, as JSON."""
 
     def __init__(self, rival: Any, **_: Any) -> None:
+        self.started = time.perf_counter()
         self._open = importlib.import_module(rival.script.stem).open_front_door
         self._opened: Any = None
 

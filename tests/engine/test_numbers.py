@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from logprobe import LLM, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 FROM_TRANSFORMERS = 2e-4  # nats
@@ -46,15 +46,36 @@ def chosen(output: Any) -> np.ndarray:
     return np.array(list(rows.logprobs), dtype=np.float64)
 
 
-def teacher_forced(model: Any) -> Callable[[list[int]], np.ndarray]:
-    @torch.no_grad()
-    def logprobs(ids: list[int]) -> np.ndarray:
-        logits = model(torch.tensor([ids[:-1]])).logits[0]
-        lse = torch.logsumexp(logits.double(), dim=-1)
-        own = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].double()
-        return (own - lse).numpy()
+class Reference:
+    """What transformers makes of texts, each computed once for all forms of weights."""
 
-    return logprobs
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+        self._logprobs: dict[tuple[int, ...], np.ndarray] = {}
+        self._greedy: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.no_grad()
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """Those of the text's own tokens from the second on, float64."""
+        key = tuple(ids)
+        if key not in self._logprobs:
+            logits = self._model(torch.tensor([ids[:-1]])).logits[0]
+            lse = torch.logsumexp(logits.double(), dim=-1)
+            own = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].double()
+            self._logprobs[key] = (own - lse).numpy()
+        return self._logprobs[key]
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int]) -> list[int]:
+        """The likeliest tokens one after another."""
+        key = tuple(prompt)
+        if key not in self._greedy:
+            ids = torch.tensor([prompt])
+            whole = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY_TOKENS, do_sample=False
+            )
+            self._greedy[key] = whole[0, len(prompt) :].tolist()
+        return self._greedy[key]
 
 
 def forget(llm: LLM) -> None:
@@ -87,8 +108,8 @@ def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def tiny_reference(tiny_model_folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_folder, attn_implementation="eager").eval()
+def tiny_reference(tiny_model_folder: Path) -> Reference:
+    return Reference(AutoModelForCausalLM.from_pretrained(tiny_model_folder, attn_implementation="eager"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,52 +139,48 @@ def real(request: pytest.FixtureRequest, real_llm: LLM) -> Iterator[LLM]:
 
 
 def test_every_prompt_logprob_of_the_tiny_model_equals_transformers(
-    tiny: LLM, tiny_reference: Any, monkeypatch: pytest.MonkeyPatch
+    tiny: LLM, tiny_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [tiny.text.encode(text).tolist()[:120] for text in TEXTS]
     alone = assert_numbers_hold(tiny, ids, monkeypatch)
     for one, got in zip(ids, alone, strict=True):
-        assert np.abs(got - teacher_forced(tiny_reference)(one)).max() <= FROM_TRANSFORMERS
+        assert np.abs(got - tiny_reference.logprobs(one)).max() <= FROM_TRANSFORMERS
 
 
-def test_greedy_output_of_the_tiny_model_equals_transformers_generate(tiny: LLM, tiny_reference: Any) -> None:
+def test_greedy_output_of_the_tiny_model_equals_transformers_generate(
+    tiny: LLM, tiny_reference: Reference
+) -> None:
     assert_greedy_equals_generate(tiny, tiny_reference, [text[:40] for text in TEXTS])
 
 
-def assert_greedy_equals_generate(llm: LLM, model: Any, texts: list[str]) -> None:
+def assert_greedy_equals_generate(llm: LLM, reference: Reference, texts: list[str]) -> None:
     asked = SamplingParams(max_tokens=GREEDY_TOKENS, temperature=0)
-    outputs = llm.generate(texts, asked)
-    for output in outputs:
-        ids = torch.tensor([output.prompt_token_ids])
-        with torch.no_grad():
-            whole = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=GREEDY_TOKENS, do_sample=False
-            )
-        assert output.outputs[0].token_ids == whole[0, ids.shape[1] :].tolist()
+    for output in llm.generate(texts, asked):
+        assert output.outputs[0].token_ids == reference.greedy(output.prompt_token_ids)
 
 
 @pytest.fixture(scope="module")
-def real_reference(real_llm: LLM) -> Any:
+def real_reference(real_llm: LLM) -> Reference:
     from logprobe.models import resolve
 
     folder = resolve(real_llm.config.model).folder
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    return model.eval()
+    kind = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    return Reference(AutoModelForCausalLM.from_pretrained(folder, **kind))
 
 
 @pytest.mark.real_model
 def test_every_prompt_logprob_of_the_real_model_equals_transformers(
-    real: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+    real: LLM, real_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [real.text.encode(text).tolist() for text in TEXTS]
     alone = assert_numbers_hold(real, ids, monkeypatch)
     for one, got in zip(ids, alone, strict=True):
-        assert np.abs(got - teacher_forced(real_reference)(one)).max() <= FROM_TRANSFORMERS
+        assert np.abs(got - real_reference.logprobs(one)).max() <= FROM_TRANSFORMERS
 
 
 @pytest.mark.real_model
 def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
-    real: LLM, real_reference: Any, monkeypatch: pytest.MonkeyPatch
+    real: LLM, real_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"{CODE.replace('gcd', f'gcd_{index}')}# {TEXTS[index % 5]}\n" for index in range(24))
     # Several whole chunks and one cut short.
@@ -171,7 +188,7 @@ def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
     assert len(ids) == 1100 > 2 * real.config.max_batch_tokens
     forget(real)
     cold = chosen(real.generate([ids], SCORED)[0])
-    assert np.abs(cold - teacher_forced(real_reference)(ids)).max() <= FROM_TRANSFORMERS
+    assert np.abs(cold - real_reference.logprobs(ids)).max() <= FROM_TRANSFORMERS
     warm = chosen(real.generate([ids], SCORED)[0])
     assert np.abs(warm - cold).max() <= BETWEEN_BATCHES
     with_batch_tokens(real, 64, monkeypatch)
@@ -181,7 +198,9 @@ def test_a_long_text_of_the_real_model_equals_transformers_in_every_state(
 
 
 @pytest.mark.real_model
-def test_greedy_output_of_the_real_model_equals_transformers_generate(real: LLM, real_reference: Any) -> None:
+def test_greedy_output_of_the_real_model_equals_transformers_generate(
+    real: LLM, real_reference: Reference
+) -> None:
     assert_greedy_equals_generate(real, real_reference, TEXTS[:5])
 
 

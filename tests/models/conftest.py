@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import urllib.request
 import zipfile
 from functools import cache
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from logprobe.models import KNOWN_MODELS, ModelFiles, resolve
 from logprobe.models.fetch import fetch_gguf
@@ -260,11 +262,20 @@ def real_files(request: pytest.FixtureRequest) -> ModelFiles:
 
 @pytest.fixture(scope="session")
 def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
-    """Fetch and open a known model's GGUF file, once for the session: both take seconds."""
+    """Fetch and open a known model's GGUF file, once for all test processes: both take seconds."""
+    own = tmp_path_factory.getbasetemp()
+    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     @cache
     def fetch(name: str) -> GgufFile:
-        return GgufFile(fetch_gguf(KNOWN_MODELS[name], tmp_path_factory.mktemp("fetched")))
+        folder = common / f"fetched-{name}"
+        with FileLock(common / f"{folder.name}.lock"):
+            if not folder.exists():
+                partial = tmp_path_factory.mktemp("fetched")
+                fetch_gguf(KNOWN_MODELS[name], partial)
+                partial.rename(folder)
+        [path] = folder.glob("*.gguf")
+        return GgufFile(path)
 
     return fetch
 

@@ -66,7 +66,7 @@ def test_the_server_outlives_its_engine_and_drains_before_it_goes(
         assert reply.status_code == 200, reply.text
         assert "logprobe_engine_restarts_total 1.0" in client.get("/metrics").text
         [engine] = psutil.Process(process.pid).children()
-        with client.stream("POST", "/v1/completions", json=body(2000, stream=True)) as reply:
+        with client.stream("POST", "/v1/completions", json=body(600, stream=True)) as reply:
             lines = reply.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
