@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -53,6 +54,19 @@ def request(name: str, ids: Any = (5, 6, 7), **params: Any) -> Request:
         prompt_token_ids=np.array(list(ids), dtype=np.int32),
         params=SamplingParams(**asked),
     )
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.005, 0.001), (0.0002, 0.0002)])
+def test_threads_take_turns_after_a_millisecond_where_an_engine_runs(
+    tiny_model_folder: Path, before: float, after: float
+) -> None:
+    own = sys.getswitchinterval()
+    sys.setswitchinterval(before)
+    try:
+        with LLM(str(tiny_model_folder), kv_bytes=1 << 19):
+            assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(own)
 
 
 def submit(llm: LLM, asked: Request) -> None:

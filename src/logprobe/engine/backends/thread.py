@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
 import threading
 import time
 from collections import deque
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
 from logprobe.engine.overlap import Overlapped, Plain
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
+SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others want it; Python's own is 5 ms
 
 
 class EngineThread:
@@ -67,6 +69,8 @@ class EngineThread:
         self._commands: deque[Command] = deque()
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
+        # The caller's event loop would wait so long for each of the threads that answer it.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
         # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
