@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias, TypeVar
 
 import msgspec
@@ -222,6 +223,8 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
     ),
 )
 _DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
+_given = attrgetter(*_DEFAULTS, "response_format")
+_NOTHING = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)  # as requests have it
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
@@ -231,6 +234,8 @@ def field_args(params: Any) -> list[FieldArgs]:
     Raises:
         ParameterError: a value that no processor takes; it names the field.
     """
+    if _given(params) == _NOTHING:  # nearly always, and this stands in the way of every request
+        return []
     found = []
     for processor, kind, names in _FIELDS:
         given = ((name, getattr(params, name)) for name in names)
@@ -253,7 +258,7 @@ def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struc
 
 
 def _is_asked(name: str, value: Any) -> bool:
-    if value is None or value == _DEFAULTS[name]:  # nearly always: this stands in the way of every request
+    if value is None or value == _DEFAULTS[name]:
         return False
     return name == "allowed_token_ids" or value not in ((), [], {})
 

@@ -118,9 +118,10 @@ class Stages:
 
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
         """Index of a stage, its arguments, and the parameter that gave them."""
-        places = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
-        for one in field_args(params):
-            yield places[one.processor], one.args, one.parameter
+        if fields := field_args(params):
+            own = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
+            for one in fields:
+                yield own[one.processor], one.args, one.parameter
         for place, args in self._custom_args(params.logits_processors_args or {}).items():
             yield place, args, CUSTOM_PARAMETER
 
@@ -138,10 +139,13 @@ class Stages:
         self.ordered.append(Stage(name, processor, found.Args, is_registered, is_own, is_invariant, counter))
 
     def _custom_args(self, given: dict[str, Any]) -> dict[int, Any]:
+        registered = self.registered
+        if not given and not any(stage.processor.applies_to_all for stage in registered):
+            return {}
         values = {key: value for key, value in given.items() if value is not None}
-        named = {key for stage in self.registered for key in stage.keys}
+        named = {key for stage in registered for key in stage.keys}
         free = values.keys() - named
-        is_taken = any(stage.takes_any for stage in self.registered)
+        is_taken = any(stage.takes_any for stage in registered)
         for key in sorted(free):
             if not is_taken or get_close_matches(key, named, n=1, cutoff=NEAR):
                 raise ParameterError(CUSTOM_PARAMETER, self._unknown(key))

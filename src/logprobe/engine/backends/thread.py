@@ -70,7 +70,8 @@ class EngineThread:
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         # The caller's event loop would wait so long for each of the threads that answer it.
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        if sys.getswitchinterval() > SWITCH_S:
+            sys.setswitchinterval(SWITCH_S)
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
         # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
