@@ -375,10 +375,8 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         params = row_params(lora)
         admitted = [self._requests.admit(prompts[i], params, wants_row=True) for i in missing]
         waiters = self._desk.ask(admitted, is_urgent=is_urgent, uses_cache=use_cache)
-        if len(waiters) == 1:  # of many asks in one turn each is one
-            found = [await asyncio.wrap_future(waiters[0])]
-        else:
-            found = await asyncio.gather(*map(asyncio.wrap_future, waiters))
+        waits = map(asyncio.wrap_future, waiters)  # of many asks in one turn each has one
+        found = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
         for place, row in zip(missing, found, strict=True):
             rows[place] = row
         return [row for row in rows if row is not None]
