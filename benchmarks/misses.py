@@ -42,6 +42,10 @@ REASONS = {
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "
         "the server's own part is the share that it lacks to the rate in process."
     ),
+    "bench_speculate": (
+        "A story drafts next to nothing, so that what is left are the lookup of each token and the "
+        "spread of the machine from round to round."
+    ),
     "bench_start": (
         "Imports of torch, of the tokenizer and of the compiled kernels; the weights themselves are mapped, "
         "and transformers is not imported where an earlier load has left its proof."
