@@ -99,7 +99,8 @@ def test_several_choices_come_whole_and_streamed_alike(client: Any) -> None:
 
 
 def test_a_stream_opens_with_the_role_and_closes_with_the_reason_and_usage(client: Any) -> None:
-    chunks = list(create(client, stream=True, logprobs=True, stream_options={"include_usage": True}))
+    asked = {"seed": 1, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(create(client, logprobs=True, **asked))
     first, *_, last, usage = chunks
     assert first.choices[0].delta.role == "assistant"
     assert first.choices[0].logprobs is None
