@@ -127,7 +127,12 @@ def test_an_interrupt_keeps_what_came(
     assert found["finish_reason"] is None
     assert 3 <= len(found["tokens"]) == len(found["token_ids"]) < 50
     shown = cli(*arguments)
-    assert (shown.code, shown.out) == (130, found["text"] + "\n")
+    assert shown.code == 130
+    assert shown.out.endswith("\n")
+    # A reader that is late finds several tokens at once, so that one of the two may have more of them.
+    shorter, longer = sorted((shown.out.removesuffix("\n"), found["text"]), key=len)
+    assert shorter
+    assert longer.startswith(shorter)
 
 
 @pytest.mark.real_model
