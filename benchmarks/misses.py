@@ -47,8 +47,9 @@ REASONS = {
         "spread of the machine from round to round."
     ),
     "bench_start": (
-        "Imports of torch, of the tokenizer and of the compiled kernels; the weights themselves are mapped, "
-        "and transformers is not imported where an earlier load has left its proof."
+        "Imports of torch, of transformers' tokenizers and of the compiled kernels; the weights "
+        "themselves are mapped, and transformers' models are not imported where an earlier load has "
+        "left its proof."
     ),
     "bench_surprisal": "What is left is the forward pass of short sentences, which all contestants run.",
 }
