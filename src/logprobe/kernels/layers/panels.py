@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.layers import activations, widen
+from logprobe.kernels.layers import activations, turn, widen
 from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
-from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tiles, widener
-from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.layers.turn import turn_rows, turned_size
+from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tile_width, tiles, widener
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, prefetch_line
 from logprobe.kernels.threads.parallel import Stage, compiled, compiled_worker, float32_at, next_item
 
 if TYPE_CHECKING:
@@ -82,27 +83,28 @@ def worker_of(name: str) -> Any:
     """The function that gives the compiled worker of a form; forms that no model has are never compiled."""
     multiply = _multiplier(FORMS[name])
 
-    @compiled_worker(widen, activations, name=f"panels_{name}")
+    @compiled_worker(widen, turn, activations, name=f"panels_{name}")
     def multiply_panels(task: Any) -> None:
-        products = np.empty((2, BLOCK_ROWS * PANEL), np.float32)
-        piece = np.empty(PIECE * PANEL, np.float32)
-        packed, packed_from = np.empty(min(BLOCK_ROWS, task[NUM_ROWS]) * task[NUM_INPUTS], np.float32), -1
+        products = on_lines(2 * BLOCK_ROWS * PANEL).reshape(2, -1)
+        piece = on_lines(PIECE * PANEL)
+        turned = on_lines(turned_size(min(BLOCK_ROWS, task[NUM_ROWS]), task[NUM_INPUTS]))
+        turned_from = -1
         items, num_panels = -(-task[NUM_PANELS] // task[ITEM_PANELS]), task[NUM_PANELS]
         item = next_item(task)
         while item >= 0:
             first = item // items * BLOCK_ROWS
             num_rows = min(BLOCK_ROWS, task[NUM_ROWS] - first)
-            if packed_from != first:
-                _pack_rows(task, first, num_rows, packed)
-                packed_from = first
-            x = packed[: num_rows * task[NUM_INPUTS]]
+            if turned_from != first:
+                rows = task[X] + task[X_STRIDE] * first
+                turn_rows(rows, task[X_STRIDE], num_rows, task[WIDTH], task[NUM_INPUTS], turned)
+                turned_from = first
+            x = turned.ctypes.data
             start = item % items * task[ITEM_PANELS]
             for panel in range(start, min(num_panels, start + task[ITEM_PANELS])):
-                products[:] = 0
                 place = panel * task[PANEL_BYTES]
-                multiply(task, x, task[WEIGHT] + place, products[0].ctypes.data, piece)
+                multiply(task, (x, num_rows), task[WEIGHT] + place, products[0], piece)
                 if task[VALUE_WEIGHT] != 0:
-                    multiply(task, x, task[VALUE_WEIGHT] + place, products[1].ctypes.data, piece)
+                    multiply(task, (x, num_rows), task[VALUE_WEIGHT] + place, products[1], piece)
                 _finish_panel(task, (first, num_rows), panel * PANEL, products)
             item = next_item(task)
 
@@ -110,15 +112,16 @@ def worker_of(name: str) -> Any:
 
 
 def _multiplier(form: Form) -> Any:
-    """Compiled `multiply(task, x, panel, out, piece)`: adds the products of packed rows to out."""
+    """Compiled `multiply(task, (x, num_rows), panel, products, piece)`: the products of turned rows."""
     direct, from_piece = tiles(form), tiles(FLOAT32)
     widen_piece = widener(form)
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
+    piece_bytes = PIECE // block_inputs * block_bytes
 
     @compiled(f"multiply_{form.name}")
-    def multiply(task: Any, x: Any, panel: Any, out: Any, piece: Any) -> None:
-        num_inputs = task[NUM_INPUTS]
-        num_rows = x.size // num_inputs
+    def multiply(task: Any, turned: Any, panel: Any, products: Any, piece: Any) -> None:
+        (x, num_rows), num_inputs = turned, task[NUM_INPUTS]
+        products[: PANEL * num_rows] = 0
         is_direct = task[NUM_ROWS] <= direct_rows
         for start in range(0, num_inputs, PIECE):
             count = min(PIECE, num_inputs - start)
@@ -126,28 +129,24 @@ def _multiplier(form: Form) -> Any:
             if not is_direct:
                 widen_piece(source, count, piece.ctypes.data)
             for row in range(0, num_rows, TILE_ROWS):
-                some, target = min(TILE_ROWS, num_rows - row), out + PANEL_FLOATS * row
-                rows = x.ctypes.data + FLOAT * (row * num_inputs + start * some)
+                some, target = min(TILE_ROWS, num_rows - row), products[PANEL * row :].ctypes.data
+                rows = x + FLOAT * (row * num_inputs + start * tile_width(some))
                 if is_direct:
                     direct(some, source, count, rows, target)
                 else:
+                    # Memory is read only while a piece is widened: the next one is asked for between tiles.
+                    for place in range(row * piece_bytes, (row + some) * piece_bytes, num_rows * LINE):
+                        prefetch_line(source + piece_bytes + place // num_rows)
                     from_piece(some, piece.ctypes.data, count, rows, target)
 
     return multiply
 
 
 @njit
-def _pack_rows(task: Any, first: Any, num_rows: Any, packed: Any) -> None:
-    """Rows by tiles of TILE_ROWS (the last one smaller), each (inputs, rows of the tile)."""
-    width, num_inputs = task[WIDTH], task[NUM_INPUTS]
-    for row in range(0, num_rows, TILE_ROWS):
-        some = min(TILE_ROWS, num_rows - row)
-        target = packed[row * num_inputs : (row + some) * num_inputs]
-        for place in range(some):
-            x = float32_at(task[X] + task[X_STRIDE] * (first + row + place), width)
-            for number in range(width):
-                target[number * some + place] = x[number]
-        target[width * some :] = 0
+def on_lines(size: Any) -> Any:
+    """Room for float32 that begins with a cache line: no vector of it lies in two."""
+    memory = np.empty(size + LINE // FLOAT, np.float32)
+    return memory[-memory.ctypes.data % LINE // FLOAT :][:size]
 
 
 @njit

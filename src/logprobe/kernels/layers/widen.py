@@ -21,18 +21,22 @@ Widening is exact but for `scale · value + summand`, which is rounded once, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from platform import machine
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 
 from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    Header: TypeAlias = Sequence[Callable[[], Any]]  # vectors, to be had where they are used
 
 PANEL = 48
 GROUP = 8
@@ -41,6 +45,7 @@ LANES = 16 if HAS_WIDE_REGISTERS else 8
 VECTORS = PANEL // LANES
 VECTOR = FLOAT * LANES  # bytes
 TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
+ROOMY_ROWS = 5 if HAS_WIDE_REGISTERS else 0  # whose sums leave registers for a block's header; measured
 INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 FLOATS, HALVES, INTS, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.HalfType(), INT32, INT16, INT8)
@@ -64,8 +69,8 @@ class Form:
     inputs: int  # of a block
     header: int  # bytes of a block's scales and summands
     group: int  # bytes of a group
-    direct_rows: int  # up to so many rows, weights are widened where they are used; measured
-    values: Callable[[Any, Any, list[Any]], Iterator[Iterable[Any]]]
+    direct_rows: int  # up to so many rows, weights are widened where they are used
+    values: Callable[[Any, Any, Header], Iterator[Iterable[Any]]]
 
     @property
     def block_bytes(self) -> int:
@@ -103,72 +108,110 @@ def _halves(builder: Any, address: Any, offset: int) -> Any:
     return builder.fpext(_load(builder, address, offset, HALVES), FLOATS)
 
 
-def _float32_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
+def _float32_values(builder: Any, address: Any, _header: Header) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
         yield (_load(builder, address, VECTOR * (VECTORS * place + j), FLOATS) for j in range(VECTORS))
 
 
-def _bfloat16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
+def _bfloat16_values(builder: Any, address: Any, _header: Header) -> Iterator[Iterable[Any]]:
     for pair in range(GROUP // 2):
         both = [_load(builder, address, VECTOR * (VECTORS * pair + j), INTS) for j in range(VECTORS)]
         yield [builder.bitcast(builder.shl(bits, _every(INTS, 16)), FLOATS) for bits in both]
         yield [builder.bitcast(builder.and_(bits, _every(INTS, 0xFFFF0000)), FLOATS) for bits in both]
 
 
-def _float16_values(builder: Any, address: Any, _header: list[Any]) -> Iterator[Iterable[Any]]:
+def _float16_values(builder: Any, address: Any, _header: Header) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
         yield [_halves(builder, address, VECTOR // 2 * (VECTORS * place + j)) for j in range(VECTORS)]
 
 
-def _nibble_values(builder: Any, address: Any, header: list[Any]) -> Iterator[Iterable[Any]]:
-    """Four bits under an exponent that gives their place its value: 2**e + value, and 2**e less."""
-    bits = [_load(builder, address, VECTOR * j, INTS) for j in range(VECTORS)]
-    upper = [builder.lshr(vector, _every(INTS, 20)) for vector in bits]
-    scales, summands = header[:VECTORS], header[VECTORS:]
+def _nibble_values(builder: Any, address: Any, header: Header) -> Iterator[Iterable[Any]]:
+    bits = [partial(_load, builder, address, VECTOR * j, INTS) for j in range(VECTORS)]
+    floats = _looked_up if HAS_WIDE_REGISTERS else _subtracted
+    for values in floats(builder, bits):
+        parts = zip(values, header[:VECTORS], header[VECTORS:], strict=True)
+        yield [_multiply_add(builder, value, scale(), summand()) for value, scale, summand in parts]
+
+
+def _looked_up(builder: Any, bits: Header) -> Iterator[list[Any]]:
+    """Four bits as the number of one of 16 lanes, which hold 0 to 15; the instruction ignores higher bits."""
+    kind = ir.FunctionType(FLOATS, [FLOATS, INTS])
+    name = "llvm.x86.avx512.permvar.sf.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+    numbers = ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])
     for number in range(GROUP):
-        place, sources = (4 * number, bits) if number < 5 else (4 * (number - 5), upper)
+        lanes = [builder.lshr(load(), _every(INTS, 4 * number)) for load in bits]
+        yield [builder.call(function, [numbers, lane]) for lane in lanes]
+
+
+def _subtracted(builder: Any, bits: Header) -> Iterator[list[Any]]:
+    """Four bits under an exponent that gives their place its value: 2**e + value, and 2**e less."""
+    for number in range(GROUP):
+        place, shift = (4 * number, 0) if number < 5 else (4 * (number - 5), 20)
         exponent = 23 - place
         values = []
-        for source in sources:
-            nibble = builder.and_(source, _every(INTS, 15 << place))
+        for load in bits:
+            nibble = builder.and_(builder.lshr(load(), _every(INTS, shift)), _every(INTS, 15 << place))
             shifted = builder.bitcast(builder.or_(nibble, _every(INTS, (exponent + 127) << 23)), FLOATS)
             values.append(builder.fsub(shifted, _every(FLOATS, float(2**exponent))))
-        yield [_multiply_add(builder, *parts) for parts in zip(values, scales, summands, strict=True)]
+        yield values
 
 
-def _octet_values(builder: Any, address: Any, header: list[Any]) -> Iterator[Iterable[Any]]:
+def _octet_values(builder: Any, address: Any, header: Header) -> Iterator[Iterable[Any]]:
     for place in range(GROUP):
         vectors = [_load(builder, address, LANES * (VECTORS * place + j), BYTES) for j in range(VECTORS)]
         floats = [builder.sitofp(builder.sext(vector, INTS), FLOATS) for vector in vectors]
-        yield [builder.fmul(value, scale) for value, scale in zip(floats, header, strict=True)]
+        yield [builder.fmul(value, scale()) for value, scale in zip(floats, header, strict=True)]
 
 
-EASY_ROWS, HARD_ROWS = (16, 8) if HAS_WIDE_REGISTERS else (TILE_ROWS, TILE_ROWS)  # direct_rows, measured
+DIRECT_ROWS = 16 if HAS_WIDE_REGISTERS else TILE_ROWS  # measured
 FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, 1 << 30, _float32_values)
-BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, EASY_ROWS, _bfloat16_values)
-FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, EASY_ROWS, _float16_values)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, HARD_ROWS, _nibble_values)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, HARD_ROWS, _nibble_values)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, HARD_ROWS, _octet_values)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, HARD_ROWS, _octet_values)
+BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, DIRECT_ROWS, _bfloat16_values)
+FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, DIRECT_ROWS, _float16_values)
+NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
+NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
+OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, DIRECT_ROWS, _octet_values)
+OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, DIRECT_ROWS, _octet_values)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
 
 
-def _header(builder: Any, form: Form, address: Any) -> list[Any]:
-    """A block's scales, and then its summands, as vectors of float32."""
+def _header(builder: Any, form: Form, address: Any, *, is_in_memory: bool) -> Header:
+    """A block's scales, and then its summands, as vectors of float32: in registers, or read at use.
+
+    Where many sums need the registers, the compiler would keep these and put the sums aside.
+    """
     if form in (NIBBLES_WIDE, OCTETS_WIDE):
-        return [_load(builder, address, offset, FLOATS) for offset in range(0, form.header, VECTOR)]
-    return [_halves(builder, address, offset) for offset in range(0, form.header, VECTOR // 2)]
+        return [partial(_load, builder, address, offset, FLOATS) for offset in range(0, form.header, VECTOR)]
+    vectors = [_halves(builder, address, offset) for offset in range(0, form.header, VECTOR // 2)]
+    if not is_in_memory:
+        return [partial(_itself, vector) for vector in vectors]
+    places = [cgutils.alloca_once_value(builder, vector) for vector in vectors]  # type: ignore[no-untyped-call]
+    for place in places:
+        kind = ir.FunctionType(ir.VoidType(), [place.type])
+        builder.asm(
+            kind, "", "r,~{memory}", [place], side_effect=True
+        )  # somebody else knows it: it stays there
+    return [partial(builder.load, place) for place in places]
+
+
+def _itself(vector: Any) -> Any:
+    return vector
 
 
 def _each_input(
-    builder: Any, form: Form, panel: Any, num_inputs: Any, use: Callable[[Iterable[Any], Any], None]
+    builder: Any,
+    form: Form,
+    panel: Any,
+    num_inputs: Any,
+    use: Callable[[Iterable[Any], Any], None],
+    *,
+    is_tight: bool = False,
 ) -> None:
     """Let `use` see the vectors of every input of a panel, with the input's number."""
     num_blocks = builder.sdiv(num_inputs, INT64(form.inputs))
     with cgutils.for_range(builder, num_blocks) as blocks:
         address = builder.add(panel, builder.mul(blocks.index, INT64(form.block_bytes)))
-        header = _header(builder, form, address)
+        header = _header(builder, form, address, is_in_memory=is_tight)
         first = builder.mul(blocks.index, INT64(form.inputs))
         with cgutils.for_range(builder, INT64(form.inputs // GROUP)) as groups:
             offset = builder.add(builder.mul(groups.index, INT64(form.group)), INT64(form.header))
@@ -178,11 +221,17 @@ def _each_input(
                 use(vectors, builder.add(start, INT64(number)))
 
 
+@njit
+def tile_width(num_rows: Any) -> Any:
+    """How many rows there is room for beside each other in a tile of up to 8: the next power of two."""
+    return num_rows if num_rows <= 2 else 4 if num_rows <= 4 else 8
+
+
 def tiles(form: Form) -> Any:
     """Compiled `multiply(num_rows, panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) products of x.
 
-    x is (num_inputs, num_rows), of up to TILE_ROWS rows: an input's rows side by side. Each sum goes from the
-    first input to the last, one rounding each, however many rows there are.
+    x is (num_inputs, tile_width(num_rows)), of up to TILE_ROWS rows: an input's rows side by side. Each sum
+    goes from the first input to the last, one rounding each, however many rows there are.
     """
 
     @intrinsic
@@ -206,6 +255,7 @@ def tiles(form: Form) -> Any:
 
 def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]) -> None:
     panel, num_inputs, x, out = arguments
+    width = tile_width.py_func(num_rows)
     zero = ir.Constant(FLOATS, None)
     sums = {
         (row, j): cgutils.alloca_once_value(builder, zero)  # type: ignore[no-untyped-call]
@@ -214,7 +264,7 @@ def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]
     }
 
     def use(vectors: Iterable[Any], number: Any) -> None:
-        start = builder.add(x, builder.mul(number, INT64(FLOAT * num_rows)))
+        start = builder.add(x, builder.mul(number, INT64(FLOAT * width)))
         rows = (
             _in_every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType()))
             for row in range(num_rows)
@@ -228,7 +278,7 @@ def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]
             for j, vector in enumerate(vectors):
                 _add_products(builder, vector, held, [sums[row, j] for row in range(num_rows)])
 
-    _each_input(builder, form, panel, num_inputs, use)
+    _each_input(builder, form, panel, num_inputs, use, is_tight=num_rows > ROOMY_ROWS)
     for (row, j), total in sums.items():
         place = builder.inttoptr(builder.add(out, INT64(VECTOR * (VECTORS * row + j))), FLOATS.as_pointer())
         whole = builder.fadd(builder.load(place, align=4), builder.load(total))
