@@ -32,11 +32,11 @@ REASONS = {
         "appends to lists. From 64 rows a call on packing is one pass of numpy."
     ),
     "bench_score": (
-        "A prompt's chunk computes. The products of ours and of vLLM's oneDNN both run near the processor's "
-        "multiply-adds in float32; widening the file's blocks once for 64 rows costs ours a tenth to a "
-        "fifth of the rate of `weights='packed'`, which `auto` gives for several times the rate at one row. "
-        "The memory of a long prompt is the scratch of one chunk: scores of 128 rows, gathered keys and "
-        "values, logits in pieces."
+        "A prompt's chunk computes. The products on weights run near the processor's multiply-adds in "
+        "float32, as those of vLLM's oneDNN do. Of the rest most is attention, as many small products with "
+        "copies and barriers between them: about a fifth of the time at 512 tokens, in a sampled profile, "
+        "for a fifteenth of the multiply-adds. The memory of a long prompt is the scratch of one chunk: "
+        "scores of 128 rows, gathered keys and values, logits in pieces."
     ),
     "bench_server": (
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "
