@@ -69,7 +69,8 @@ def answer(link: socket.socket, reply: bytes) -> None:
     link.settimeout(LIMIT_S)
     with link, suppress(ConnectionError):
         link.sendall(reply)
-        link.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # "not connected", which is no ConnectionError: the client went first
+            link.shutdown(socket.SHUT_WR)
         while link.recv(1 << 16):
             continue
 
