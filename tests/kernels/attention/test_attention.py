@@ -1,8 +1,8 @@
-"""The row kernel against attention written out in float64."""
+"""The kernels for rows and for chunks against attention written out in float64, and against each other."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from logprobe.kernels.attention import chunk
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule, attend_rows
 from logprobe.kernels.attention.chunk import attend_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NUM_SLOTS = 300
+NUM_SLOTS = 450
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -127,42 +126,78 @@ def test_queries_may_be_a_transposed_view() -> None:
     assert torch.equal(outs[0], outs[1])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
+    shape=st.sampled_from([(4, 2, 16, 16), (3, 3, 8, 24), (9, 3, 64, 64), (8, 1, 20, 12), (2, 1, 5, 3)]),
     num_rows=st.integers(1, 200),
-    prefix=st.sampled_from([0, 1, 40, 63, 64, 300, 1030]),
-    window=st.sampled_from([None, 1, 7, 100]),
-    softcap=st.sampled_from([None, 2.0]),
+    prefix=st.sampled_from([0, 1, 40, 191, 192, 200]),
+    rule=st.builds(
+        ScoreRule,
+        scale=st.sampled_from([0.05, 0.3]),
+        window=st.sampled_from([None, 1, 7, 64, 100, 10_000]),
+        softcap=st.sampled_from([None, 2.0]),
+    ),
 )
 def test_a_chunk_of_any_length_attends_to_its_own_context(
-    num_rows: int, prefix: int, window: int | None, softcap: float | None
+    shape: tuple[int, int, int, int], num_rows: int, prefix: int, rule: ScoreRule
 ) -> None:
-    heads, kv_heads, dim, context = 4, 2, 16, prefix + num_rows
-    generator = torch.Generator().manual_seed(num_rows)
-    keys, values = torch.randn(2, context, kv_heads, dim, generator=generator)
-    query = 3 * torch.randn(num_rows, heads, dim, generator=generator)
-    rule = ScoreRule(0.25, window, softcap)
-    out = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
+    heads, kv_heads, key_dim, value_dim = shape
+    keys, values = pools(kv_heads, key_dim, value_dim)
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(num_rows))[: prefix + num_rows]
+    query = 3 * torch.randn(num_rows, heads, key_dim, generator=torch.Generator().manual_seed(prefix))
+    out = attended(query, keys, values, slots, rule)
     for row in {0, num_rows // 2, num_rows - 1}:
-        seen = prefix + row + 1
-        want = plain_attention(query[row], keys[:seen], values[:seen], rule)
-        torch.testing.assert_close(out[:, row].double(), want, atol=2e-5, rtol=2e-5)
+        seen = slots[: prefix + row + 1]
+        want = plain_attention(query[row], keys[seen], values[seen], rule)
+        torch.testing.assert_close(out[row].double(), want, atol=2e-5, rtol=2e-5)
 
 
-def test_chunks_of_many_lengths_take_products_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, product = set(), chunk._product
+def attended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
+    """What the kernel for chunks writes, into memory that held something else."""
+    out = torch.full((*query.shape[:2], values.shape[2]), torch.nan)
+    attend_chunk(query, keys, values, slots, rule, out)
+    return out
 
-    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shapes.add((x.shape, weight.shape))
-        result: torch.Tensor = product(x, weight, *rest)
-        return result
 
-    monkeypatch.setattr(chunk, "_product", noted)
-    for context in range(5, 2000, 3):
-        num_rows = min(context, 5 + context % 90)
-        query, keys = torch.zeros(2, num_rows, 4), torch.zeros(1, context, 4)
-        attend_chunk(query, keys, keys, ScoreRule(1.0))
-    assert len(shapes) < 200, "one shape of each product for a length would be 1,330"
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
+def test_a_rows_bits_do_not_depend_on_its_chunk_nor_on_threads(
+    window: int | None, sinks: torch.Tensor | None, num_threads: int
+) -> None:
+    assert torch.get_num_threads() == num_threads
+    context, rule = 430, ScoreRule(0.3, window, sinks=sinks)
+    keys, values = pools(2, 20, 12)
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(3))[:context]
+    query = 3 * torch.randn(context, 4, 20, generator=torch.Generator().manual_seed(4))
+    whole = attended(query, keys, values, slots, rule)
+    for size in (1, 5, 24, 96, 200):
+        for start in range(0, context, size):
+            end = min(context, start + size)
+            part = attended(query[start:end], keys, values, slots[:end], rule)
+            assert torch.equal(part, whole[start:end]), (size, start)
+
+
+def test_a_chunk_may_be_any_view_of_queries_and_part_of_a_wider_result() -> None:
+    keys, values = pools(2, 16, 16)
+    packed = torch.randn(4, 60, 16, generator=torch.Generator().manual_seed(1))  # (heads, rows, dim)
+    slots, rule = torch.arange(60), ScoreRule(0.25)
+    want = attended(packed.transpose(0, 1).contiguous(), keys, values, slots, rule)
+    spread = packed.permute(1, 2, 0).contiguous().permute(0, 2, 1)  # numbers of a head apart from each other
+    for query in (packed.transpose(0, 1), spread):
+        wide = torch.full((60, 6, 16), 7.0)
+        attend_chunk(query, keys, values, slots, rule, wide[:, 1:5])
+        assert torch.equal(wide[:, 1:5], want)
+        assert (wide[:, [0, 5]] == 7).all()
+
+
+def test_a_chunk_hands_on_what_is_not_a_number_to_rows_that_see_it() -> None:
+    keys, values = pools(1, 8, 8)
+    keys[120] = torch.nan
+    out = attended(torch.ones(200, 2, 8), keys, values, torch.arange(200), ScoreRule(1.0))
+    assert out[:120].isfinite().all()
+    assert out[120:].isnan().all()
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -173,8 +208,10 @@ def test_large_scores_do_not_overflow() -> None:
     assert plan is not None
     query, out = torch.full((50, 1, 8), 1000.0), torch.empty(50, 1, 8)
     attend_rows(query, keys, values, plan, out, ScoreRule(1.0))
-    assert out.isfinite().all()
-    torch.testing.assert_close(out[0], values[0])
+    by_chunk = attended(query, keys, values, torch.arange(50), ScoreRule(1.0))
+    for attended_rows in (out, by_chunk):
+        assert attended_rows.isfinite().all()
+        torch.testing.assert_close(attended_rows[0], values[0])
 
 
 def test_no_spans_make_no_plan() -> None:
@@ -199,12 +236,12 @@ def test_a_sink_takes_its_share_of_the_weight_in_every_kernel(
     assert plan is not None
     by_rows = torch.empty(context, heads, dim)
     attend_rows(query, keys, values, plan, by_rows, rule)
-    by_chunk = attend_chunk(query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), rule)
+    by_chunk = attended(query, keys, values, torch.arange(context), rule)
     for row in range(context):
         seen = slice(0 if window is None else max(0, row + 1 - window), row + 1)
         want = with_sinks(query[row], keys[seen], values[seen], rule)
         torch.testing.assert_close(by_rows[row].double(), want, atol=2e-5, rtol=2e-5)
-        torch.testing.assert_close(by_chunk[:, row].double(), want, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(by_chunk[row].double(), want, atol=2e-5, rtol=2e-5)
 
 
 def with_sinks(

@@ -191,14 +191,13 @@ def attend(plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule
     if plan.rows is not None:
         attend_rows(query, keys, values, plan.rows, out, rule)
     for index, chunk in enumerate(plan.chunks):
-        queries = query[chunk.start : chunk.end].transpose(0, 1)
-        context_keys = keys.index_select(0, chunk.slots).transpose(0, 1)
-        context_values = values.index_select(0, chunk.slots).transpose(0, 1)
+        queries, attended = query[chunk.start : chunk.end], out[chunk.start : chunk.end]
         if plan.uses_kernels:
-            attended = attend_chunk(queries, context_keys, context_values, rule)
+            attend_chunk(queries, keys, values, chunk.slots, rule, attended)
         else:
-            attended = _attend(queries, context_keys, context_values, plan.mask(index, rule.window), rule)
-        out[chunk.start : chunk.end] = attended.transpose(0, 1)
+            seen, given = (part.index_select(0, chunk.slots).transpose(0, 1) for part in (keys, values))
+            mask = plan.mask(index, rule.window)
+            attended.copy_(_attend(queries.transpose(0, 1), seen, given, mask, rule).transpose(0, 1))
     return out
 
 

@@ -87,7 +87,7 @@ class PackedLinear(nn.Module):
     def activated(self, x: torch.Tensor, name: str, algorithm: str) -> torch.Tensor:
         """The product followed by an activation, in one pass over the result."""
         rows = x.reshape(-1, self.in_features)
-        filled = with_zeros(rows, rows=num_filled(len(rows)) - len(rows))
+        filled = with_zeros(rows, num_filled(len(rows)) - len(rows))
         out: torch.Tensor = _product(filled, self._weight, self.bias, name, [], algorithm)
         return out[: len(rows)].view(*x.shape[:-1], self.out_features)
 
@@ -102,7 +102,7 @@ class PackedLinear(nn.Module):
     def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
         rows, others = x.reshape(-1, self.in_features), other.view(-1, self.out_features)
         more = num_filled(len(rows)) - len(rows)
-        filled, others = with_zeros(rows, rows=more), with_zeros(others, rows=more)
+        filled, others = with_zeros(rows, more), with_zeros(others, more)
         out: torch.Tensor = _product.binary(filled, others, self._weight, self.bias, operation)
         return out[: len(rows)].view(*x.shape[:-1], self.out_features)
 

@@ -6,7 +6,7 @@ are read where they lie; nothing is gathered or copied. Before it: the attention
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -74,10 +74,6 @@ class ScoreRule:
         """Scale, softcap (0: none) and how many sinks there are; then the sinks, float32."""
         sinks = [] if self.sinks is None else self.sinks.float().flatten().tolist()
         return np.array([self.scale, self.softcap or 0.0, len(sinks), *sinks], dtype=np.float32)
-
-    def of_heads(self, heads: slice) -> ScoreRule:
-        """The rule of some heads."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
 
 def attend_rows(

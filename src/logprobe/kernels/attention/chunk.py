@@ -1,9 +1,13 @@
-"""Attention of a prompt chunk (CPU): oneDNN's products with a masked softmax between them.
+"""Attention of a prompt chunk over the key/value pool, read in place (CPU).
 
-The chunk goes through in blocks of rows, so that the scores of a block stay in the cache and no block pays
-for context that it may not see. torch's own fused attention does its products by another library, which is
-two to four times slower on some processors (docs/decisions.md).
-Before it: the context gathered from the pool.
+The lanes of vectors are query rows. Each item is some panels of rows of one key head, and goes through its
+context a block of keys at a time: the block's scores stand as (keys, rows), which is at once the panel that
+the product with its values takes. What earlier blocks gave is scaled down where a greater score comes
+(FlashAttention, Dao et al., 2022), so that no scores of a whole context are ever kept. Blocks lie at
+multiples of BLOCK_KEYS from a context's begin: a row's bits depend on its own context alone, not on the
+chunk that it came in. torch's own fused attention does its products by another library, which is slower on
+some processors (docs/decisions.md).
+Before it: the attention plan of a step.
 """
 
 from __future__ import annotations
@@ -14,140 +18,260 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels import hooks
+from logprobe.kernels.attention import softmax
 from logprobe.kernels.attention.api import NO_WINDOW
-from logprobe.kernels.shapes import block_filled, width_filled, with_zeros
-from logprobe.kernels.threads.intrinsics import maximum
-from logprobe.kernels.threads.parallel import compiled_worker, float32_at, next_item, parallel_for
-from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, ZERO, exponential, greatest
+from logprobe.kernels.attention.softmax import soften
+from logprobe.kernels.layers import turn, widen
+from logprobe.kernels.layers.turn import turn_rows
+from logprobe.kernels.layers.widen import FLOAT32, GROUP, PANEL, TILE_ROWS, can_widen, tiles
+from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.parallel import (
+    compiled_worker,
+    float32_at,
+    float32_on_lines,
+    int64_at,
+    next_item,
+    parallel_for,
+)
+from logprobe.kernels.threads.vectors import F32, MINUS_INF
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.attention.api import ScoreRule
 
-(SCORES, NUM_ROWS, WIDTH, BLOCK_ROWS, FIRST_SEEN, WINDOW, SETTINGS) = range(2, 9)
-QUERY_BLOCK = 128
-ITEM_ROWS = 8
-_product = hooks.LINEAR.find()
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in bytes, sizes.
+(QUERY, KEYS, VALUES, SLOTS, OUT, SETTINGS) = range(2, 8)
+(QUERY_ROW, QUERY_HEAD, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD, OUT_ROW, OUT_HEAD) = range(8, 16)
+(NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS) = range(16, 24)
+BLOCK_KEYS = 192  # measured: a panel's sums are read and written once for so many keys
+PANELS = 4  # of query rows that share a block of keys
+LANES = PANELS * PANEL
+PANEL_FLOATS = FLOAT * PANEL
+_multiply = tiles(FLOAT32)
 
 
 def can_attend_chunks() -> bool:
-    """Whether torch was built with oneDNN."""
-    return hooks.has_onednn()
+    """Whether this processor has the instructions that the products are made of."""
+    return can_widen()
 
 
-def attend_chunk(query: Tensor, keys: Tensor, values: Tensor, rule: ScoreRule) -> Tensor:
-    """Give each query row's attention over the context that ends with its own position.
+def attend_chunk(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, rule: ScoreRule, out: Tensor
+) -> None:
+    """Write each query row's attention over the context that ends with its own position.
 
     Args:
-        query: (heads, num_rows, key_dim) float32, the last num_rows positions of the context.
-        keys: (kv_heads, context, key_dim) float32.
-        values: (kv_heads, context, value_dim) float32.
+        query: (num_rows, heads, key_dim) float32, the last num_rows positions of the context.
+        keys: (num_slots, kv_heads, key_dim) float32, one layer's pool.
+        values: (num_slots, kv_heads, value_dim) float32, likewise.
+        slots: (context,) int64, of the pool; the oldest first.
         rule: how scores are made.
-
-    Returns:
-        (heads, num_rows, value_dim) float32.
+        out: (num_rows, heads, value_dim) float32. The last dimension is contiguous here and in the pool.
     """
-    num_heads, num_rows, _ = query.shape
-    num_kv_heads, context, value_dim = values.shape
-    groups = num_heads // num_kv_heads
-    out = query.new_empty(num_heads, num_rows, value_dim)
-    for start in range(0, num_rows, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, num_rows)
-        last = context - num_rows + end  # the context of the block's last row
-        first = 0 if rule.window is None else max(0, context - num_rows + start + 1 - rule.window)
-        more_rows = block_filled(end - start) - (end - start)
-        more_width = width_filled(last - first) - (last - first)
-        for head in range(num_kv_heads):
-            heads = slice(head * groups, (head + 1) * groups)
-            rows = with_zeros(query[heads, start:end], rows_before=more_rows).flatten(0, 1)
-            block_keys = with_zeros(keys[head, first:last], rows=more_width)
-            scores = _product(rows, block_keys, None, "none", [], "")
-            soften_(scores, len(rows) // groups, last - first, rule.of_heads(heads))
-            block_values = with_zeros(values[head, first:last].t(), columns=more_width)
-            attended = _product(scores, block_values, None, "none", [], "")
-            out[heads, start:end] = attended.view(groups, -1, value_dim)[:, more_rows:]
-    return out
-
-
-def soften_(scores: Tensor, block_rows: int, num_seen: int, rule: ScoreRule) -> None:
-    """Turn scores into attention weights, in place.
-
-    Row r stands for position r % block_rows of a block whose last row may see `num_seen` columns.
-
-    Args:
-        scores: (rows, columns) float32, contiguous; rows a multiple of block_rows.
-        block_rows: positions of the block; those that would see nothing get zeros.
-        num_seen: columns that hold context; zeros are written into those beyond.
-        rule: how scores are made; the rows of one head after another, where it has sinks.
-    """
-    num_rows, width = scores.shape
-    settings = rule.settings
-    window = NO_WINDOW if rule.window is None else rule.window
-    first_seen = num_seen - block_rows + 1  # columns that the block's first row may see
-    context = [scores.data_ptr(), num_rows, width, block_rows, first_seen, window, settings.ctypes.data]
-    parallel_for(worker(), context, (num_rows + ITEM_ROWS - 1) // ITEM_ROWS)
-
-
-@njit(fastmath=SUMS)
-def _exponentials(x: Any, largest: Any, scale: Any) -> Any:
-    total = ZERO
-    for i in range(x.size):
-        d = (x[i] - largest) * scale
-        d = LOWEST if d < LOWEST else d  # noqa: FURB136 - as in `vectors`
-        e = exponential(d)
-        x[i] = e
-        total += e
-    return total
+    query = query if query.stride(2) == 1 else query.contiguous()
+    num_rows, num_heads, key_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    groups, settings = num_heads // num_kv_heads, rule.settings
+    num_blocks = -(-num_rows * groups // LANES)
+    strides = (FLOAT * tensor.stride(d) for tensor in (query, keys, values, out) for d in (0, 1))
+    context = [
+        *(tensor.data_ptr() for tensor in (query, keys, values, slots, out)), settings.ctypes.data, *strides,
+        num_rows, len(slots), num_kv_heads, groups, key_dim, values.shape[2],
+        NO_WINDOW if rule.window is None else rule.window, num_blocks,
+    ]  # fmt: skip
+    parallel_for(worker(), context, num_blocks * num_kv_heads)
 
 
 @njit
-def _scale(x: Any, factor: Any) -> None:
-    for i in range(x.size):
-        x[i] *= factor
+def _copy(source: Any, size: Any, target: Any) -> None:
+    row = float32_at(source, size)
+    for i in range(size):
+        target[i] = row[i]
 
 
 @njit
-def _cap(x: Any, scale: Any, softcap: Any) -> None:
-    for i in range(x.size):
-        x[i] = softcap * F32(math.tanh(x[i] * scale / softcap))
+def _load_queries(task: Any, item: Any, rows: Any, turned: Any, queries: Any) -> None:
+    """Panels of an item's queries, scaled, each (width, PANEL); beyond its last row stand copies of it."""
+    head, first, count = item
+    dim, groups = task[KEY_DIM], task[GROUPS]
+    scale = float32_at(task[SETTINGS], 1)[0]
+    width = turned.size // TILE_ROWS
+    for start in range(0, -(-count // PANEL) * PANEL, TILE_ROWS):
+        for place in range(TILE_ROWS):
+            lane = first + min(start + place, count - 1)
+            source = task[QUERY_ROW] * (lane // groups) + task[QUERY_HEAD] * (head * groups + lane % groups)
+            _copy(task[QUERY] + source, dim, rows[place * dim :])
+        turn_rows(rows.ctypes.data, FLOAT * dim, TILE_ROWS, dim, width, turned)
+        target = queries[start // PANEL * PANEL * width + start % PANEL :]
+        for k in range(width):
+            for place in range(TILE_ROWS):
+                target[k * PANEL + place] = turned[k * TILE_ROWS + place] * scale
 
 
 @njit
-def _sink(task: Any, row: Any) -> Any:
-    """The score that stands beside the context of a row's head; -inf where there is none."""
-    count = np.int64(float32_at(task[SETTINGS], 3)[2])
-    head = row // task[BLOCK_ROWS]
-    return float32_at(task[SETTINGS], 3 + count)[3 + head] if count > 0 else F32(-np.inf)
+def _load_keys(task: Any, head: Any, slots: Any, rows: Any, keys: Any) -> None:
+    """Tiles of keys, each (width, TILE_ROWS); in the last one, what was there before beside fewer keys."""
+    dim = task[KEY_DIM]
+    width = keys.size // BLOCK_KEYS
+    for start in range(0, slots.size, TILE_ROWS):
+        for place in range(min(TILE_ROWS, slots.size - start)):
+            source = task[KEYS] + task[KEY_ROW] * slots[start + place] + task[KEY_HEAD] * head
+            _copy(source, dim, rows[place * dim :])
+        turn_rows(rows.ctypes.data, FLOAT * dim, TILE_ROWS, dim, width, keys[start * width :])
 
 
 @njit
-def _soften_row(task: Any, row: Any, scale: Any, softcap: Any) -> None:
-    width, sink = task[WIDTH], _sink(task, row)
-    x = float32_at(task[SCORES] + 4 * width * row, width)
-    end = task[FIRST_SEEN] + row % task[BLOCK_ROWS]
-    if end <= 0:
-        x[:] = ZERO
-        return
-    start = max(0, end - task[WINDOW])
-    seen = x[start:end]
+def _load_values(task: Any, head: Any, slots: Any, values: Any) -> None:
+    """Tiles of dimensions, each (BLOCK_KEYS, TILE_ROWS); zeros for dimensions and keys that there are not."""
+    dim = task[VALUE_DIM]
+    whole = dim // TILE_ROWS
+    for key in range(slots.size):
+        row = float32_at(task[VALUES] + task[VALUE_ROW] * slots[key] + task[VALUE_HEAD] * head, dim)
+        for tile in range(whole):
+            target = values[(tile * BLOCK_KEYS + key) * TILE_ROWS :]
+            for place in range(TILE_ROWS):
+                target[place] = row[tile * TILE_ROWS + place]
+        for place in range(dim - whole * TILE_ROWS):
+            values[(whole * BLOCK_KEYS + key) * TILE_ROWS + place] = row[whole * TILE_ROWS + place]
+    for tile in range(values.size // (BLOCK_KEYS * TILE_ROWS)):
+        end = tile * BLOCK_KEYS + slots.size
+        values[end * TILE_ROWS : (end + -slots.size % GROUP) * TILE_ROWS] = 0
+
+
+@njit
+def _cap(scores: Any, softcap: Any) -> None:
+    for i in range(scores.size):
+        scores[i] = softcap * F32(math.tanh(scores[i] / softcap))
+
+
+@njit
+def _hide(scores: Any, first_key: Any, positions: Any, window: Any) -> None:
+    """-inf for the keys that a lane's row may not see."""
+    for key in range(scores.size // PANEL):
+        row, position = scores[key * PANEL : (key + 1) * PANEL], np.int32(first_key + key)
+        for lane in range(PANEL):
+            distance = positions[lane] - position
+            is_seen = (distance >= 0) & (distance < window)
+            row[lane] = row[lane] if is_seen else MINUS_INF
+
+
+@njit
+def _rescale(sums: Any, factors: Any) -> None:
+    for start in range(0, sums.size, PANEL):
+        for lane in range(PANEL):
+            sums[start + lane] *= factors[lane]
+
+
+@njit
+def _score(task: Any, queries: Any, keys: Any, first_key: Any, positions: Any, scores: Any) -> None:
+    """A panel's scores for a block of keys, (keys, PANEL), hidden where a row may not see."""
+    width = queries.size // PANEL
+    count, window = scores.size // PANEL, task[WINDOW]
+    for start in range(0, count, TILE_ROWS):
+        tile, target = keys[start * width :].ctypes.data, scores[start * PANEL :].ctypes.data
+        _multiply(TILE_ROWS, queries.ctypes.data, width, tile, target)
+    softcap = float32_at(task[SETTINGS], 2)[1]
     if softcap > 0:
-        _cap(seen, scale, softcap)
-        scale = F32(1)
-    largest = maximum(greatest(seen), sink / scale)
-    total = _exponentials(seen, largest, scale) + exponential(max(sink - largest * scale, LOWEST))
-    _scale(seen, F32(1) / total)
-    x[:start] = ZERO
-    x[end:] = ZERO
+        _cap(scores, softcap)
+    if positions[0] < first_key + count - 1 or positions[-1] - window >= first_key:
+        _hide(scores, first_key, positions, np.int32(window))
 
 
-@compiled_worker()
+@njit(error_model="numpy")
+def _write(task: Any, item: Any, totals: Any, sums: Any, turned: Any) -> None:
+    """A panel's results where they belong."""
+    head, first, count = item
+    dim, groups = task[VALUE_DIM], task[GROUPS]
+    turn_rows(sums.ctypes.data, PANEL_FLOATS, sums.size // PANEL, PANEL, PANEL, turned)
+    for place in range(count):
+        lane, share = first + place, F32(1) / totals[place]
+        target = task[OUT_ROW] * (lane // groups) + task[OUT_HEAD] * (head * groups + lane % groups)
+        out = float32_at(task[OUT] + target, dim)
+        for start in range(0, dim, TILE_ROWS):
+            source = turned[start * PANEL + place * TILE_ROWS :]
+            for i in range(min(TILE_ROWS, dim - start)):
+                out[start + i] = source[i] * share
+
+
+@njit
+def _begin(task: Any, item: Any, positions: Any, largest: Any, totals: Any) -> None:
+    """Each lane's position, and its sums before the first key: those of its head's sink, if there is one."""
+    head, first, count = item
+    groups = task[GROUPS]
+    num_sinks = np.int64(float32_at(task[SETTINGS], 3)[2])
+    sinks = float32_at(task[SETTINGS], 3 + num_sinks)[3:]
+    for place in range(LANES):
+        lane = first + min(place, count - 1)
+        positions[place] = task[CONTEXT] - task[NUM_ROWS] + lane // groups
+        largest[place] = sinks[head * groups + lane % groups] if num_sinks > 0 else MINUS_INF
+        totals[place] = F32(1) if num_sinks > 0 else F32(0)
+
+
+@njit
+def _attend_block(task: Any, block: Any, panel: Any, scores: Any, factors: Any) -> None:
+    """Add to a panel's sums what it takes of a block of keys; a block that it does not see adds nothing."""
+    first_key, num_keys, keys, values = block
+    queries, positions, largest, totals, sums = panel
+    width = queries.size // PANEL
+    # What none of its rows sees is left out at both ends: a hidden key would add exact zeros.
+    skipped = max(0, positions[0] + 1 - task[WINDOW] - first_key) // GROUP * GROUP
+    num_keys = min(num_keys, np.int64(positions[-1]) + 1 - first_key) - skipped
+    if num_keys <= 0:
+        return
+    first_key, keys, values = first_key + skipped, keys[skipped * width :], values[skipped * TILE_ROWS :]
+    filled = num_keys + -num_keys % GROUP
+    scores[: filled * PANEL] = 0
+    _score(task, queries, keys, first_key, positions, scores[: num_keys * PANEL])
+    scores[num_keys * PANEL : filled * PANEL] = 0
+    state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
+    if soften(scores.ctypes.data, num_keys, *state):
+        _rescale(sums, factors)
+    for dim in range(0, sums.size // PANEL, TILE_ROWS):
+        tile, target = values[dim * BLOCK_KEYS :].ctypes.data, sums[dim * PANEL :].ctypes.data
+        _multiply(TILE_ROWS, scores.ctypes.data, filled, tile, target)
+
+
+@compiled_worker(widen, turn, softmax)
 def worker(task: Any) -> None:
-    """Blocks of ITEM_ROWS rows of scores, each softened by itself."""
-    settings = float32_at(task[SETTINGS], 2)
+    """Some panels of query rows of one key head each."""
+    width = task[KEY_DIM] + -task[KEY_DIM] % GROUP
+    dims = task[VALUE_DIM] + -task[VALUE_DIM] % TILE_ROWS
+    queries, sums = float32_on_lines(LANES * width), float32_on_lines(LANES * dims)
+    keys, values = float32_on_lines(BLOCK_KEYS * width), float32_on_lines(BLOCK_KEYS * dims)
+    scores, rows = float32_on_lines(BLOCK_KEYS * PANEL), float32_on_lines(TILE_ROWS * width)
+    turned = float32_on_lines(max(TILE_ROWS * width, PANEL * dims))
+    largest, totals, factors = float32_on_lines(LANES), float32_on_lines(LANES), float32_on_lines(PANEL)
+    positions = np.empty(LANES, np.int32)
+    slots = int64_at(task[SLOTS], task[CONTEXT])
+    rows[:], values[:] = 0, 0
     item = next_item(task)
     while item >= 0:
-        for row in range(item * ITEM_ROWS, min(task[NUM_ROWS], (item + 1) * ITEM_ROWS)):
-            _soften_row(task, row, settings[0], settings[1])
+        # The last rows see the most: they go first, so that no thread is left with them at the end.
+        head, first = item % task[KV_HEADS], (task[NUM_BLOCKS] - 1 - item // task[KV_HEADS]) * LANES
+        count = min(LANES, task[NUM_ROWS] * task[GROUPS] - first)
+        part = (head, first, count)
+        _load_queries(task, part, rows, turned[: TILE_ROWS * width], queries)
+        _begin(task, part, positions, largest, totals)
+        sums[:] = 0
+        seen_from, end = max(0, positions[0] + 1 - task[WINDOW]), np.int64(positions[-1]) + 1
+        for first_key in range(seen_from // BLOCK_KEYS * BLOCK_KEYS, end, BLOCK_KEYS):
+            seen = slots[first_key : min(end, first_key + BLOCK_KEYS)]
+            _load_keys(task, head, seen, rows, keys)
+            _load_values(task, head, seen, values)
+            block = (first_key, seen.size, keys, values)
+            for lane in range(0, count, PANEL):
+                own = slice(lane, lane + PANEL)
+                panel_sums = sums[lane * dims : (lane + PANEL) * dims]
+                panel = (
+                    queries[lane * width : (lane + PANEL) * width],
+                    positions[own],
+                    largest[own],
+                    totals[own],
+                    panel_sums,
+                )
+                _attend_block(task, block, panel, scores, factors)
+        for lane in range(0, count, PANEL):
+            panel_sums = sums[lane * dims : (lane + PANEL) * dims]
+            _write(task, (head, first + lane, min(PANEL, count - lane)), totals[lane:], panel_sums, turned)
         item = next_item(task)

@@ -12,7 +12,6 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numba import njit
 
 from logprobe.kernels.layers import activations, turn, widen
@@ -20,7 +19,14 @@ from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gat
 from logprobe.kernels.layers.turn import turn_rows, turned_size
 from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tile_width, tiles, widener
 from logprobe.kernels.threads.intrinsics import FLOAT, LINE, prefetch_line
-from logprobe.kernels.threads.parallel import Stage, compiled, compiled_worker, float32_at, next_item
+from logprobe.kernels.threads.parallel import (
+    Stage,
+    compiled,
+    compiled_worker,
+    float32_at,
+    float32_on_lines,
+    next_item,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +91,9 @@ def worker_of(name: str) -> Any:
 
     @compiled_worker(widen, turn, activations, name=f"panels_{name}")
     def multiply_panels(task: Any) -> None:
-        products = on_lines(2 * BLOCK_ROWS * PANEL).reshape(2, -1)
-        piece = on_lines(PIECE * PANEL)
-        turned = on_lines(turned_size(min(BLOCK_ROWS, task[NUM_ROWS]), task[NUM_INPUTS]))
+        products = float32_on_lines(2 * BLOCK_ROWS * PANEL).reshape(2, -1)
+        piece = float32_on_lines(PIECE * PANEL)
+        turned = float32_on_lines(turned_size(min(BLOCK_ROWS, task[NUM_ROWS]), task[NUM_INPUTS]))
         turned_from = -1
         items, num_panels = -(-task[NUM_PANELS] // task[ITEM_PANELS]), task[NUM_PANELS]
         item = next_item(task)
@@ -140,13 +146,6 @@ def _multiplier(form: Form) -> Any:
                     from_piece(some, piece.ctypes.data, count, rows, target)
 
     return multiply
-
-
-@njit
-def on_lines(size: Any) -> Any:
-    """Room for float32 that begins with a cache line: no vector of it lies in two."""
-    memory = np.empty(size + LINE // FLOAT, np.float32)
-    return memory[-memory.ctypes.data % LINE // FLOAT :][:size]
 
 
 @njit

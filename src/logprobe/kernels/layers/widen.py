@@ -87,7 +87,8 @@ def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     return builder.load(place, align=1)
 
 
-def _every(kind: Any, value: float) -> Any:
+def every(kind: Any, value: Any) -> Any:
+    """A vector with one value in all lanes."""
     return ir.Constant(kind, [value] * LANES)
 
 
@@ -97,7 +98,8 @@ def _in_every_lane(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(first, nothing, ir.Constant(INTS, [0] * LANES))
 
 
-def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """A · b + c of vectors of floats, in one rounding."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     name = f"llvm.fma.v{LANES}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
@@ -116,8 +118,8 @@ def _float32_values(builder: Any, address: Any, _header: Header) -> Iterator[Ite
 def _bfloat16_values(builder: Any, address: Any, _header: Header) -> Iterator[Iterable[Any]]:
     for pair in range(GROUP // 2):
         both = [_load(builder, address, VECTOR * (VECTORS * pair + j), INTS) for j in range(VECTORS)]
-        yield [builder.bitcast(builder.shl(bits, _every(INTS, 16)), FLOATS) for bits in both]
-        yield [builder.bitcast(builder.and_(bits, _every(INTS, 0xFFFF0000)), FLOATS) for bits in both]
+        yield [builder.bitcast(builder.shl(bits, every(INTS, 16)), FLOATS) for bits in both]
+        yield [builder.bitcast(builder.and_(bits, every(INTS, 0xFFFF0000)), FLOATS) for bits in both]
 
 
 def _float16_values(builder: Any, address: Any, _header: Header) -> Iterator[Iterable[Any]]:
@@ -130,7 +132,7 @@ def _nibble_values(builder: Any, address: Any, header: Header) -> Iterator[Itera
     floats = _looked_up if HAS_WIDE_REGISTERS else _subtracted
     for values in floats(builder, bits):
         parts = zip(values, header[:VECTORS], header[VECTORS:], strict=True)
-        yield [_multiply_add(builder, value, scale(), summand()) for value, scale, summand in parts]
+        yield [fused(builder, value, scale(), summand()) for value, scale, summand in parts]
 
 
 def _looked_up(builder: Any, bits: Header) -> Iterator[list[Any]]:
@@ -140,7 +142,7 @@ def _looked_up(builder: Any, bits: Header) -> Iterator[list[Any]]:
     function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
     numbers = ir.Constant(FLOATS, [float(lane) for lane in range(LANES)])
     for number in range(GROUP):
-        lanes = [builder.lshr(load(), _every(INTS, 4 * number)) for load in bits]
+        lanes = [builder.lshr(load(), every(INTS, 4 * number)) for load in bits]
         yield [builder.call(function, [numbers, lane]) for lane in lanes]
 
 
@@ -151,9 +153,9 @@ def _subtracted(builder: Any, bits: Header) -> Iterator[list[Any]]:
         exponent = 23 - place
         values = []
         for load in bits:
-            nibble = builder.and_(builder.lshr(load(), _every(INTS, shift)), _every(INTS, 15 << place))
-            shifted = builder.bitcast(builder.or_(nibble, _every(INTS, (exponent + 127) << 23)), FLOATS)
-            values.append(builder.fsub(shifted, _every(FLOATS, float(2**exponent))))
+            nibble = builder.and_(builder.lshr(load(), every(INTS, shift)), every(INTS, 15 << place))
+            shifted = builder.bitcast(builder.or_(nibble, every(INTS, (exponent + 127) << 23)), FLOATS)
+            values.append(builder.fsub(shifted, every(FLOATS, float(2**exponent))))
         yield values
 
 
@@ -291,7 +293,7 @@ def _add_products(builder: Any, one: Any, others: list[Any], sums: list[Any]) ->
     Loaded ahead, as the compiler would have it, vectors take the registers of sums.
     """
     for other, total in zip(others, sums, strict=True):
-        builder.store(_multiply_add(builder, one, other, builder.load(total)), total)
+        builder.store(fused(builder, one, other, builder.load(total)), total)
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 

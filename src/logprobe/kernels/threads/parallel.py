@@ -46,7 +46,7 @@ from numba import cfunc, njit
 from numba.np.numpy_support import carray
 
 from logprobe.kernels import hooks
-from logprobe.kernels.threads.intrinsics import fetch_add, pointer
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, fetch_add, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -243,6 +243,13 @@ def next_item(task: Any) -> Any:
 def float32_at(address: Any, size: Any) -> Any:
     """`size` float32 at an address, as an array."""
     return carray(pointer(address), (size,), np.float32)
+
+
+@njit
+def float32_on_lines(size: Any) -> Any:
+    """Room for float32 that begins with a cache line: no vector of it lies in two."""
+    memory = np.empty(size + LINE // FLOAT, np.float32)
+    return memory[-memory.ctypes.data % LINE // FLOAT :][:size]
 
 
 @njit
