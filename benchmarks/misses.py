@@ -32,11 +32,9 @@ REASONS = {
         "appends to lists. From 64 rows a call on packing is one pass of numpy."
     ),
     "bench_score": (
-        "A prompt's chunk computes. The products on weights run near the processor's multiply-adds in "
-        "float32, as those of vLLM's oneDNN do. Of the rest most is attention, as many small products with "
-        "copies and barriers between them: about a fifth of the time at 512 tokens, in a sampled profile, "
-        "for a fifteenth of the multiply-adds. The memory of a long prompt is the scratch of one chunk: "
-        "scores of 128 rows, gathered keys and values, logits in pieces."
+        "A prompt's chunk computes: every weight is multiplied with every row, in float32, by ours and by "
+        "vLLM's oneDNN alike, and both run near the multiply-adds of this processor. Attention is on the "
+        "same products. What is left to gain are the passes between them."
     ),
     "bench_server": (
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "

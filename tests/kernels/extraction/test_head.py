@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -56,6 +57,19 @@ def test_no_rows_give_no_rows() -> None:
 def test_wrong_arguments_are_named(parameter: str, hidden: torch.Tensor, options: dict[str, int]) -> None:
     with pytest.raises(ParameterError, match=parameter):
         head_extract(hidden, torch.nn.Linear(4, 9), [0], 3, **options)
+
+
+def test_one_chunk_of_logits_is_held_at_a_time() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def head(rows: torch.Tensor) -> torch.Tensor:
+        assert all(logits() is None for logits in made)
+        logits = rows @ torch.ones(4, 9)
+        made.append(weakref.ref(logits))
+        return logits
+
+    head_extract(torch.randn(20, 4), head, [0] * 20, 3, chunk_rows=6)
+    assert len(made) == 4
 
 
 MEASURE_PEAK = """

@@ -74,6 +74,7 @@ def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is w
             size = chunk_rows or default_chunk_rows(shape[1])
         fill(logits, requests.rows(rows.start, rows.stop), output_rows(output, rows.start, rows.stop))
         start = rows.stop
+        del logits  # or two chunks would be held while the next one is made
     return output
 
 
