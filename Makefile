@@ -27,6 +27,9 @@ demo: $(VENV)/.base  ## score the first lines of a text and generate from a prom
 # shows its threads after 20 minutes, and fails by its name; the slowest are told.
 SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart 0 --durations 40 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
+# Some 80 processes of the suite import the same modules: each would compile them anew where a shell forbids to keep them.
+test cover: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.test  ## the whole suite; the default model is fetched once
 	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
