@@ -16,8 +16,9 @@ REASONS = {
     ),
     "extract": (
         "A single row pays for one launch of the kernel and for checks of its arguments, which do not "
-        "depend on the vocabulary; the pass over its logits is a part of that. With 32 rows a call the "
-        "targets are met."
+        "depend on the vocabulary; the pass over its logits is a part of that. With 32 rows a call the pass "
+        "is what is left: an exponential for each value, where a sum waits for memory, so that their ratio "
+        "differs with the host."
     ),
     "bench_int8": (
         "The integers of 8-bit weights are as many bytes as the file's blocks, or twice as many (4-bit "
@@ -34,7 +35,9 @@ REASONS = {
     "bench_score": (
         "A prompt's chunk computes: every weight is multiplied with every row, in float32, by ours and by "
         "vLLM's oneDNN alike, and both run near the multiply-adds of this processor. Attention is on the "
-        "same products. What is left to gain are the passes between them."
+        "same products. What is left to gain are the passes between them. The memory of a long prompt is "
+        "one chunk of logits, twice or three times: the C library keeps freed ones, and puts smaller arrays "
+        "into them before the next one comes."
     ),
     "bench_server": (
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "

@@ -41,7 +41,7 @@ LINEAR = Hook(
     library="torch",
     name="ops.mkldnn._linear_pointwise",
     purpose="oneDNN's product on a reordered weight, with an activation behind it",
-    without="weights are not packed, and prompt chunks go through torch's own attention",
+    without="weights are not packed",
 )
 LINEAR_BINARY = Hook(
     library="torch",

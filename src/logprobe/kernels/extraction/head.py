@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike
     from logprobe.records.steps import LogprobsTensors
 
-CHUNK_BYTES = 16 * 2**20
-MIN_CHUNK_ROWS = 16
+CHUNK_BYTES = 8 * 2**20
+MIN_CHUNK_ROWS = 32  # fewer would read the head's weights too often
 MAX_CHUNK_BYTES = 32 * 2**20
 
 
@@ -48,7 +48,7 @@ def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is w
         k: as in `extract`.
         given_ids: as in `extract`.
         entropy: as in `extract`.
-        chunk_rows: rows a chunk; by default as many as make 16 MiB of logits, but at least 16 rows
+        chunk_rows: rows a chunk; by default as many as make 8 MiB of logits, but at least 32 rows
             where these fit in 32 MiB.
         transform: called with each chunk's logits and the slice of rows that they belong to, returns
             (rows, V) logits that take their place.
@@ -79,7 +79,7 @@ def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is w
 
 
 def default_chunk_rows(vocab_size: int | None) -> int:
-    """Rows of float32 logits that make 16 MiB; at least 16 where these fit in 32 MiB; 16 for unknown V."""
+    """Rows of float32 logits that make 8 MiB; at least 32 where these fit in 32 MiB; 32 for unknown V."""
     if vocab_size is None:
         return MIN_CHUNK_ROWS
     row_bytes = 4 * vocab_size
