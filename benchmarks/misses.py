@@ -35,9 +35,7 @@ REASONS = {
     "bench_score": (
         "A prompt's chunk computes: every weight is multiplied with every row, in float32, by ours and by "
         "vLLM's oneDNN alike, and both run near the multiply-adds of this processor. Attention is on the "
-        "same products. What is left to gain are the passes between them. The memory of a long prompt is "
-        "one chunk of logits, twice or three times: the C library keeps freed ones, and puts smaller arrays "
-        "into them before the next one comes."
+        "same products. What is left to gain are the passes between them."
     ),
     "bench_server": (
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "
