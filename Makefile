@@ -110,9 +110,9 @@ notebook: $(VENV)/.base  ## run examples/surprisal.ipynb anew and keep what it s
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook,frames,plot]'
 	$(BIN)/python docs/run_notebook.py
 
-bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then docs/performance.md; OPTIONS="--rounds 3" for fewer
+bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then the pages of their figures; OPTIONS="--rounds 3" for fewer
 	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
-	$(BIN)/python benchmarks/report.py; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	$(BIN)/python benchmarks/report.py; $(BIN)/python docs/reliability_page.py > docs/reliability.md; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, errors), then all of them as a site in site/
 	$(BIN)/python docs/cli_help.py > docs/cli.md
