@@ -75,21 +75,27 @@ def _kernels_are_compiled() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _libraries_stay_out_of_collections() -> Iterator[None]:
-    """The collections that engines ask for walk past what is there before the tests.
-
-    Each engine that opens or closes has it walk through all objects, a third of a second with the libraries
-    that are loaded here; a thousand of them do in a run of the suite.
-    """
-    from logprobe import LLM  # noqa: F401 - and with it all that tests load in any case
+def _engines_leave_the_collector_alone() -> Iterator[None]:
+    """What engines walk past is told once a file, not with each engine that opens or closes."""
     from logprobe.engine.forward import pool
 
-    gc.collect()
-    gc.freeze()
     pool.gc = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[assignment]
     yield
     pool.gc = gc
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_walk_past_what_was_there() -> None:
+    """Collections walk through what this file makes alone.
+
+    Each engine that opens or closes asks for one, a third of a second with the libraries that are loaded;
+    a thousand of them do in a run of the suite.
+    """
+    from logprobe import LLM  # noqa: F401 - and with it what most tests load
+
+    gc.collect()
+    gc.freeze()
 
 
 MERGES = (

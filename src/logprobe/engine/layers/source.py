@@ -56,10 +56,15 @@ def calls_form(function: Callable[..., Any], name: str, forms: Iterable[str]) ->
 
 def mentions(cls: type, words: str) -> bool:
     """Whether the source of a class, where there is one, holds some words."""
+    return words in _source(cls)
+
+
+@functools.cache
+def _source(cls: type) -> str:
     try:
-        return words in inspect.getsource(cls)
-    except (OSError, TypeError):
-        return False
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # no source on this machine
+        return ""
 
 
 @functools.cache
