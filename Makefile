@@ -23,9 +23,10 @@ demo: $(VENV)/.base  ## score the first lines of a text and generate from a prom
 	sed -n 3p examples/lighthouse.txt | $(BIN)/logprobe score - --top 3
 	$(BIN)/logprobe generate "The capital of France is" --max-tokens 12 --temperature 0 --logprobs 5
 
-# Two processes, each with whole files: most tests wait for Python, which has one core a process. A test that hangs
+# Three processes, each with whole files (some 12 GB in all): a test's Python has one core, and waits for its child
+# processes and clocks as often as it computes, which would leave a part of two cores idle to two. A test that hangs
 # shows its threads after 20 minutes, and fails by its name; the slowest are told.
-SIDE_BY_SIDE := -n 2 --dist loadfile --max-worker-restart 0 --durations 40 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
+SIDE_BY_SIDE := -n 3 --dist loadfile --max-worker-restart 0 --durations 40 -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true
 
 # Some 80 processes of the suite import the same modules: each would compile them anew where a shell forbids to keep them.
 test cover: export PYTHONDONTWRITEBYTECODE :=
