@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 # Before torch and tokenizers load: as many threads as the smallest machine that runs the tests has cores,
-# or as each of a few test processes has of them; they sleep while they wait. Tests about threads set their own.
+# or one where test processes share them; they sleep while they wait. Tests about threads set their own.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -16,7 +16,6 @@ from filelock import FileLock
 
 from logprobe.models import KNOWN_MODELS, ModelFiles, resolve
 from logprobe.models.fetch import fetch_gguf
-from logprobe.models.gguf.file import GgufFile
 from logprobe.models.known import KnownModel, Package
 
 if TYPE_CHECKING:
@@ -261,13 +260,13 @@ def real_files(request: pytest.FixtureRequest) -> ModelFiles:
 
 
 @pytest.fixture(scope="session")
-def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
-    """Fetch and open a known model's GGUF file, once for all test processes: both take seconds."""
+def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Fetch a known model's GGUF file, once for all test processes: it takes seconds."""
     own = tmp_path_factory.getbasetemp()
     common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
     @cache
-    def fetch(name: str) -> GgufFile:
+    def fetch(name: str) -> Path:
         folder = common / f"fetched-{name}"
         with FileLock(common / f"{folder.name}.lock"):
             if not folder.exists():
@@ -275,12 +274,12 @@ def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Gg
                 fetch_gguf(KNOWN_MODELS[name], partial)
                 partial.rename(folder)
         [path] = folder.glob("*.gguf")
-        return GgufFile(path)
+        return path
 
     return fetch
 
 
 @pytest.fixture
-def real_gguf(request: pytest.FixtureRequest, fetched_gguf: Callable[[str], GgufFile]) -> GgufFile:
-    """Give a known model's GGUF file itself."""
+def real_gguf(request: pytest.FixtureRequest, fetched_gguf: Callable[[str], Path]) -> Path:
+    """Give a known model's GGUF file itself, unopened: to open Gemma's takes ten seconds."""
     return fetched_gguf(request.param)

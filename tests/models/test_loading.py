@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from logprobe.models.gguf.file import GgufFile
-
 
 @pytest.fixture
 def files(tmp_path: Path, home: Path, write_gguf: Callable[..., Path]) -> ModelFiles:
@@ -135,11 +133,11 @@ def test_each_architecture_gives_the_logprobs_of_llama_cpp(
 @pytest.mark.real_model
 @pytest.mark.parametrize(("real_files", "real_gguf"), [("smollm2",) * 2, ("gemma3-270m",) * 2], indirect=True)
 def test_a_real_model_agrees_with_llama_cpp_within_its_int8_activations(
-    real_files: ModelFiles, real_gguf: GgufFile, llama_cpp: Callable[[Path], Any]
+    real_files: ModelFiles, real_gguf: Path, llama_cpp: Callable[[Path], Any]
 ) -> None:
     tokenizer, model = load_tokenizer(real_files), load_model(real_files, dtype=torch.float32)
     token_ids = tokenizer.encode("The capital of France is", add_special_tokens=True)
-    expected = llama_cpp(real_gguf.path).next_logprobs(token_ids, num_top=5)
+    expected = llama_cpp(real_gguf).next_logprobs(token_ids, num_top=5)
     found = next_logprobs(model, token_ids)
     assert int(found.argmax()) == next(iter(expected))
     for token_id, logprob in expected.items():

@@ -108,19 +108,3 @@ def test_a_file_cut_off_is_an_input_error(tmp_path: Path, write_gguf: Callable[.
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(InputError, match="not a readable GGUF file"):
         GgufFile(path)
-
-
-@pytest.mark.real_model
-@pytest.mark.parametrize("real_gguf", ["gemma3-270m"], indirect=True)
-def test_gemma3_270m_has_the_published_shape(real_gguf: GgufFile) -> None:
-    config = build_config(real_gguf)
-    assert config.model_type == "gemma3_text"
-    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (18, 640, 2048)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 256)
-    assert (config.vocab_size, config.max_position_embeddings, config.rms_norm_eps) == (262_144, 32_768, 1e-6)
-    assert (config.query_pre_attn_scalar, config.sliding_window) == (256, 512)
-    assert [layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"] == [5, 11, 17]
-    assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
-    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
-    assert config.tie_word_embeddings
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (2, 1, 0)

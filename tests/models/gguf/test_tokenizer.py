@@ -67,11 +67,11 @@ def corpus(num_random: int) -> list[str]:
 @pytest.mark.real_model
 @pytest.mark.parametrize(("real_files", "real_gguf"), [("smollm2",) * 2, ("gemma3-270m",) * 2], indirect=True)
 def test_real_tokens_are_those_of_llama_cpp_and_of_autotokenizer(
-    real_files: ModelFiles, real_gguf: GgufFile, llama_cpp: Callable[[Path], Any]
+    real_files: ModelFiles, real_gguf: Path, llama_cpp: Callable[[Path], Any]
 ) -> None:
     tokenizer = load_tokenizer(real_files)
     automatic = AutoTokenizer.from_pretrained(real_files.folder)
-    reference = llama_cpp(real_gguf.path)
+    reference = llama_cpp(real_gguf)
     for text in corpus(200):
         expected = reference.encode(text)
         assert tokenizer.encode(text) == expected, text
