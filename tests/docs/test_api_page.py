@@ -49,9 +49,9 @@ def test_a_python_example_runs(
 ) -> None:
     # httpx gives an answer five seconds, which a busy machine may take.
     monkeypatch.setattr(httpx, "post", functools.partial(httpx.post, timeout=PATIENCE_S))
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    names: dict[str, Any] = {"client": client, "url": url, "model": "tiny"}
-    exec(code, names)  # noqa: S102 - our own page
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        names: dict[str, Any] = {"client": client, "url": url, "model": "tiny"}
+        exec(code, names)  # noqa: S102 - our own page
     assert capsys.readouterr().out
 
 

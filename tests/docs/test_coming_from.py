@@ -131,3 +131,4 @@ def test_openais_client_runs_on_a_server(
         names |= {"url": f"{url}/v1", "OpenAI": OpenAI}
         for line in lines:
             run(line, names, tiny_model_folder)
+        names["client"].close()

@@ -49,3 +49,4 @@ def test_each_example_prints_what_the_page_shows(
             # As shown, but for what another machine's float32 may round otherwise.
             numbers = [float(one) for one in FIGURE.findall(shown)]
             assert [float(one) for one in FIGURE.findall(printed)] == pytest.approx(numbers, abs=0.011)
+        names["client"].close()

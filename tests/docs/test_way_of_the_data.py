@@ -92,17 +92,18 @@ def walked(watch: Watch, tiny_model_folder: Path, new_serving: Any) -> dict[str,
         def draw(text: str) -> None:
             llm.generate([text], DRAWN, progress=False)
 
-        with new_serving(llm, ServerSettings(model_name="tiny")) as (url, _):
-            chat = chatter(url)
-            for title, work in zip(TITLES, (score, draw, chat), strict=True):
+        with (
+            new_serving(llm, ServerSettings(model_name="tiny")) as (url, _),
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        ):
+            for title, work in zip(TITLES, (score, draw, chatter(client)), strict=True):
                 work(f"{title}, to load what is loaded late")
                 walked[title] = watch.of(lambda work=work, title=title: work(f"and {title}"))
     return walked
 
 
-def chatter(url: str) -> Callable[[str], None]:
+def chatter(client: openai.OpenAI) -> Callable[[str], None]:
     """What streams a chat of three tokens with OpenAI's own client."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
 
     def chat(text: str) -> None:
         stream = client.chat.completions.create(

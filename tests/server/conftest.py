@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -31,6 +31,7 @@ class Running:
     url: str
     llm: Any
     service: Any
+    clients: ExitStack = field(default_factory=ExitStack)  # closed before the server
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, verify=TLS)
@@ -39,7 +40,8 @@ class Running:
         return httpx.get(self.url + path, timeout=PATIENCE_S, verify=TLS)
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        new = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        return self.clients.enter_context(new)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +51,9 @@ def serve_llm(new_serving: Any) -> Callable[..., Any]:
     @contextmanager
     def serve(llm: Any, processors: tuple[Any, ...] = (), **settings: Any) -> Iterator[Running]:
         with new_serving(llm, ServerSettings(**settings), processors) as (url, app):
-            yield Running(url, llm, app.state.service)
+            running = Running(url, llm, app.state.service)
+            with running.clients:
+                yield running
 
     return serve
 
