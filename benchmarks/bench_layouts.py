@@ -37,7 +37,7 @@ BATCH, PROMPT_LEN, NEW_TOKENS = 32, 32, 24
 WEIGHTS = ("packed", "published")
 
 
-def rate(  # noqa: PLR0913, PLR0917 - what is bound once, and the number of the round
+def rate(
     llm: LLM,
     folder: Path,
     batch: int,

@@ -174,7 +174,7 @@ class LLM:
         work = self.client.generate(prompts, asked, watch=watch, on_error=on_error, truncation=truncation)
         return self._bridge.run(work)
 
-    def chat(  # noqa: PLR0913 - one argument a setting of the layout
+    def chat(
         self,
         messages: Conversations,
         params: AskedParams = None,
@@ -286,7 +286,7 @@ class LLM:
         """The loaded LoRA weights: name → path."""
         return self.engine.list_loras()
 
-    def score(  # noqa: PLR0913 - keywords with defaults
+    def score(
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
         *,

@@ -68,7 +68,7 @@ class AsyncVirtualLM(LocalLM[torch.Tensor]):
     }
     """What an ask for a row is to vLLM, as genlm-backend says it; for reading alone."""
 
-    def __init__(  # noqa: PLR0913 - genlm-backend's arguments
+    def __init__(
         self,
         llm_engine: Any,
         logprobs_capture: GlobalLogprobsCapture | None = None,

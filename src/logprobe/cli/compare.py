@@ -40,7 +40,7 @@ STORED = ".parquet"
 
 
 @takes_engine
-def compare(  # noqa: PLR0913 - one argument a flag
+def compare(
     a: _Model,
     b: _Model,
     *,

@@ -36,7 +36,7 @@ _Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may
 
 
 @takes_engine
-def generate(  # noqa: PLR0913 - one argument a flag
+def generate(
     prompt: _Prompt,
     *,
     logprobs: _Logprobs = None,

@@ -64,7 +64,7 @@ _Force = Annotated[bool, typer.Option("--force", help="Write the output anew if 
 
 @takes_engine
 @takes_settings(DataSettings, RaySettings, without=frozenset({"lora"}))
-def score(  # noqa: PLR0913 - one argument a flag
+def score(
     files: _Files = None,
     *,
     text: _Text = None,

@@ -126,7 +126,7 @@ class Client:
             output.prompt = prompt
         return outputs
 
-    async def score(  # noqa: PLR0913 - keywords with defaults
+    async def score(
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
         params: SamplingParams,

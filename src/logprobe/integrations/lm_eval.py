@@ -53,7 +53,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         UnknownParameterError: a setting of that name does not exist.
     """
 
-    def __init__(  # noqa: PLR0913 - the harness's model arguments
+    def __init__(
         self,
         pretrained: str = "smollm2",
         *,

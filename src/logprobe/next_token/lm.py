@@ -198,7 +198,7 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         [row] = await self._rows([ids], known.lora)
         return KnownPrefix(ids, known.lora, self._given(row))
 
-    async def sample(  # noqa: PLR0913 - one argument a field of the draw
+    async def sample(
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
@@ -237,7 +237,7 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         self._engine.submit([admitted])
         return sampled(await self._engine.result(admitted.request.request_id))
 
-    async def batch_sample(  # noqa: PLR0913 - one argument a field of the draw
+    async def batch_sample(
         self,
         prompt_token_ids_list: Sequence[TokenIds],
         max_tokens: int,

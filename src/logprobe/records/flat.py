@@ -134,7 +134,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
                 return
         self.append_entries(row_entries(row_from_columns(ids, values, of_rank, texts)))
 
-    def append_rows(  # noqa: PLR0913 - the columns of a step
+    def append_rows(
         self,
         token_ids: npt.ArrayLike,
         logprobs: npt.ArrayLike,

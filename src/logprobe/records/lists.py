@@ -139,7 +139,7 @@ class LogprobsLists:
         return f"<LogprobsLists: {self._size} rows, k = {self.token_ids.shape[1] - 1}>"
 
     @classmethod
-    def of_rows(  # noqa: PLR0913 (the columns of a step)
+    def of_rows(
         cls,
         *,
         token_ids: Array,

@@ -246,7 +246,7 @@ class TextTally:
         return text
 
 
-def perplexity(  # noqa: PLR0913 - keywords with defaults
+def perplexity(
     llm: Scorer,
     text: str | Iterable[str],
     *,

@@ -27,7 +27,7 @@ MAX_CHUNK_BYTES = 32 * 2**20
 
 
 @torch.no_grad()
-def head_extract(  # noqa: PLR0913 (two of the keywords tune, five say what is wanted)
+def head_extract(
     hidden: Tensor,
     head: Callable[[Tensor], Tensor],
     chosen_ids: IdsLike,

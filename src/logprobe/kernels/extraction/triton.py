@@ -110,7 +110,7 @@ def _absorb(values: tl.tensor, greatest: tl.tensor, total: tl.tensor, products: 
 
 
 @triton.jit
-def _rows_kernel(  # noqa: PLR0913, PLR0917 (a kernel's arrays cannot be grouped)
+def _rows_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,
@@ -169,7 +169,7 @@ def _rows_kernel(  # noqa: PLR0913, PLR0917 (a kernel's arrays cannot be grouped
 
 
 @triton.jit
-def _given_kernel(  # noqa: PLR0913, PLR0917
+def _given_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
     vocab_size: tl.tensor,

@@ -183,7 +183,7 @@ class DatasetRun:
         return {"inputs": inputs} | workers.source_of_numbers() | asdict(workers.settings)
 
 
-def score_dataset(  # noqa: PLR0913 - keywords with defaults
+def score_dataset(
     llm: Scorer | Pool,
     inputs: str | Path | Sequence[str | Path],
     output: str | Path,

@@ -46,7 +46,7 @@ class VllmEngine:
     `end_ids` are the tokens that end a text.
     """
 
-    def __init__(  # noqa: PLR0913 (what an engine is made of)
+    def __init__(
         self,
         llm: Any,
         bridge: LoopThread,
