@@ -25,11 +25,11 @@ from functools import partial
 from platform import machine
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from logprobe.kernels.processor import HAS_WIDE_REGISTERS, cpu_features
 from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 PANEL = 48
 GROUP = 8
-HAS_WIDE_REGISTERS = bool(llvm.get_host_cpu_features().get("avx512f"))
 LANES = 16 if HAS_WIDE_REGISTERS else 8
 VECTORS = PANEL // LANES
 VECTOR = FLOAT * LANES  # bytes
@@ -57,8 +56,7 @@ LAYOUT = 1  # of what this file states; a file of panels in another is not read
 
 def can_widen() -> bool:
     """Whether this processor has the instructions: fused products, and float16 to float32."""
-    features = llvm.get_host_cpu_features()
-    return machine() in {"aarch64", "arm64"} or bool(features.get("fma") and features.get("f16c"))
+    return machine() in {"aarch64", "arm64"} or {"fma", "f16c"} <= cpu_features()
 
 
 @dataclass(frozen=True, slots=True)

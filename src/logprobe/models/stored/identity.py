@@ -11,9 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from llvmlite import binding as llvm
-
 from logprobe.kernels.layers.widen import LAYOUT
+from logprobe.kernels.processor import cpu_features, cpu_name
 from logprobe.models.cache import home
 
 if TYPE_CHECKING:
@@ -62,8 +61,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 
 def _machine() -> list[Any]:
-    features = llvm.get_host_cpu_features()
-    return [LAYOUT, llvm.get_host_cpu_name(), sorted(name for name, is_there in features.items() if is_there)]
+    return [LAYOUT, cpu_name(), sorted(cpu_features())]
 
 
 @functools.cache
