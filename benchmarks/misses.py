@@ -20,10 +20,6 @@ REASONS = {
         "is what is left: an exponential for each value, where a sum waits for memory, so that their ratio "
         "differs with the host."
     ),
-    "bench_int8": (
-        "The integers of 8-bit weights are as many bytes as the file's blocks, or twice as many (4-bit "
-        "blocks), so that at one row published weights read less; scoring is where integers compute faster."
-    ),
     "bench_next_token": (
         "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The event "
         "loop's stalls are the asks of one turn, and waits for the interpreter while another thread runs."

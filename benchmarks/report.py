@@ -30,6 +30,14 @@ def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
     return dict(sorted(found.items()))
 
 
+def without_gone(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The results of benchmarks whose script is still here: old files keep those of others."""
+    scripts = {path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")}
+    return {
+        bench: one for bench, one in results.items() if bench.split()[0].removeprefix("bench_") in scripts
+    }
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -88,7 +96,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(page(newest_results()), encoding="utf-8")
+    PAGE.write_text(page(without_gone(newest_results())), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 

@@ -30,10 +30,6 @@ with the model's own, at its first positions, at its last and across each length
 - **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is
   fused only where the source of its `forward` is one that was read (`engine/layers/forms.py`).
 - **plain**: the layers are transformers' own, on packed products where a CPU has oneDNN.
-- `weights="int8"` is taken where every matrix of the decoder is a linear layer (no experts, not GPT-2), and
-  where a short text loses at most .1 nats (mean KL from the plain weights); what it loses stands in
-  `logprobe info MODEL`. It is faster than float32 where the processor multiplies 8-bit integers (VNNI);
-  without, it takes less memory alone.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 """

@@ -16,7 +16,7 @@ from logprobe.errors import ParameterError, UnknownParameterError, require
     [
         ("device", "gpu"), ("device", None),
         ("dtype", "float64"), ("dtype", "fp16"),
-        ("weights", "int4"),
+        ("weights", "int8"),
         ("max_model_len", 0), ("max_model_len", -1), ("max_model_len", "long"), ("max_model_len", 1.5),
         ("kv_bytes", 0), ("kv_bytes", "1GiB"), ("kv_bytes", True),
         ("max_batch_tokens", 0), ("max_batch_tokens", None), ("max_batch_tokens", "many"),

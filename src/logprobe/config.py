@@ -32,7 +32,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
-Weights = Literal["auto", "plain", "packed", "published", "int8"]
+Weights = Literal["auto", "plain", "packed", "published"]
 
 
 @strict_keywords
@@ -51,8 +51,8 @@ class EngineConfig:
             what is free, at most 1 GiB.
         weights: `auto` (`published` for a large model of a known form where that was measured to be as fast
             on this machine; else `packed` where a CPU has oneDNN; else `plain`), `plain`, `packed` (float32
-            in the layout of small-batch matrix products), `published` (the bytes of the model's own file,
-            widened to float32 where they are used), or `int8` (opt-in, changes the numbers slightly).
+            in the layout of small-batch matrix products), or `published` (the bytes of the model's own file,
+            widened to float32 where they are used).
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.
@@ -98,7 +98,7 @@ class EngineConfig:
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
-        weights = ("auto", "plain", "packed", "published", "int8")
+        weights = ("auto", "plain", "packed", "published")
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)

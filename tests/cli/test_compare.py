@@ -20,7 +20,7 @@ def test_the_command_prints_a_table_or_json(
     (tmp_path / "in.txt").write_text("\n".join(TEXTS))
     model = str(tiny_model_folder)
     flags = ("--data", str(tmp_path / "in.txt"), "--lines", "-o", str(tmp_path / "c.parquet"))
-    found = json.loads(cli("compare", model, f"{model},weights=int8", *flags, "--json").out)
+    found = json.loads(cli("compare", model, f"{model},dtype=bfloat16", *flags, "--json").out)
     assert found["kl"]["mean"] > 0
     assert pq.read_metadata(tmp_path / "c.parquet").num_rows == found["num_positions"]
     lines = cli("compare", model, model, *flags).out.splitlines()

@@ -8,7 +8,7 @@ import pytest
 import logprobe
 
 PAGE = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
-SECTIONS = ("Added", "Changed", "Fixed")
+SECTIONS = ("Added", "Changed", "Removed", "Fixed")
 VERSIONS = PAGE.split("\n## ")[1:]
 
 

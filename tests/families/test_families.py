@@ -19,7 +19,6 @@ from families.trials import (
     prompts,
     quick_differences,
 )
-from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
@@ -39,22 +38,6 @@ def test_a_family_gives_the_numbers_of_transformers_in_every_layout(row: Row, te
         assert how_layers_run(forward) == ("plain" if weights == "plain" else row.layers)
         for way, difference in ways(truth, forward, text):
             assert difference <= TOLERANCE, f"{weights}, {way}: {difference:.1e} nats"
-
-
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "gpt_neox"]
-)
-def test_8_bits_say_what_they_lose(kind: str) -> None:
-    layout = load(model_of(kind), "int8").layout
-    assert layout.int8_kl is not None
-    assert 0 < layout.int8_kl < 0.1
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "qwen2_moe", "olmoe", "deepseek_v2", "gpt_oss"])
-def test_8_bits_are_refused_where_they_were_never_proven(kind: str) -> None:
-    with pytest.raises(ParameterError, match="int8 is not proven for") as error:
-        load(model_of(kind), "int8")
-    assert error.value.parameter == "weights"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -16,7 +16,7 @@ from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.forward import attention, native
 from logprobe.engine.layers.fused import FusedLayer
-from logprobe.engine.ready import follow, start
+from logprobe.engine.ready import start
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
@@ -71,13 +71,7 @@ def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
     def copied(_files: Any, *, dtype: torch.dtype, **_: Any) -> Any:
         return copy.deepcopy(model).to(dtype)
 
-    # The text that calibrates 8 bits, as ids.
-    ids = np.random.default_rng(1).integers(3, model.config.get_text_config().vocab_size, 60).tolist()
-    tokenizer = mock.Mock(encode=lambda _: ids)
-    with (
-        mock.patch.object(start, "load_model", copied),
-        mock.patch.object(follow, "load_tokenizer", return_value=tokenizer),
-    ):
+    with mock.patch.object(start, "load_model", copied):
         return native.NativeForward(config, ModelFiles("tiny", Path("/nowhere")))
 
 

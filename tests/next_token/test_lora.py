@@ -313,29 +313,3 @@ def changed_copy(source: Path, folder: Path, **options: Any) -> Path:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | options))
     return folder
-
-
-def test_8_bit_rows_without_an_adapter_keep_their_bits_beside_those_with_one(
-    new_lm: Any, adapter_folders: dict[str, Path], lora_rows: dict[str, Any], random_ids: Any
-) -> None:
-    prefixes = [random_ids(seed, 6 + seed) for seed in range(4)]
-    with new_lm(weights="int8") as lm:
-
-        async def ask(name: str | None) -> list[Any]:
-            lm.clear_cache()
-            lm.clear_kv_cache()
-            names = (None, name, name, None)
-            pairs = zip(prefixes, names, strict=True)
-            return await asyncio.gather(*(lm.next_token_logprobs(ids, lora=one) for ids, one in pairs))
-
-        alone = asyncio.run(ask(None))
-        for name, folder in adapter_folders.items():
-            lm.add_new_lora(folder, name)
-            rows = asyncio.run(ask(name))
-            for place in (0, 3):
-                np.testing.assert_array_equal(rows[place], alone[place])
-            for place in (1, 2):
-                want = lora_rows[name](prefixes[place])
-                divergence = float((np.exp(want) * (want - rows[place])).sum())
-                moved = float((np.exp(want) * (want - alone[place])).sum())
-                assert divergence < 0.2 * moved

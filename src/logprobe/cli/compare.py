@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _Model = Annotated[
     str,
-    typer.Argument(help="A model, with settings after a comma (smollm2,weights=int8), or a scored .parquet."),
+    typer.Argument(help="A model, settings after a comma (smollm2,dtype=float16), or a scored .parquet."),
 ]
 _Data = Annotated[
     list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, patterns.")
@@ -57,7 +57,7 @@ def compare(
 ) -> None:
     """Compare what two models give the same tokens: KL, agreement, logprobs, importance ratios.
 
-    A is the reference (a trainer), B what is used in its place (int8, a sampler). Models of one tokenizer
+    A is the reference (a trainer), B what is used in its place (float16, a sampler). Models of one tokenizer
     are compared token by token, others word by word. Settings: those of `logprobe serve`, and lora=FOLDER.
     --device and the like are for the models that do not say otherwise.
     A scored .parquet (--tokens) as A is compared with the model B on the run's own data.

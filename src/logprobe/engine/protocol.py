@@ -38,7 +38,6 @@ class Layout:
     own_layers: tuple[str, ...]  # classes of the layers that run as transformers wrote them
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
     probe_difference: float  # largest at load, nats
-    int8_kl: float | None = None  # mean over a short text, from the plain weights, nats; None: not in 8 bits
 
     @property
     def layers(self) -> str:

@@ -55,12 +55,6 @@ REORDER = Hook(
     purpose="brings a weight into the order that oneDNN's product wants",
     without="weights are not packed",
 )
-INT8_PRODUCT = Hook(
-    library="torch",
-    name="_int_mm",
-    purpose="the product of 8-bit integers",
-    without="the same integers come from products of float32",
-)
 PARALLEL = Hook(
     library=LIBGOMP,
     name="GOMP_parallel",
@@ -99,7 +93,7 @@ LLVM_FUNCTIONS = Hook(
 )
 
 HOOKS = (
-    LINEAR, LINEAR_BINARY, REORDER, INT8_PRODUCT, PARALLEL, BARRIER, PAUSE, ATTENTION,
+    LINEAR, LINEAR_BINARY, REORDER, PARALLEL, BARRIER, PAUSE, ATTENTION,
     CACHE_KEY, LLVM_FUNCTIONS,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 CPU_KERNELS = (
     "extraction.numba", "draw.numba", "attention.numba", "attention.chunk",
-    "layers.store", "layers.norm", "layers.rotary", "layers.int8", "layers.int8_rows", "threads.series",
+    "layers.store", "layers.norm", "layers.rotary", "threads.series",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The same tokens through two models: how far apart their distributions and their logprobs are.
 
-A is what should be (the reference, a trainer, a model before a change), B what is used in its place (int8,
-a sampler, a model after it). With the same vocabulary every position is compared; models of different
+A is what should be (the reference, a trainer, a model before a change), B what is used in its place (fewer
+bits, a sampler, a model after it). With the same vocabulary every position is compared; models of different
 tokenizers are compared by what they give whole words and bytes. Before it: two scorers, or a stored run.
 After it: the command, files and plots.
 """

@@ -226,21 +226,20 @@ def test_auto_is_plain_where_nothing_can_be_packed(model: nn.Module) -> None:
     assert choose_layout(model, "auto") == "plain"
 
 
-@pytest.mark.parametrize("layout", ["packed", "int8"])
 @pytest.mark.parametrize("reason", ["no oneDNN", "half precision"])
 def test_a_layout_that_cannot_be_had_is_an_error_that_names_the_setting(
-    monkeypatch: pytest.MonkeyPatch, layout: Any, reason: str
+    monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     model = nn.Linear(5, 7)
     if reason == "no oneDNN":
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     else:
         model = model.bfloat16()
-    with pytest.raises(ParameterError, match=layout) as error:
-        choose_layout(model, layout)
+    with pytest.raises(ParameterError, match="packed") as error:
+        choose_layout(model, "packed")
     assert error.value.parameter == "weights"
 
 
-@pytest.mark.parametrize("layout", ["plain", "packed", "published", "int8"])
+@pytest.mark.parametrize("layout", ["plain", "packed", "published"])
 def test_a_layout_that_is_named_is_taken(layout: Any) -> None:
     assert choose_layout(nn.Linear(5, 7), layout) == layout

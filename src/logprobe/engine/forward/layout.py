@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.proof import Proof
 
 
-def layout_of(decoder: nn.Module, weights: Weights, proof: Proof, *, int8_kl: float | None = None) -> Layout:
+def layout_of(decoder: nn.Module, weights: Weights, proof: Proof) -> Layout:
     """Describe a decoder as it stands."""
     num_layers = len(proof.step.windows)
     layers = [
@@ -31,5 +31,4 @@ def layout_of(decoder: nn.Module, weights: Weights, proof: Proof, *, int8_kl: fl
         own_layers=tuple(own),
         rope_boundary=proof.rope_boundary,
         probe_difference=proof.largest_difference,
-        int8_kl=int8_kl,
     )

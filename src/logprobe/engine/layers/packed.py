@@ -209,8 +209,8 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
     """
     linears: list[Any] = [module for module in model.modules() if is_linear(module)]
     is_packable = bool(linears) and all(can_pack(linear.weight) for linear in linears)
-    if weights in {"packed", "int8"} and not is_packable:
-        raise ParameterError("weights", f"{weights} needs float32 on a CPU with oneDNN; use auto or plain")
+    if weights == "packed" and not is_packable:
+        raise ParameterError("weights", "packed needs float32 on a CPU with oneDNN; use auto or plain")
     if weights == "published" and not can_publish(linears):
         raise ParameterError(
             "weights", "published needs float32 on a CPU with fused products (FMA); use auto or plain"

@@ -1,4 +1,4 @@
-"""A decoder step of a few rows as one launch (CPU, weights in 8 bits or as they were published).
+"""A decoder step of a few rows as one launch (CPU, weights as they were published).
 
 At one row, hundreds of launches from Python cost more than the products they start. Where all layers are of
 the fused form on our own kernels, they are recorded once, on buffers of their own, which a step fills in.
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from logprobe.engine.layers.fused import FusedLayer
-from logprobe.engine.layers.int8 import Int8GatedMLP, Int8Linear
 from logprobe.engine.layers.packed import PackedNorm
 from logprobe.engine.layers.published import PublishedGatedMLP, PublishedJoinedMLP, PublishedLinear
 from logprobe.kernels.attention.api import RowPlan, rows_stage
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
     Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (M, key_dim) each
 
 KIND = "layer_type"  # what transformers' rotary embeddings are asked by where layers have several
-# Above, oneDNN's products gain more than launches cost; our own kernels serve any number (docs/decisions.md).
-MOST_ROWS = {Int8Linear: 8, PublishedLinear: 64}
+MOST_ROWS = 64  # of a recorded step; the products serve any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +79,11 @@ class RecordedSteps:
         self._recorded: dict[int, tuple[Buffers, Series]] = {}
         kinds = rotary_kinds(decoder)
         self._layers = [_Layer(layer, kind) for layer, kind in zip(decoder.layers, kinds, strict=True)]
-        self.most_rows = MOST_ROWS[type(self._layers[0].down_proj)]
-        self._buffers = self._make_buffers(self.most_rows)
+        self._buffers = self._make_buffers(MOST_ROWS)
 
     def can_run(self, plan: AttentionPlan) -> bool:
         """Whether a step has few rows, each attended by the row kernel."""
-        return plan.rows is not None and not plan.chunks and len(plan.slots) <= self.most_rows
+        return plan.rows is not None and not plan.chunks and len(plan.slots) <= MOST_ROWS
 
     def run(self, token_ids: Array, positions: Array, plan: AttentionPlan) -> torch.Tensor:
         """(M,) ids and positions → the last hidden states, (M, hidden size), good until the next step."""
@@ -222,17 +219,15 @@ def record_steps(decoder: Any, pool: KVPool, max_len: int) -> RecordedSteps | No
 
 
 def _is_known(layer: Any) -> bool:
-    known_mlps = Int8GatedMLP | PublishedGatedMLP | PublishedJoinedMLP
+    known_mlps = PublishedGatedMLP | PublishedJoinedMLP
     if not isinstance(layer, FusedLayer) or layer.is_parallel or not isinstance(layer.mlp, known_mlps):
         return False
     attention = layer.fused_attention
     linears = (attention.projection, attention.output, layer.mlp.down_proj)
     norms = [getattr(layer, name) for name in layer.form.norms]
     head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    return (
-        type(linears[0]) in MOST_ROWS
-        and all(type(linear) is type(linears[0]) for linear in linears)
-        and all(type(norm) is PackedNorm for norm in (*norms, *head_norms))
+    return all(type(linear) is PublishedLinear for linear in linears) and all(
+        type(norm) is PackedNorm for norm in (*norms, *head_norms)
     )
 
 

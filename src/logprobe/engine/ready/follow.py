@@ -7,33 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import AttentionPlan, Chunk, CurrentStep
+from logprobe.engine.forward.attention import CurrentStep
 from logprobe.engine.forward.decoder import OutputHead
 from logprobe.engine.forward.layout import layout_of
-from logprobe.engine.forward.pool import KVPool
 from logprobe.engine.forward.proof import Proof, refusing
 from logprobe.engine.layers.fused import fuse_, known_form
-from logprobe.engine.layers.int8 import CALIBRATION_TEXT, check_int8, quantise_
 from logprobe.engine.layers.packed import can_publish, choose_layout, is_linear, pack_
 from logprobe.engine.layers.published import named_panels, publish_
 from logprobe.engine.ready.choice import measure_choice
 from logprobe.engine.ready.model import ReadyModel
 from logprobe.engine.ready.remember import remember
-from logprobe.errors import ParameterError, UnsupportedModelError
-from logprobe.models import load_tokenizer
+from logprobe.errors import UnsupportedModelError
 from logprobe.models.stored.panels import read_panels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from logprobe.config import Weights
+    from logprobe.engine.forward.pool import KVPool
     from logprobe.models import ModelFiles
     from logprobe.models.stored.store import LoadStore
-
-MOST_INT8_LOSS = 0.1  # nats; what was measured on real models lies far below (docs/models.md)
 
 
 class Follower:
@@ -65,7 +60,6 @@ class Follower:
             UnsupportedModelError: the model cannot be followed, or the numbers differ.
         """
         probe = refusing(self.model, self._prove)
-        int8_kl = self._quantise() if self.weights == "int8" else None
         decoder = self.decoder.module
         self._ready = ReadyModel(
             model=self.model,
@@ -73,7 +67,7 @@ class Follower:
             head=OutputHead(self.model, self.proof.place),
             step=self.step,
             probe=probe,
-            layout=layout_of(decoder, self.weights, self.proof, int8_kl=int8_kl),
+            layout=layout_of(decoder, self.weights, self.proof),
             vocab_size=_text_config(self.model).vocab_size,
             context_len=self.context_len,
             hidden_size=self.proof.hidden_size,
@@ -110,35 +104,6 @@ class Follower:
         if self._store is None:
             return read_panels(self._files.folder)
         return self._store.panels() or self._store.write_panels(named_panels(self.model))
-
-    @torch.inference_mode()
-    def _quantise(self) -> float:
-        """Turn the weights to 8 bits, calibrated by the plain forward pass on a short text.
-
-        Returns:
-            What the text's distributions lose by it: KL from the plain ones, mean over tokens, nats.
-
-        Raises:
-            ParameterError: 8 bits are not proven for this model, or lose too much.
-        """
-        check_int8(self.decoder.module)
-        token_ids = np.array(load_tokenizer(self._files).encode(CALIBRATION_TEXT)[: self.context_len])
-        slots = torch.arange(len(token_ids))
-
-        def logprobs() -> torch.Tensor:
-            plan = AttentionPlan(KVPool(len(slots)), slots, [Chunk(0, len(slots), slots)], None)
-            hidden = self.decoder(token_ids, np.arange(len(token_ids)), plan)
-            return OutputHead(self.model, self.proof.place)(hidden).double().log_softmax(-1)
-
-        plain = logprobs()
-        quantise_(self.decoder.module, logprobs)
-        pack_(self.model)
-        lost = float((plain.exp() * (plain - logprobs())).nansum(-1).mean())
-        if not lost <= MOST_INT8_LOSS:
-            raise ParameterError(
-                "weights", f"int8 moves this model's distributions by {lost:.2g} nats; use packed or plain"
-            )
-        return lost
 
 
 def _is_known(model: Any) -> bool:

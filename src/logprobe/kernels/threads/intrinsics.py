@@ -9,7 +9,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
 
 intrinsic: Any = extending.intrinsic  # its own type asks callers for the typing context
 BLOCK = 1024  # values that stay in the first-level cache between the passes over them
@@ -214,27 +213,3 @@ def lowest_bit(_typing_context: Any, _bits: Any) -> Any:
         return builder.cttz(arguments[0], ir.IntType(1)(1))
 
     return types.int64(types.uint64), generate
-
-
-@intrinsic
-def dot_blocks_int8(_typing_context: Any, _x: Any, _y: Any, _num_blocks: Any) -> Any:
-    """The sum of products of 8-bit integers at two addresses, over some blocks of LANES of each."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        int8s, int32s = (ir.VectorType(ir.IntType(bits), LANES) for bits in (8, 32))
-        x, y, num_blocks = arguments
-        sums = cgutils.alloca_once_value(builder, ir.Constant(int32s, None))  # type: ignore[no-untyped-call]
-        with cgutils.for_range(builder, num_blocks) as loop:
-            place = builder.mul(loop.index, ir.IntType(64)(LANES))
-            addresses = (builder.add(start, place) for start in (x, y))
-            values = (
-                builder.load(builder.inttoptr(address, int8s.as_pointer()), align=1) for address in addresses
-            )
-            products = builder.mul(*(builder.sext(value, int32s) for value in values))
-            builder.store(builder.add(builder.load(sums), products), sums)
-        kind = ir.FunctionType(ir.IntType(32), [int32s])
-        name = f"llvm.vector.reduce.add.v{LANES}i32"
-        add_all = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
-        return builder.call(add_all, [builder.load(sums)])
-
-    return types.int32(types.int64, types.int64, types.int64), generate

@@ -271,12 +271,6 @@ def uint16_at(address: Any, size: Any) -> Any:
 
 
 @njit
-def int8_at(address: Any, size: Any) -> Any:
-    """`size` int8 at an address, as an array."""
-    return carray(pointer(address), (size,), np.int8)
-
-
-@njit
 def uint8_at(address: Any, size: Any) -> Any:
     """`size` uint8 at an address, as an array: also booleans."""
     return carray(pointer(address), (size,), np.uint8)
