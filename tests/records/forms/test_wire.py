@@ -5,13 +5,11 @@ import pickle
 from itertools import repeat
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from logprobe.errors import InputError, ParameterError
 from logprobe.records import FlatLogprobs, Logprob, LogprobsInfo
-from logprobe.records.forms.msgpack import decode_hook, encode_hook
 from logprobe.records.forms.wire import read_header
 
 INFO = LogprobsInfo(stages=("raw", "processed"), temperature=0.5, model="m")
@@ -49,9 +47,6 @@ CARRIERS = {
     "pickle": lambda flat: pickle.loads(pickle.dumps(flat)),  # noqa: S301 - its own bytes
     "deepcopy": copy.deepcopy,
     "copy": copy.copy,
-    "msgpack": lambda flat: msgspec.msgpack.decode(
-        msgspec.msgpack.encode(flat, enc_hook=encode_hook), type=FlatLogprobs, dec_hook=decode_hook
-    ),
 }
 
 
@@ -100,12 +95,6 @@ def test_damaged_bytes_are_refused(damage: Any, step: Any) -> None:
     flat.append_rows(*step(60, 20, 90))
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(damage(flat.to_bytes()))
-
-
-@pytest.mark.parametrize("hook", [lambda: encode_hook(object()), lambda: decode_hook(int, b"")])
-def test_the_hooks_refuse_what_is_no_record(hook: Any) -> None:
-    with pytest.raises(TypeError, match="no form as bytes"):
-        hook()
 
 
 @pytest.mark.parametrize(("precision", "limit", "size"), [("float16", 0.01, 4.4), ("uint8", 0.06, 3.8)])
