@@ -210,17 +210,10 @@ def test_a_text_does_not_become_long_by_its_drafts() -> None:
     assert driven.num_steps < plain.num_steps
 
 
-def test_the_stats_and_the_latest_step_tell_of_drafts() -> None:
+def test_the_stats_tell_of_drafts() -> None:
     driven = speculating()
     driven.submit("r", [5, 97, 98, 101], temperature=0, max_tokens=60, logprobs=1)
-    while driven.engine.has_work:
-        driven.step()
-        told_last = driven.engine.output
-        assert told_last is not None
-        assert set(told_last.req_ids) == {"r"}
-        assert told_last.get_output_for_request("r") is not None
     output = driven.finish()["r"].outputs[0]
-    assert told_last.get_output_for_request("r")[0].tolist() == [output.token_ids[-1]]
     stats = driven.engine.stats()
     assert stats.drafted_tokens == output.drafts.num_drafted > 0
     assert stats.accepted_tokens == output.drafts.num_accepted > 0

@@ -26,7 +26,7 @@ from logprobe.engine.succession import Succession
 from logprobe.errors import ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
-from logprobe.records import ModelRunnerOutput, SamplerOutput
+from logprobe.records import SamplerOutput
 from logprobe.sampling import Sampler
 from logprobe.transport.messages import (
     Abort,
@@ -63,7 +63,6 @@ class StepClock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.latest_ns = dict.fromkeys(self.seconds, 0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -72,8 +71,7 @@ class StepClock:
         try:
             yield
         finally:
-            self.latest_ns[name] = time.perf_counter_ns() - start
-            self.seconds[name] += self.latest_ns[name] / 1e9
+            self.seconds[name] += (time.perf_counter_ns() - start) / 1e9
 
 
 class Engine:
@@ -104,7 +102,6 @@ class Engine:
         self.processing = Processing(config, facts)
         self.sampler = Sampler()
         self.drawing = Drawing(self.processing, self.sampler)
-        self.output: ModelRunnerOutput | None = None  # of the latest step that drew tokens and was told
         self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
         self._succession = Succession()
         self._counter = itertools.count()
@@ -184,7 +181,7 @@ class Engine:
                 draws, parts = self._draw(plan.draws)
             with self.clock.part("record"):
                 news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), draws, parts)
-                news.arrive = self._arrival(draws, parts)
+                news.arrive = self._arrival(parts)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             news = self._fail(plan, error)
             news.others = self._succeed()
@@ -324,23 +321,12 @@ class Engine:
             parts.append(self._draw_chunk(chunk))
         return ordered, parts
 
-    def _arrival(self, draws: list[Draw], parts: list[SamplerOutput]) -> Callable[[], SamplerOutput] | None:
+    def _arrival(self, parts: list[SamplerOutput]) -> Callable[[], SamplerOutput] | None:
         """What waits until a step's numbers are on the host; their copies begin now."""
         if not parts:
             return None
         arriving = [part.arriving(self.send) for part in parts]
-        # A draft's row of which nothing came is none of the step's.
-        rows = [row for row, draw in enumerate(draws) if draw.is_taken or not draw.ahead]
-        names = [draws[row].sample.name for row in rows]
-        times = {f"{part}_time_ns": self.clock.latest_ns[part] for part in ("forward", "sample")}
-
-        def arrive() -> SamplerOutput:
-            output = SamplerOutput.joined([one() for one in arriving])
-            told = output if len(rows) == output.batch_size else output.rows(rows)
-            self.output = ModelRunnerOutput.of_step(told, names, **times)
-            return output
-
-        return arrive
+        return lambda: SamplerOutput.joined([one() for one in arriving])
 
     def _draw_chunk(self, chunk: list[Draw]) -> SamplerOutput:
         last_slots = np.array([draw.slot for draw in chunk], dtype=np.int32)

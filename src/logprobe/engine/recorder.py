@@ -110,8 +110,7 @@ class Recorder:
         ):
             sample = draw.sample
             delta = _delta_of(sample, news)
-            draw.is_taken = draw.is_right
-            if not draw.is_taken:
+            if not draw.is_right:
                 continue
             if draw.error is not None:
                 sample.fail(draw.error)

@@ -1,11 +1,10 @@
-"""Tensors → arrays on the host: at once, or in two so that other work goes on meanwhile; and its memory.
+"""Tensors → arrays on the host: at once, or in two so that other work goes on meanwhile.
 
 Before it: `LogprobsTensors` on whatever device. After it: `LogprobsLists`.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -48,20 +47,3 @@ def arriving(tensors: Sequence[Tensor], send: Send) -> Callable[[], list[Array]]
         ]
 
     return arrays
-
-
-def peak_memory_bytes() -> int:
-    """The most memory that was in use so far: the GPU's by torch where there is one, else the process's.
-
-    0 where the system does not tell (Windows).
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        import resource
-    except ImportError:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.host import arriving, on_host, peak_memory_bytes
+from logprobe.records.host import arriving, on_host
 from logprobe.records.lists import GivenLists, LogprobsLists, token_texts
 from logprobe.records.values import TokenLogprob, TopLogprobs, top_indices
 
@@ -267,13 +267,6 @@ class SamplerOutput:
             },
         )
 
-    def rows(self, rows: Sequence[int]) -> SamplerOutput:
-        """Some rows of a step; the numbers of all stay, and each row names its own."""
-        names = (*PER_ROW, "logprobs_rows", "processed_rows")
-        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
-        whole_rows = {place: self.whole_rows[row] for place, row in enumerate(rows) if row in self.whole_rows}
-        return replace(self, **columns, whole_rows=whole_rows)
-
     def on_host(self) -> SamplerOutput:
         """The same with the raw numbers on the host."""
         return self.arriving(None)()
@@ -337,20 +330,6 @@ class ModelRunnerOutput:
             sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1
         )
         return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
-
-    @classmethod
-    def of_step(
-        cls, output: SamplerOutput, req_ids: list[str], *, forward_time_ns: int, sample_time_ns: int
-    ) -> ModelRunnerOutput:
-        """What one engine step drew, row b for req_ids[b], with its times and the process's peak memory."""
-        return cls(
-            sampler_output=output,
-            req_ids=req_ids,
-            req_id_to_index={req_id: row for row, req_id in enumerate(req_ids)},
-            forward_time_ns=forward_time_ns,
-            sample_time_ns=sample_time_ns,
-            peak_memory_bytes=peak_memory_bytes(),
-        )
 
     def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
         """Token ids (n,) of one request and its latest numbers; None where the step did not hold it.

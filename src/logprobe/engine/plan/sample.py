@@ -68,13 +68,6 @@ class Sample:
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
 
     @property
-    def name(self) -> str:
-        """The request's id; of one sample among several `index_id`, as vLLM calls a request's children."""
-        request = self.request
-        several = request.params.num_samples > 1
-        return f"{self.index}_{request.request_id}" if several else request.request_id
-
-    @property
     def call(self) -> str:
         """The front door's call that it belongs to."""
         return self.request.call
@@ -234,7 +227,6 @@ class Draw:
     position: int = field(init=False)  # of the token
     error: LogprobeError | None = None  # of its processors
     effects: list[ProcessorEffect] | None = None  # of its processors; None: not asked
-    is_taken: bool = False  # what was found counts
 
     def __post_init__(self) -> None:
         self.position = self.sample.num_tokens + self.ahead
