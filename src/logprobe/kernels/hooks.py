@@ -79,6 +79,12 @@ ATTENTION = Hook(
     purpose="hands each layer's attention to the pool; decoders pass our options through to it",
     without="no model can be loaded",
 )
+CACHE = Hook(
+    library="numba.core.caching",
+    name="FunctionCache",
+    purpose="tells whether a worker's machine code lies on the disk, without reading it",
+    without="no kernel can be compiled ahead",
+)
 CACHE_KEY = Hook(
     library="numba.core.caching",
     name="Cache._index_key",
@@ -94,7 +100,7 @@ LLVM_FUNCTIONS = Hook(
 
 HOOKS = (
     LINEAR, LINEAR_BINARY, REORDER, PARALLEL, BARRIER, PAUSE, ATTENTION,
-    CACHE_KEY, LLVM_FUNCTIONS,
+    CACHE, CACHE_KEY, LLVM_FUNCTIONS,
 )  # fmt: skip
 
 

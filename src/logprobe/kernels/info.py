@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 
-CPU_KERNELS = (
-    "extraction.numba", "draw.numba", "attention.numba", "attention.chunk",
-    "layers.store", "layers.norm", "layers.rotary", "threads.series",
-)  # fmt: skip
+from logprobe.kernels.compiling import BASE, compiled_beside, worker_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +32,8 @@ def kernel_info() -> dict[str, str]:
 def warm_up() -> WarmUp:
     """Compile the CPU kernels, or load them from the disk cache, so that no request waits for a compiler."""
     started = time.perf_counter()
-    workers = [import_module(f"logprobe.kernels.{name}").worker() for name in CPU_KERNELS]
-    is_from_cache = all(worker.is_from_cache for worker in workers)
+    with compiled_beside(BASE) as missing:
+        pass
+    workers = [worker_named(name)() for name in BASE]
+    is_from_cache = not missing and all(worker.is_from_cache for worker in workers)
     return WarmUp(seconds=time.perf_counter() - started, is_from_cache=is_from_cache)

@@ -6,10 +6,12 @@ what the other kind would. Before it: the environment. After it: widths of vecto
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from llvmlite import binding as llvm
-from numba import config
+from numba import config as numba_config
+
+config: Any = numba_config  # fills its module from the environment
 
 
 def cpu_name() -> str:

@@ -38,11 +38,12 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit
+from numba import cfunc, njit, types
+from numba.core.registry import cpu_target
 from numba.np.numpy_support import carray
 
 from logprobe.kernels import hooks
@@ -52,9 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
 
-    WorkerOf: TypeAlias = Callable[[], "Worker"]
-
 OMP_PAUSE_HARD = 2  # OpenMP 5.0, 3.6
+SIGNATURE = types.void(types.voidptr)
 TASK_FIELDS = 32  # int64 a task holds at most: next item, number of items, 30 of the kernel's own
 
 
@@ -68,8 +68,50 @@ class Worker:
     is_from_cache: bool
 
 
+class WorkerOf:
+    """Gives the worker of a body; the first call compiles it, or reads it from the disk."""
+
+    def __init__(self, body: Any, name: str, sources: list[str]) -> None:
+        self._body, self._name, self._sources = body, name, sources
+        self._worker: Worker | None = None
+        self.__doc__ = body.__doc__
+
+    def __call__(self) -> Worker:
+        """The one worker of this process."""
+        if self._worker is None:
+            self._worker = _compile(self._start())
+        return self._worker
+
+    def disk_cache(self) -> DiskCache | None:
+        """Where its machine code lies, or will lie; None where no folder can be written."""
+        return DiskCache.of(self._start())
+
+    def _start(self) -> FunctionType:
+        return _start_function(self._body, self._name, _digest(inspect.getfile(self._body), *self._sources))
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCache:
+    """Numba's disk cache of one worker."""
+
+    folder: Path
+    is_filled: bool
+
+    @classmethod
+    def of(cls, start: FunctionType) -> DiskCache | None:
+        """That of a worker's start; None where there is no folder for it."""
+        try:
+            cache = hooks.CACHE.find()(start)
+        except RuntimeError:
+            return None
+        codegen = cpu_target.target_context.codegen()
+        name = cache._cache_file._load_index().get(cache._index_key(SIGNATURE, codegen))  # noqa: SLF001
+        folder = Path(cache.cache_path)
+        return cls(folder, is_filled=name is not None and (folder / name).is_file())
+
+
 def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[[Any], None]], WorkerOf]:
-    """Make of a worker's body, `body(task)`, the function that compiles it once and gives the worker.
+    """Make of a worker's body, `body(task)`, what compiles it once and gives the worker.
 
     Args:
         modules: those besides the body's own and this folder's whose code or constants the body is made of.
@@ -78,15 +120,7 @@ def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[
     """
     sources = [str(module.__file__) for module in modules]
 
-    def decorate(body: Callable[[Any], None]) -> WorkerOf:
-        @functools.cache
-        def worker() -> Worker:
-            return _compile(body, name or body.__qualname__, sources)
-
-        worker.__doc__ = body.__doc__
-        return worker
-
-    return decorate
+    return lambda body: WorkerOf(body, name or body.__qualname__, sources)
 
 
 def compiled(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -104,13 +138,12 @@ def compiled(name: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def _compile(body: Any, name: str, sources: list[str]) -> Worker:
+def _compile(start: FunctionType) -> Worker:
     """Compile a worker, or load it from Numba's disk cache where none of its source files has changed."""
-    start = _start_function(body, name, _digest(inspect.getfile(body), *sources))
     try:
-        c_function: Any = cfunc("void(voidptr)", cache=True)(start)
+        c_function: Any = cfunc(SIGNATURE, cache=True)(start)
     except RuntimeError:  # no folder that a cache could be written to
-        c_function = cfunc("void(voidptr)", cache=False)(start)
+        c_function = cfunc(SIGNATURE, cache=False)(start)
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(c_function.address)
     return Worker(c_function, run, c_function.address, bool(c_function.cache_hits))
 
