@@ -18,8 +18,8 @@ What the native engine does with each family of causal language models that tran
 This page is written by `python docs/models_page.py`, from the table that `tests/families/` proves on tiny
 random models: each variant below gives transformers' float32 log-probabilities to 2e-4 nats for a text
 alone, in a batch, in chunks, on cached prefixes and while it grows, below, across and beyond its window and
-the length at which its rotary frequencies change, with packed weights; and chunked and growing on what is
-cached with published and with plain ones.
+the length at which its rotary frequencies change, with published weights; and chunked and growing on what
+is cached with packed and with plain ones.
 
 At load every model is followed, then proven: its decoder is found by watching it run, each layer's window
 is read from the mask that transformers makes for it, and the logits of every way of attention are compared
@@ -29,7 +29,7 @@ with the model's own, at its first positions, at its last and across each length
 
 - **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is
   fused only where the source of its `forward` is one that was read (`engine/layers/forms.py`).
-- **plain**: the layers are transformers' own, on packed products where a CPU has oneDNN.
+- **plain**: the layers are transformers' own, on published weights where the processor can.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 """

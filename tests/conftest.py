@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -67,11 +67,33 @@ MISSING = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels_are_compiled() -> None:
-    """No command that a test runs says on a fresh clone that it had to compile them."""
-    from logprobe.kernels import warm_up
+def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one process of a run has proven and packed, all others recall: a cache of the run's own.
 
-    warm_up()
+    Known models are those of the user's cache.
+    """
+    from logprobe.models.cache import home
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "home"
+    folder.mkdir(exist_ok=True)
+    models = home() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        (folder / "models").symlink_to(models.resolve())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOGPROBE_HOME", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels_are_compiled() -> None:
+    """No command that a test runs says on a fresh clone that it compiles them."""
+    from logprobe.kernels.compiling import compiled_beside, kernel_names
+    from logprobe.kernels.layers.widen import FORMS
+
+    with compiled_beside(kernel_names(FORMS)):
+        pass
 
 
 @pytest.fixture(scope="session", autouse=True)

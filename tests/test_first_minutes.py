@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe import LLM, CompletionOutput, SamplingParams
-from logprobe.engine.backends import start
-from logprobe.kernels.info import WarmUp
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
 LONGEST = 160
 
@@ -71,18 +68,7 @@ def test_loading_a_model_says_nothing_on_standard_error(
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
     )
-    lines = [line for line in ended.stderr.splitlines() if "compiled the CPU kernels" not in line]
-    assert lines == []
-
-
-def test_that_kernels_were_compiled_is_told_with_the_first_model_alone(
-    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(start, "warm_up", lambda: WarmUp(seconds=3, is_from_cache=False))
-    start._warm_up_kernels.cache_clear()
-    for _ in range(2):
-        LLM(str(tiny_model_folder), kv_bytes=1 << 20).close()
-    assert len([line for line in caplog.messages if "compiled the CPU kernels in 3.0 s" in line]) == 1
+    assert ended.stderr == ""
 
 
 def test_help_has_a_short_flag() -> None:

@@ -77,8 +77,7 @@ def watching() -> Iterator[Watch]:
 def walk(watch: Watch, model: Path, serving: Any) -> dict[str, list[CodeType]]:
     """What each way calls once all is loaded and the way has been gone before."""
     walked = {}
-    # `auto` would choose the layout of the weights by the clock.
-    with LLM(str(model), kv_bytes=1 << 21, weights="packed") as llm:
+    with LLM(str(model), kv_bytes=1 << 21) as llm:
 
         def score(text: str) -> None:
             llm.generate([text], SCORED, progress=False)

@@ -49,10 +49,10 @@ class EngineConfig:
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
             what is free, at most 1 GiB.
-        weights: `auto` (`published` for a large model of a known form where that was measured to be as fast
-            on this machine; else `packed` where a CPU has oneDNN; else `plain`), `plain`, `packed` (float32
-            in the layout of small-batch matrix products), or `published` (the bytes of the model's own file,
-            widened to float32 where they are used).
+        weights: `auto` (`published` where this processor can; else `packed` where a CPU has oneDNN; else
+            `plain`), `published` (float32 numbers from the bytes of the model's own file, or from the
+            narrowest float that holds its weights exactly, widened where they are used), `packed` (float32
+            in the layout of small-batch matrix products), or `plain`.
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.

@@ -251,7 +251,7 @@ class LLM:
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the model runs on its file's own bytes (`weights="published"`).
+            ParameterError: the engine is not the native one.
         """
         from logprobe.engine.backends.start import replace_weights
 

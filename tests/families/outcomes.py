@@ -7,14 +7,14 @@ def _kinds(text: str) -> list[str]:
     return text.split()
 
 
-# Model types whose decoder layers run fused where the weights are packed.
+# Model types whose decoder layers run fused.
 FUSED = _kinds("""
 arcee aria_text cwm dots1 gemma got_ocr2 gpt-sw3 internlm3 iquestcoder jais2 llama mellum ministral
 mistral moss_transcribe_diarize phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_moe smollm3 solar_open
 starcoder2
 """)
 
-# Those whose layers are their own, on packed products.
+# Those whose layers are their own, on published or packed products.
 PLAIN = _kinds("""
 afmoe apertus axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl deepseek_v2 deepseek_v3
 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma2 gemma3 gemma3_text

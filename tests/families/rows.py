@@ -17,7 +17,7 @@ class Row:
 
     name: str
     kind: str
-    layers: Layers = "plain"  # with packed weights
+    layers: Layers = "plain"  # with published weights, and with packed ones
     special: dict[str, Any] = field(default_factory=dict)
 
 

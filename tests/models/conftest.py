@@ -189,6 +189,7 @@ def publish(
             packages=packages,
             gguf_sha256=hashlib.sha256(content).hexdigest(),
             gguf_bytes=len(content),
+            forms=(),
         )
         monkeypatch.setattr("logprobe.models.resolution.KNOWN_MODELS", {"tiny": model})
         return model

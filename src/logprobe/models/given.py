@@ -9,12 +9,20 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.errors import InputError, ParameterError, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+COPY: Final = ".logprobe-copy"  # marks a folder that lasts as long as the engine that reads it
+
+
+def is_copy(folder: Path) -> bool:
+    """Whether a folder is the copy of a loaded model."""
+    return (folder / COPY).is_file()
 
 
 @contextmanager
@@ -40,6 +48,7 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
         try:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+            (folder / COPY).touch()
         except (OSError, RuntimeError, ValueError) as error:
             raise InputError(f"model: the loaded model cannot be copied to {folder}: {error}") from error
         yield str(folder)

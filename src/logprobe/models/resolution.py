@@ -44,9 +44,7 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
     if path.is_file():
         return ModelFiles(name, _gguf_folder(path))
     if looks_like_hub_id(name):
-        from logprobe.models.fetch import snapshot
-
-        return ModelFiles(name, checked_folder(snapshot(name, download=download)))
+        return ModelFiles(name, checked_folder(_hub_folder(name, download=download)))
     raise ModelNotFoundError(_not_found(name))
 
 
@@ -101,10 +99,11 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
         raise ModelNotFoundError(
             f"{model.name}: not in {folder.parent}; run `logprobe models pull {model.name}`"
         )
+    from logprobe.kernels.compiling import compiled_beside, kernel_names
     from logprobe.models.fetch import fetch_gguf
     from logprobe.models.gguf.convert import convert
 
-    with new_entry(folder) as partial:
+    with compiled_beside(kernel_names(model.forms)), new_entry(folder) as partial:
         if partial is not None:
             scratch = partial / "fetched"
             scratch.mkdir()
@@ -120,15 +119,31 @@ def _gguf_folder(path: Path) -> Path:
             f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
         )
     from logprobe.models.fetch import sha256_of
-    from logprobe.models.gguf.convert import convert
 
     sha256 = sha256_of(path)
     folder = entry_folder("gguf", sha256)
     if not folder.is_dir():
-        with new_entry(folder) as partial:
+        from logprobe.kernels.compiling import compiled_beside, kernel_names
+        from logprobe.models.gguf.convert import convert
+        from logprobe.models.stored.panels import stored_forms
+
+        with compiled_beside(kernel_names()), new_entry(folder) as partial:
             if partial is not None:
                 convert(path, partial, name=path.stem, sha256=sha256)
+        with compiled_beside(kernel_names(stored_forms(folder))):
+            pass
     return folder
+
+
+def _hub_folder(name: str, *, download: bool) -> Path:
+    from logprobe.models.fetch import snapshot
+
+    if not download:
+        return snapshot(name, download=False)
+    from logprobe.kernels.compiling import compiled_beside, kernel_names
+
+    with compiled_beside(kernel_names()):
+        return snapshot(name, download=True)
 
 
 def _remove_tree(folder: Path) -> None:

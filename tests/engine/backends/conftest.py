@@ -15,7 +15,6 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.remote.engine import HttpEngine
 from logprobe.engine.backends.start import start_engine, start_native_engine
-from logprobe.engine.layers.packed import can_publish
-from logprobe.models.stored import store
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 from logprobe.transport.messages import Request
@@ -44,17 +41,6 @@ if TYPE_CHECKING:
 LIMIT_S = 240  # nothing takes as long, also on a busy machine
 VLLM_BLOCK = 32  # tokens, of its prefix cache
 CONTEXT_LEN = 4096  # more tokens than are drawn before a test has given a request up
-
-
-# Run before an engine process does anything else: even a small model in a passing folder is recalled from the
-# proof of its first load, which spares each process that all of transformers is imported.
-RECALLED = """
-import os
-from types import SimpleNamespace
-os.environ["LOGPROBE_HOME"] = {home!r}
-from logprobe.models.stored import store
-store.SMALLEST_BYTES, store.tempfile = 0, SimpleNamespace(gettempdir=lambda: "/nowhere")
-"""
 
 
 @contextmanager
@@ -143,36 +129,24 @@ def marked(engines: dict[str, Any]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.vllm) if name == "vllm" else name for name in engines]
 
 
-@pytest.fixture(scope="session")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of the tests' own, where engine processes look; they are started again without much delay."""
-    folder = tmp_path_factory.mktemp("home")
+@pytest.fixture(scope="session", autouse=True)
+def _ended_processes_are_soon_started_again() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "MAIN", RECALLED.format(home=str(folder)) + replicas.MAIN)
         patch.setattr(replicas, "LONGEST_DELAY_S", replicas.FIRST_DELAY_S)
-        yield folder
+        yield
 
 
 @pytest.fixture(scope="session")
 def config(
-    wide_heads: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory, home: Path
+    wide_heads: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory
 ) -> EngineConfig:
-    """The tiny Llama with a long context, proven once in a layout of weights that no clock chooses."""
+    """The tiny Llama with a long context."""
     folder = tmp_path_factory.mktemp("long-llama")
     shutil.copytree(wide_heads[0], folder, dirs_exist_ok=True)
     settings = json.loads((folder / "config.json").read_text())
     settings["max_position_embeddings"] = CONTEXT_LEN
     (folder / "config.json").write_text(json.dumps(settings))
-    weights: Any = "published" if can_publish([]) else "packed"
-    config = EngineConfig(
-        model=str(folder), kv_bytes=1 << 23, max_batch_tokens=64, max_batch_rows=16, weights=weights
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOGPROBE_HOME", str(home))
-        patch.setattr(store, "SMALLEST_BYTES", 0)
-        patch.setattr(store, "tempfile", SimpleNamespace(gettempdir=lambda: "/nowhere"))
-        start_native_engine(config).engine.close()
-    return config
+    return EngineConfig(model=str(folder), kv_bytes=1 << 23, max_batch_tokens=64, max_batch_rows=16)
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 from transformers.pytorch_utils import Conv1D
 
+from logprobe.engine.layers import packed
 from logprobe.engine.layers.packed import (
     JoinedGatedMLP,
     PackedGatedMLP,
@@ -183,8 +184,15 @@ def test_the_packed_form_keeps_the_shape_that_adapters_ask_for() -> None:
     assert (packed.in_features, packed.out_features) == (5, 7)
 
 
-def test_auto_packs_wherever_it_can_so_that_every_load_gives_the_same_numbers() -> None:
-    assert choose_layout(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 500)), "auto") == "packed"
+@pytest.mark.parametrize("layer", [nn.Linear(5, 7), Conv1D(7, 5)])
+def test_auto_is_a_rule_so_that_every_load_gives_the_same_numbers(
+    layer: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(layer, nn.Linear(7, 500))
+    assert choose_layout(model, "auto") == "published"
+    monkeypatch.setattr(packed, "can_widen", lambda: False)
+    assert choose_layout(model, "auto") == "packed"
+    assert choose_layout(model.bfloat16(), "auto") == "plain"
 
 
 def test_gpt2s_linear_layer_is_packed_by_its_own_way_round() -> None:
@@ -212,7 +220,8 @@ def test_a_linear_layer_whose_weight_another_module_reads_keeps_it() -> None:
     assert type(gate.outer) is PackedLinear
 
 
-def test_auto_is_plain_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_plain_with_neither_the_instructions_nor_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "can_widen", lambda: False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert choose_layout(nn.Linear(5, 7), "auto") == "plain"
 

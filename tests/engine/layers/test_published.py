@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
+from transformers.pytorch_utils import Conv1D
 
 from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
@@ -63,6 +64,21 @@ def test_a_linear_layer_gives_its_product(shape: tuple[int, ...]) -> None:
 
 
 @torch.inference_mode()
+def test_gpt2s_linear_layer_is_published_by_its_own_way_round() -> None:
+    layer = Conv1D(7, 5)
+    nn.init.normal_(layer.bias)
+    model = nn.ModuleDict({"c_attn": layer})
+    (names, panels), *_ = named_panels(model)
+    assert names == ("c_attn",)
+    x = torch.randn(3, 2, 5)
+    want = layer(x)
+    for kept in ({}, {"c_attn": panels}):
+        published = copy.deepcopy(model)
+        publish_(published, kept)
+        assert type(published["c_attn"]) is PublishedLinear
+        assert_close(published["c_attn"](x), want)
+
+
 def test_parts_of_several_forms_make_one_layer() -> None:
     parts = [linear(64, 48, seed=seed) for seed in range(3)]
     parts[1].weight.copy_(parts[1].weight.bfloat16())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.engine.layers.source import has_form
 from logprobe.engine.ready import forms
 from logprobe.engine.ready.usual import UsualModel
 from logprobe.errors import EngineClosedError
-from logprobe.models.stored import store
 from logprobe.models.stored.panels import INDEX, PANELS
 from logprobe.models.stored.record import FILE
 
@@ -204,16 +203,32 @@ def test_the_forms_are_those_of_transformers(kind: str) -> None:
         assert has_form(getattr(module, f"{kind}{suffix}").forward, known)
 
 
-def test_small_and_passing_models_leave_nothing(
-    llama: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "SMALLEST_BYTES", 1 << 25)
-    with open_llm(llama):
+def test_a_loaded_model_leaves_nothing(llama: Path, home: Path) -> None:
+    module = AutoModelForCausalLM.from_pretrained(llama)
+    with LLM(module, tokenizer=AutoTokenizer.from_pretrained(llama), kv_bytes=1 << 20) as llm:
+        assert llm.engine.capabilities().weights == "published"
         assert not home.exists()
-    monkeypatch.setattr(store, "SMALLEST_BYTES", 0)
-    monkeypatch.setattr(store, "tempfile", SimpleNamespace(gettempdir=lambda: str(llama.parent)))
+
+
+def test_a_copied_folder_is_recalled_and_other_weights_are_not(llama: Path, tmp_path: Path) -> None:
+    with open_llm(llama) as llm:
+        assert not is_recalled(llm)
+    same = shutil.copytree(llama, tmp_path / "again" / llama.name)
+    with open_llm(same) as llm:
+        assert is_recalled(llm)
+    weights = load_file(same / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5
+    save_file(weights, same / "model.safetensors", {"format": "pt"})
+    with open_llm(same) as llm:
+        assert not is_recalled(llm)
+
+
+def test_why_nothing_is_kept_is_said_once(llama: Path, home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home.write_text("no folder")
     with open_llm(llama):
-        assert not home.exists()
+        messages = [line for line in caplog.messages if "proven and packed again at each load" in line]
+    assert len(messages) == 1
+    assert "cannot write below" in messages[0]
 
 
 @pytest.mark.parametrize("weights", ["packed", "published"])

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from logprobe.engine.backends.thread import ThreadEngine
@@ -17,10 +16,12 @@ from logprobe.engine.forward.pool import keep_out_of_collections, resident_bytes
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import require
 from logprobe.kernels import warm_up
+from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
 from logprobe.models.loading import read_state
 from logprobe.models.quiet import quiet_transformers
+from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors
 from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
@@ -96,8 +97,9 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     began = time.perf_counter()
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
-    text = text_edge(files)
-    _warm_up_kernels()
+    with compiled_beside(kernel_names(_stored_forms(files))):
+        text = text_edge(files)
+    warm_up()
     with quiet_transformers():
         forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
@@ -133,6 +135,12 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     return NativeParts(engine, capabilities, source, text, forward.transformers_model, eos_token_ids)
 
 
+def _stored_forms(files: ModelFiles) -> set[str]:
+    """Of weights that an earlier load has kept."""
+    store = LoadStore.of(files)
+    return set() if store is None else store.forms()
+
+
 def text_edge(files: ModelFiles) -> TextEdge:
     """Tokenizer and exact bytes of a model."""
     with quiet_transformers():
@@ -161,11 +169,9 @@ def replace_weights(
 
     Raises:
         ModelError: the weights cannot be read, or do not fit the model.
-        ParameterError: the engine runs its own file's bytes, or is not the native one.
+        ParameterError: the engine is not the native one.
         EngineError: an engine process ended while it read the weights; all go on with the old ones.
     """
-    is_own = config.weights != "published"
-    require(is_own, "weights", "'published' runs the bytes of the model's file; start with packed or plain")
     backend = loaded.engine
     if not isinstance(backend, ThreadEngine):
         from logprobe.engine.backends.process.engine import ProcessEngine
@@ -181,14 +187,6 @@ def replace_weights(
     release_threads()
     backend.replace_forward(forward, finishes=finishes)
     return replace(loaded, load_module=forward.transformers_model)
-
-
-@cache
-def _warm_up_kernels() -> None:
-    """Once a process, so that a second model does not tell again what the first one compiled."""
-    done = warm_up()
-    if not done.is_from_cache:
-        logger.warning("compiled the CPU kernels in %.1f s; later starts read them from disk", done.seconds)
 
 
 def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:

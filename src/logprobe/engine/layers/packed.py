@@ -74,8 +74,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear | Conv1D) -> None:
         super().__init__()
-        weight = linear.weight.detach()
-        weight = weight.t().contiguous() if _is_conv1d(linear) else weight
+        weight = weight_of(linear).detach().contiguous()
         self.out_features, self.in_features = weight.shape
         self.bias = linear.bias
         self._weight = _reorder(weight, PACK_ROWS)
@@ -202,7 +201,7 @@ def added(module: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def choose_layout(model: nn.Module, weights: Weights) -> Weights:
-    """What `auto` means for a model here, the same at every load: `packed` wherever oneDNN can.
+    """What `auto` means for a model here: `published` where our kernels run, else `packed` or `plain`.
 
     Raises:
         ParameterError: a layout was asked for that the device or the dtype does not allow.
@@ -211,18 +210,25 @@ def choose_layout(model: nn.Module, weights: Weights) -> Weights:
     is_packable = bool(linears) and all(can_pack(linear.weight) for linear in linears)
     if weights == "packed" and not is_packable:
         raise ParameterError("weights", "packed needs float32 on a CPU with oneDNN; use auto or plain")
-    if weights == "published" and not can_publish(linears):
+    is_publishable = can_publish(linears)
+    if weights == "published" and not is_publishable:
         raise ParameterError(
             "weights", "published needs float32 on a CPU with fused products (FMA); use auto or plain"
         )
     if weights != "auto":
         return weights
-    return "packed" if is_packable else "plain"
+    return "published" if linears and is_publishable else "packed" if is_packable else "plain"
 
 
 def is_linear(module: object) -> TypeGuard[nn.Linear | Conv1D]:
     """Whether a module is a linear layer of torch's or GPT-2's kind, and none derived from them."""
     return type(module) is nn.Linear or _is_conv1d(module)
+
+
+def weight_of(linear: Any) -> torch.Tensor:
+    """The weight of a linear layer as (outputs, inputs), on its own memory."""
+    weight: torch.Tensor = linear.weight
+    return weight.t() if _is_conv1d(linear) else weight
 
 
 def num_features(linear: Any) -> tuple[int, int]:

@@ -20,7 +20,9 @@ from logprobe.engine.layers.packed import (
     children,
     is_gated_mlp,
     is_joined_mlp,
+    is_linear,
     reads_weight,
+    weight_of,
 )
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
@@ -28,6 +30,8 @@ from logprobe.models.stored.panels import reading_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from transformers.pytorch_utils import Conv1D
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.threads.parallel import Stage
@@ -178,7 +182,7 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             full_name = f"{parent_name}.{name}" if parent_name else name
-            if type(module) is nn.Linear and not reads_weight(parent, name):
+            if is_linear(module) and not reads_weight(parent, name):
                 setattr(parent, name, PublishedLinear(packer.linear(full_name, module)))
             elif isinstance(module, nn.Embedding):
                 panels = packer.one(full_name, module.weight)  # also where only a tied head needs them
@@ -188,6 +192,12 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
     for parent, name, module in list(children(model)):
         if (faster := _faster(module)) is not None:
             setattr(parent, name, faster)
+
+
+def published_forms(model: nn.Module) -> set[str]:
+    """The forms of a model's panels."""
+    linears = [module for module in model.modules() if isinstance(module, PublishedLinear)]
+    return {part.form.name for linear in linears for part in linear.parts}
 
 
 def _faster(module: nn.Module) -> nn.Module | None:
@@ -204,8 +214,8 @@ def named_panels(model: nn.Module) -> Iterator[tuple[tuple[str, ...], PanelWeigh
     names: dict[int, list[str]] = {}
     weights: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if type(module) is nn.Linear or isinstance(module, nn.Embedding):
-            for part_name, weight in _packed_as_one(name, module.weight):
+        if is_linear(module) or isinstance(module, nn.Embedding):
+            for part_name, weight in _packed_as_one(name, weight_of(module)):
                 names.setdefault(weight.data_ptr(), []).append(part_name)
                 weights[weight.data_ptr()] = weight
     for address in sorted(names, key=lambda address: reading_order(names[address][0])):
@@ -227,14 +237,14 @@ class _Packer:
         self._kept = kept
         self._packed: dict[int, PanelWeights] = {}  # by the address of the weight
 
-    def linear(self, name: str, linear: nn.Linear) -> list[PanelWeights]:
+    def linear(self, name: str, linear: nn.Linear | Conv1D) -> list[PanelWeights]:
         """The panels of a layer, by parts where it was joined of some that the file had."""
         parent, _, last = name.rpartition(".")
         names = [f"{parent}.{part}" for part in _JOINED.get(last, ())]
         if names and all(part in self._kept for part in names):
             parts = [self._kept[part] for part in names]
         else:
-            parts = [self.one(part, weight) for part, weight in _packed_as_one(name, linear.weight)]
+            parts = [self.one(part, weight) for part, weight in _packed_as_one(name, weight_of(linear))]
         if linear.bias is None:
             return parts
         biases = torch.split(linear.bias.detach(), [part.num_outputs for part in parts])

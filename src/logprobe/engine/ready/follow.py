@@ -13,14 +13,13 @@ from logprobe.engine.forward.attention import CurrentStep
 from logprobe.engine.forward.decoder import OutputHead
 from logprobe.engine.forward.layout import layout_of
 from logprobe.engine.forward.proof import Proof, refusing
-from logprobe.engine.layers.fused import fuse_, known_form
-from logprobe.engine.layers.packed import can_publish, choose_layout, is_linear, pack_
-from logprobe.engine.layers.published import named_panels, publish_
-from logprobe.engine.ready.choice import measure_choice
+from logprobe.engine.layers.fused import fuse_
+from logprobe.engine.layers.packed import choose_layout, pack_
+from logprobe.engine.layers.published import named_panels, publish_, published_forms
 from logprobe.engine.ready.model import ReadyModel
 from logprobe.engine.ready.remember import remember
 from logprobe.errors import UnsupportedModelError
-from logprobe.models.stored.panels import read_panels
+from logprobe.kernels.compiling import compiled_beside, kernel_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,17 +40,7 @@ class Follower:
         self.model: Any = model
         self.context_len = refusing(self.model, lambda: _context_len(self.model))
         self.weights = choose_layout(self.model, weights)
-        if weights == "auto" and self.weights == "packed" and store is not None and _is_known(self.model):
-            self.weights = self._choice(store)
         self.step = CurrentStep()
-
-    def _choice(self, store: LoadStore) -> Weights:
-        """What was measured here before, or is now."""
-        choice = store.choice()
-        if choice is None:
-            choice = measure_choice(self.model, self._panels())
-            store.write_choice(choice)
-        return choice.weights
 
     def ready(self) -> ReadyModel:
         """Follow the model, put faster modules in the places of its own, and prove the numbers.
@@ -97,22 +86,15 @@ class Follower:
             pack_(self.model)
         elif self.weights == "published":
             publish_(self.model, panels)
+            with compiled_beside(kernel_names(published_forms(self.model))):
+                pass
         return self.proof.prove(self.decoder)
 
     def _panels(self) -> dict[str, Any]:
-        """Those that are stored, or those of the module, stored now."""
+        """Those that are stored, or those of the module, stored now; none where nothing may be stored."""
         if self._store is None:
-            return read_panels(self._files.folder)
+            return {}
         return self._store.panels() or self._store.write_panels(named_panels(self.model))
-
-
-def _is_known(model: Any) -> bool:
-    """Whether all layers are of a form that was read, and the processor can widen."""
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    linears: list[Any] = [module for module in model.modules() if is_linear(module)]
-    # GPT-2's layers, of another kind, are not published.
-    are_published = all(type(linear) is torch.nn.Linear for linear in linears) and can_publish(linears)
-    return bool(lists) and all(map(known_form, lists[0])) and are_published
 
 
 def _text_config(model: Any) -> Any:

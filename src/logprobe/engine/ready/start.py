@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from logprobe.engine.ready.recall import recall
+from logprobe.kernels.layers.widen import can_widen
 from logprobe.models import load_model
 from logprobe.models.stored.store import LoadStore
 
@@ -36,16 +37,10 @@ def make_ready(
         UnsupportedModelError: the model cannot be followed, or its numbers differ.
         ParameterError: a form of weights that the device or the dtype does not allow.
     """
-    can_store = load is None and device == "cpu" and dtype == torch.float32
-    can_store &= weights in {"auto", "published"}
-    store = LoadStore.of(files) if can_store else None
-    if store is not None:
-        choice = store.choice() if weights == "auto" else None
-        if weights == "published" or (choice is not None and choice.weights == "published"):
-            weights = "published"
-            recalled = _recalled(files, store)
-            if recalled is not None:
-                return recalled, lambda _: None
+    can_store = load is None and device == "cpu" and dtype == torch.float32 and can_widen()
+    store = LoadStore.of(files) if can_store and weights in {"auto", "published"} else None
+    if store is not None and (recalled := _recalled(files, store)) is not None:
+        return recalled, lambda _: None
     from logprobe.engine.ready.follow import Follower  # with all of transformers
 
     load = load or partial(load_model, files)

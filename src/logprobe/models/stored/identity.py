@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and places
+_SMALL_BYTES: Final = 1 << 25  # of a file that is read whole in no time
 _SETTINGS: Final = ("config.json", "generation_config.json")
 _LIBRARIES: Final = ("torch", "transformers", "numba", "llvmlite", "numpy")
 _CODE: Final = ("engine", "kernels", "models")
 
 
 def source_key(folder: Path) -> str:
-    """Of a model's folder: its settings, and size, time and header of each file of weights.
+    """Of a model's folder: its settings, and the bytes of its weights; of large files size, time and header.
 
     Raises:
         OSError: a file cannot be read.
@@ -36,9 +37,11 @@ def source_key(folder: Path) -> str:
             digest.update((folder / name).read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
         facts = file.stat()
-        digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns} ".encode())
+        digest.update(f"{file.name} {facts.st_size} ".encode())
+        if facts.st_size > _SMALL_BYTES:
+            digest.update(f"{facts.st_mtime_ns} ".encode())
         with file.open("rb") as weights:
-            digest.update(weights.read(_HEADER_BYTES))
+            digest.update(weights.read(_HEADER_BYTES if facts.st_size > _SMALL_BYTES else -1))
     return digest.hexdigest()[:16]
 
 

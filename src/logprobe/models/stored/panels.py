@@ -79,6 +79,11 @@ def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeig
         return {}
 
 
+def stored_forms(folder: Path) -> set[str]:
+    """The forms of a folder's panels; none where it has none."""
+    return {panels.form.name for panels in read_panels(folder, is_checked=False).values()}
+
+
 def checksum(path: Path) -> int:
     """CRC-32 of a file, in pieces."""
     total = 0

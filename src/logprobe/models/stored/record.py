@@ -7,7 +7,7 @@ Before it: a proven load. After it: a load that needs no transformers module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,13 +25,6 @@ class Rule(msgspec.Struct, frozen=True):
 
     scale: float
     window: int | None
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """The form of weights that was the faster one here, and the ratios that say so."""
-
-    weights: Literal["published", "packed"]
-    speedups: dict[str, float]  # published against packed, by number of rows
 
 
 class LoadRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
-
-import msgspec
 
 from logprobe.errors import DownloadError
 from logprobe.models.cache import new_entry
+from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key
-from logprobe.models.stored.panels import PANELS, read_panels, write_panels
-from logprobe.models.stored.record import Choice, read_record, write_record
+from logprobe.models.stored.panels import PANELS, read_panels, stored_forms, write_panels
+from logprobe.models.stored.record import read_record, write_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     Named = Iterable[tuple[tuple[str, ...], PanelWeights]]
 
 MOST_RECORDS: Final = 8  # of one model, a megabyte each
-SMALLEST_BYTES: Final = 1 << 25  # of weights; smaller models load at once whatever is stored
 
 logger = logging.getLogger("logprobe")
 
@@ -42,17 +39,21 @@ class LoadStore:
         self._source = source_key(folder)
         self._panels_folder = panels_folder(folder, self._source)
         self._record_folder = record_folder(folder, self._source)
+        self._is_refused = False
 
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:
-        """The store of a model; None for one that is too small to be stored, or that does not last."""
-        num_bytes = sum(file.stat().st_size for file in files.folder.glob("*.safetensors"))
-        is_passing = files.folder.resolve().is_relative_to(Path(tempfile.gettempdir()).resolve())
-        return cls(files.folder) if num_bytes >= SMALLEST_BYTES and not is_passing else None
+        """The store of a model; None for the copy of a loaded one, which goes with its engine."""
+        has_weights = any(files.folder.glob("*.safetensors"))
+        return cls(files.folder) if has_weights and not is_copy(files.folder) else None
 
     def panels(self, *, is_checked: bool = True) -> dict[str, PanelWeights]:
         """The mapped panels of the model, by the name of their module; none where there are none yet."""
         return read_panels(self._where_panels_lie(), is_checked=is_checked) or {}
+
+    def forms(self) -> set[str]:
+        """The forms of those panels."""
+        return stored_forms(self._where_panels_lie())
 
     def write_panels(self, named: Named) -> dict[str, PanelWeights]:
         """Write the panels of a model that has none, and map them; none where they cannot be written."""
@@ -62,7 +63,7 @@ class LoadStore:
                 if partial is not None:
                     write_panels(named, partial)
         except (DownloadError, OSError) as error:
-            logger.warning("the weights are packed again at each load: %s", error)
+            self._refuse(error)
         return read_panels(self._panels_folder)
 
     def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
@@ -80,33 +81,18 @@ class LoadStore:
                 if partial is not None:
                     write_record(partial, record, tensors)
         except (DownloadError, OSError) as error:
-            logger.warning("the model is proven again at each load: %s", error)
-
-    def choice(self) -> Choice | None:
-        """The form of weights that was measured to be the faster one."""
-        try:
-            return msgspec.json.decode(self._choice_file.read_bytes(), type=Choice)
-        except (OSError, ValueError):
-            return None
-
-    def write_choice(self, choice: Choice) -> None:
-        """Store a measurement, for all loads to make the same choice."""
-        partial = self._choice_file.with_suffix(".partial")
-        try:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(msgspec.json.encode(choice))
-            partial.replace(self._choice_file)
-        except OSError as error:
-            logger.warning("weights='auto' stays with packed weights: %s", error)
-
-    @property
-    def _choice_file(self) -> Path:
-        return self._panels_folder.with_name(f"{self._panels_folder.name}.json")
+            self._refuse(error)
 
     def _where_panels_lie(self) -> Path:
         """In the model's own folder where it was converted from blocks, else in the cache."""
         own = self._panels_folder / PANELS
         return self._panels_folder if own.is_file() else self._folder
+
+    def _refuse(self, error: Exception) -> None:
+        """Say once why nothing can be kept."""
+        if not self._is_refused:
+            logger.warning("%s: is proven and packed again at each load: %s", self._folder.name, error)
+        self._is_refused = True
 
     def _forget(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
