@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,29 +46,23 @@ class Attacked:
 
     process: subprocess.Popen[str]
     port: int
+    log: list[str] = field(default_factory=list)  # lines written since it listens
 
     def send(self, path: str, data: bytes, **headers: str) -> Reply:
         """Post bytes as they are."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        try:
-            told = {"Content-Type": "application/json"} | {
-                name.replace("_", "-"): value for name, value in headers.items()
-            }
-            link.request("POST", path, data, told)
-            reply = link.getresponse()
-            return Reply(reply.status, reply.read())
-        finally:
-            link.close()
+        return self.ask("POST", path, data, **{"Content_Type": "application/json"} | headers)
 
     def post(self, path: str, **body: Any) -> Reply:
         return self.send(path, json.dumps(body).encode())
 
     def get(self, path: str, **headers: str) -> Reply:
+        return self.ask("GET", path, **headers)
+
+    def ask(self, method: str, path: str, data: bytes | None = None, **headers: str) -> Reply:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
-            link.request(
-                "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
-            )
+            told = {name.replace("_", "-"): text for name, text in headers.items()}
+            link.request(method, path, data, told)
             reply = link.getresponse()
             return Reply(reply.status, reply.read())
         finally:
@@ -160,13 +154,14 @@ def serving_process(folder: Path, *flags: str) -> Iterator[Attacked]:
         [*command, "--port", "0", "--kv-bytes", "2000000", *flags], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    drain = threading.Thread(target=process.stderr.read, daemon=True)
+    log: list[str] = []
+    drain = threading.Thread(target=log.extend, args=(process.stderr,), daemon=True)
     try:
         line = next((line for line in process.stderr if "listening" in line), "")
         drain.start()
         match = re.search(r":(\d+)$", line.strip())
         assert match is not None, "it never listened"
-        yield Attacked(process, int(match[1]))
+        yield Attacked(process, int(match[1]), log)
     finally:
         process.terminate()
         process.wait(timeout=PATIENCE_S)

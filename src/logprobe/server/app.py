@@ -23,6 +23,7 @@ from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
 from logprobe.server.http.protocol import TimedProtocol
+from logprobe.server.http.rubbish import Rubbish
 from logprobe.server.openai.openapi import document
 from logprobe.server.routes import facts
 from logprobe.server.routes.chat import chat_completions
@@ -132,6 +133,8 @@ def serve(
         ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
             address cannot be listened on.
     """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logger.setLevel(logging.INFO)
     with _listen(settings) as listener:
         model = start_engine(config)
         try:
@@ -192,9 +195,12 @@ def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs the application."""
+    rubbish = Rubbish(app.state.service.metrics.bad_connections)
     return uvicorn.Config(
         app,
-        http=partial(TimedProtocol, settings),  # type: ignore[arg-type]  # uvicorn calls it as it does a class
+        http=partial(TimedProtocol, settings, rubbish),  # type: ignore[arg-type]  # called as a class is
+        ws="none",
+        log_config=None,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=max(round(settings.drain_s), 1),

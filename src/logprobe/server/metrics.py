@@ -55,6 +55,8 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
+        told = "Connections that sent no HTTP request, or asked for another protocol."
+        self.bad_connections = self._counter("bad_connections", told)
         self.registry.register(_EngineFigures(engine))
 
     def ended(self, output: RequestOutput) -> None:

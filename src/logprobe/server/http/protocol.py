@@ -14,6 +14,7 @@ from logprobe.server.http.errors import ApiError
 if TYPE_CHECKING:
     import asyncio
 
+    from logprobe.server.http.rubbish import Rubbish
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
@@ -32,8 +33,9 @@ HALF_CLOSED: Final = (
 class TimedProtocol(HttpToolsProtocol):
     """Closes a connection whose header does not come in time, or does not end."""
 
-    def __init__(self, settings: ServerSettings, **options: Any) -> None:
+    def __init__(self, settings: ServerSettings, rubbish: Rubbish, **options: Any) -> None:
         super().__init__(**options)
+        self._rubbish = rubbish
         self._timeout_s = settings.header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
         self._num_header_bytes = 0
@@ -60,6 +62,14 @@ class TimedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request."""
+        self._rubbish.note("no HTTP request", self.client)
+        super().send_400_response(msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        self._rubbish.note("a request for another protocol", self.client)
 
     def eof_received(self) -> None:
         """Tell a client that has closed its half why it gets no more; one that has left does not read it."""
