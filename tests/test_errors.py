@@ -75,6 +75,16 @@ def test_an_unknown_parameter_without_a_near_one_lists_all() -> None:
     assert str(UnknownParameterError("zzz", ["b", "a"], of="Thing")).endswith("known: a, b")
 
 
+def test_a_name_that_is_no_name_is_cut_and_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors.shortened("n" * 64) == "n" * 64
+    assert errors.shortened("n" * 65) == "n" * 63 + "…"
+    assert errors.closest("temperatur", ["temperature"], 0.7) == "temperature"
+    monkeypatch.setattr(errors, "get_close_matches", None)
+    assert errors.closest("n" * 65, ["n"], 0.7) is None
+    error = UnknownParameterError("n" * 1000, ("temperature",), of="SamplingParams")
+    assert str(error) == f"{'n' * 63}…: SamplingParams has no such parameter; known: temperature"
+
+
 def test_a_batch_error_names_five_failures_and_counts_the_rest() -> None:
     failures: dict[int, LogprobeError] = {index: ParameterError("n", f"bad {index}") for index in range(7)}
     outputs: list[Any] = [None] * 9

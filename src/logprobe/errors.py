@@ -89,13 +89,26 @@ OTHER_NAMES: Final = {
 """What other libraries call a parameter → what it is called here."""
 
 
+MAX_NAME_CHARS: Final = 64
+
+
+def shortened(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
+    """A name, or another text that a caller or a client gave, as a message repeats it."""
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+
+
+def closest(name: str, known: Iterable[str], cutoff: float) -> str | None:
+    """The known name most like one that does not exist; None where none is, or the name is no name."""
+    if len(name) > MAX_NAME_CHARS:
+        return None
+    near = get_close_matches(name, known, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
 def nearest_name(name: str, known: Collection[str], cutoff: float) -> str | None:
     """The parameter that was meant by a name that does not exist, if it can be told."""
     own = OTHER_NAMES.get(name)
-    if own is not None and own in known:
-        return own
-    near = get_close_matches(name, known, n=1, cutoff=cutoff)
-    return near[0] if near else None
+    return own if own is not None and own in known else closest(name, known, cutoff)
 
 
 class UnknownParameterError(ParameterError, TypeError):
@@ -109,7 +122,7 @@ class UnknownParameterError(ParameterError, TypeError):
         known = sorted(known)
         near = nearest_name(parameter, known, cutoff=0.7)
         remedy = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
-        super().__init__(parameter, f"{of} has no such parameter; {remedy}")
+        super().__init__(shortened(parameter), f"{of} has no such parameter; {remedy}")
 
 
 class PromptTooLongError(ParameterError):

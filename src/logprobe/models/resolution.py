@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
-from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.errors import ModelNotFoundError, UnsupportedModelError, closest
 from logprobe.models.cache import entry_folder, new_entry
 from logprobe.models.known import KNOWN_MODELS, KnownModel
 
@@ -159,8 +158,8 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def _not_found(name: str) -> str:
-    near = get_close_matches(name, KNOWN_MODELS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = closest(name, KNOWN_MODELS, 0.5)
+    hint = f"did you mean {near!r}? " if near else ""
     return (
         f"no model {name!r}: {hint}known names are {', '.join(KNOWN_MODELS)}; "
         "else name a local folder, a .gguf file, or a Hugging Face id (owner/name)"

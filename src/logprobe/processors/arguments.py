@@ -277,7 +277,7 @@ def format_args(response_format: Any) -> GrammarArgs | None:
     require(is_mapping, name, "must be an object with a type", got=response_format)
     kind = response_format.get("type")
     known = ("text", "json_object", *_FORMATS)
-    require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r}")
+    require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r:.60}")
     if kind == "text":
         return None
     if kind == "json_object":

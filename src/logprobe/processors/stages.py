@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from logprobe.errors import ParameterError, ProcessorError
+from logprobe.errors import ParameterError, ProcessorError, closest, shortened
 from logprobe.processors import registry
 from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
@@ -147,7 +146,7 @@ class Stages:
         free = values.keys() - named
         is_taken = any(stage.takes_any for stage in registered)
         for key in sorted(free):
-            if not is_taken or get_close_matches(key, named, n=1, cutoff=NEAR):
+            if not is_taken or closest(key, named, NEAR):
                 raise ParameterError(CUSTOM_PARAMETER, self._unknown(key))
         found: dict[int, Any] = {}
         for place, stage in enumerate(self.ordered):
@@ -180,11 +179,12 @@ class Stages:
         registered = ", ".join(f"{stage.name} ({', '.join(stage.keys)})" for stage in self.registered)
         owner = registry.built_in_with(key)
         known = sorted(name for stage in self.registered for name in stage.keys)
-        near = get_close_matches(key, known, n=1)
+        near = closest(key, known, 0.6)
         if owner is not None:
             remedy = f"{owner} takes it and is not registered; start with logits_processors=[{owner!r}]"
         elif near:
-            remedy = f"did you mean {near[0]!r}?"
+            remedy = f"did you mean {near!r}?"
         else:
             remedy = "register the processor that takes it with logits_processors=[...]"
-        return f"no registered processor takes {key!r}; {remedy}; registered: {registered or 'none'}"
+        refused = f"no registered processor takes {shortened(key)!r}"
+        return f"{refused}; {remedy}; registered: {registered or 'none'}"

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.pool import keep_out_of_collections
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, require, shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
@@ -102,7 +102,8 @@ def create_app(
 
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path} is no route; GET /openapi.json lists them all"
+        path = shortened(request.url.path)
+        message = f"{request.method} {path} is no route; GET /openapi.json lists them all"
         told = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
         return failure(told, service)
 

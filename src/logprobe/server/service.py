@@ -18,6 +18,7 @@ import msgspec
 from cachetools import FIFOCache
 
 from logprobe.engine.client import Client
+from logprobe.errors import shortened
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
@@ -70,7 +71,7 @@ class StoredResponses:
         with self._lock:
             kept = self._kept.get(response_id)
         if kept is None:
-            message = f"response {response_id!r} is not stored here"
+            message = f"response {shortened(response_id)!r} is not stored here"
             raise ApiError(404, message, param=param, code="response_not_found")
         return kept
 
@@ -152,7 +153,7 @@ class Service:
         """
         served = [self.model_name, *self.engine.list_loras()]
         if name is not None and name not in {*served, *self._own_names}:
-            message = f"model {name!r} is not served here; use {' or '.join(map(repr, served))}"
+            message = f"model {shortened(name)!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def choose_weights(self, body: ChoosesWeights) -> None:
@@ -165,7 +166,8 @@ class Service:
         if body.model is None or body.model in self._own_names:
             return
         if body.lora not in {None, body.model}:
-            raise bad_request("lora", f"is {body.lora!r}, but model names the lora {body.model!r}")
+            message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
+            raise bad_request("lora", message)
         body.lora = body.model
 
     def check_engine(self) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, require, shortened
 
 Messages: TypeAlias = Sequence[dict[str, Any]]
 Render: TypeAlias = Callable[[Messages], str]
@@ -118,7 +118,8 @@ def _check_role(messages: Messages, role: str, place: int, render: Render, laid_
     for known in KNOWN_ROLES:
         renamed = [message | {"role": known} if message["role"] == role else message for message in messages]
         if _rendered(render, renamed) == laid_out:
-            message = f"the model's chat template takes {role!r} for {known!r}; use a role that it knows"
+            taken = f"takes {shortened(role)!r} for {known!r}"
+            message = f"the model's chat template {taken}; use a role that it knows"
             raise ParameterError(f"messages[{place}].role", message)
 
 

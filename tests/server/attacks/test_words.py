@@ -1,19 +1,125 @@
-"""No line of the log grows with the words that a client sends."""
+"""No label, message or line of the log grows with the words that a client sends."""
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from server_process import PATIENCE_S, eventually
 
+if TYPE_CHECKING:
+    from server_process import Attacked
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES, "max_tokens": 1},
+    COMPLETIONS: {"prompt": "the cat", "max_tokens": 1},
+    RESPONSES: {"input": "the cat", "max_output_tokens": 1},
+    "/v1/score": {"context": "the", "continuations": [" cat"]},
+    "/v1/next_token_logprobs": {"prompts": ["the cat"]},
+}
+LONG = "w" * 200_000
+MOST_BYTES = 4096  # of a refusal
 RUBBISH = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no request\r\n\r\n"
 TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")  # as each line of the log begins
 UPGRADE = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+
+
+def rejected(server: Attacked) -> dict[str, float]:
+    """How many requests were refused, by the label."""
+    found = re.findall(rb'logprobe_rejected_total\{param="(.*)"\} (.*)', server.get("/metrics").data)
+    return {name.decode(): float(count) for name, count in found}
+
+
+def test_invented_fields_are_counted_as_other(attacked: Attacked) -> None:
+    before = rejected(attacked)
+    invented = [letter * 1_000_000 for letter in "abcdefghijklmnopqrst"] + [f"field{n}" for n in range(120)]
+    for name in invented:
+        assert attacked.post(COMPLETIONS, prompt="the cat", **{name: 1}).status == 400
+    message = {"role": "user", "content": "the cat", "mood": "glad"}
+    assert attacked.post(CHAT, messages=[message]).status == 400
+    assert attacked.post(COMPLETIONS, prompt="the cat", temperature=3).status == 400
+    assert attacked.get(f"{RESPONSES}/x/input_items?{'q' * 1000}=1").status == 404
+    grown = {name: count - before.get(name, 0) for name, count in rejected(attacked).items()}
+    grown = {name: count for name, count in grown.items() if count}
+    assert grown == {"other": len(invented), "messages": 1, "temperature": 1}
+    assert len(attacked.get("/metrics").data) < 100_000
+
+
+def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
+    with attacked.watched():
+        replies = [attacked.post(COMPLETIONS, prompt="the cat", **{"temperatur" * 790_000: 1})] * 4
+    assert {reply.status for reply in replies} == {400}
+    assert all(len(reply.data) < MOST_BYTES for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        *((path, {"model": LONG}) for path in BODIES),
+        *((path, {"lora": LONG}) for path in BODIES),
+        *((path, {LONG: 1}) for path in BODIES),
+        (CHAT, {"messages": [MESSAGES[0] | {"role": LONG}]}),
+        (CHAT, {"messages": [MESSAGES[0] | {LONG: 1}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", LONG: 1}]}]}),
+        (CHAT, {"chat_template_kwargs": {LONG: 1}}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+        (COMPLETIONS, {"logprobs_mode": LONG}),
+        (COMPLETIONS, {"response_format": {"type": LONG}}),
+        (COMPLETIONS, {"response_format": {"type": "regex", "regex": f"({LONG}"}}),
+        (COMPLETIONS, {"structured_outputs": {LONG: 1}}),
+        (COMPLETIONS, {"guided_grammar": LONG}),
+        (COMPLETIONS, {"logits_processors_args": {LONG: 1}}),
+        (COMPLETIONS, {"logits_processors_args": {LONG: LONG}}),
+        (COMPLETIONS, {"stream_options": {LONG: 1}}),
+        (COMPLETIONS, {"logit_bias": {LONG: 1}}),
+        (COMPLETIONS, {"service_tier": LONG}),
+        (RESPONSES, {"include": [LONG]}),
+        (RESPONSES, {"previous_response_id": LONG}),
+        (RESPONSES, {"input": [MESSAGES[0] | {LONG: 1}]}),
+        (RESPONSES, {"input": [MESSAGES[0] | {"type": LONG}]}),
+        (RESPONSES, {"text": {"format": {"type": LONG}}}),
+        ("/v1/next_token_logprobs", {"dtype": LONG}),
+    ],
+)
+def test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent(
+    attacked: Attacked, path: str, fields: dict[str, Any]
+) -> None:
+    reply = attacked.post(path, **BODIES[path] | fields)
+    assert reply.status in {400, 404}, reply.data[:300]
+    assert len(reply.data) < MOST_BYTES
+    assert reply.error["message"].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (f"/v1/models/{'w' * 30_000}", {}),
+        (f"/v1/responses/{'w' * 30_000}", {}),
+        (f"/v1/responses/{'w' * 30_000}/input_items", {}),
+        (f"/{'w' * 30_000}", {}),
+        ("/health", {"Host": "w" * 30_000}),
+        ("/health", {"Origin": "w" * 30_000}),
+    ],
+)
+def test_nor_does_one_of_a_header(attacked: Attacked, path: str, headers: dict[str, str]) -> None:
+    reply = attacked.get(path, **headers)
+    assert reply.status in {403, 404}
+    assert len(reply.data) < MOST_BYTES
+
+
+@pytest.mark.parametrize("query", ["after", "limit", "order", "w" * 30_000])
+def test_nor_does_one_of_a_query(attacked: Attacked, query: str) -> None:
+    stored = json.loads(attacked.post(RESPONSES, **BODIES[RESPONSES]).data)["id"]
+    reply = attacked.get(f"{RESPONSES}/{stored}/input_items?{query}={'w' * 30_000}")
+    assert reply.status == 400
+    assert len(reply.data) < MOST_BYTES
 
 
 @pytest.mark.parametrize(

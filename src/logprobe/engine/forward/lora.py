@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from logprobe.engine.layers.packed import added
-from logprobe.errors import require
+from logprobe.errors import require, shortened
 from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Loras:
             return None
         with self._lock:
             lora, listed = self._loaded.get(name), ", ".join(self._loaded) or "none"
-        require(lora is not None, "lora", f"no LoRA weights {name!r} are loaded; known: {listed}")
+        require(lora is not None, "lora", f"no LoRA weights {shortened(name)!r} are loaded; known: {listed}")
         return lora
 
     def add(self, name: str, path: str | Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import torch
 
-from logprobe.errors import require
+from logprobe.errors import require, shortened
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
 from logprobe.processors.batch import BatchState, as_batch
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
@@ -135,7 +135,8 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
     def check_args(self, args: Any) -> None:
         """Refuse a text that has no tokens."""
         for word in args.bad_words:
-            require(self._sequences(word), "bad_words", f"{word!r} has no tokens in this model's vocabulary")
+            message = f"{shortened(word)!r} has no tokens in this model's vocabulary"
+            require(self._sequences(word), "bad_words", message)
 
     def update_state(self, batch: BatchState) -> None:
         """Find the tokens that would complete a sequence."""

@@ -5,7 +5,7 @@ Before it: the library's error tree. After it: a reply, or an event that ends a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -15,16 +15,21 @@ from logprobe.errors import (
     ParameterError,
     ProcessorError,
     PromptTooLongError,
+    shortened,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+MAX_MESSAGE_CHARS: Final = 1500
+MAX_PARAM_CHARS: Final = 128  # of a place in the body with a name of the client's at its end
+
 
 class ApiError(Exception):
     """A reply other than 2xx; `param` names the body field at fault.
 
-    The message is one printable line: what a client sent is quoted in it, and shown by logs and terminals.
+    The message is one printable line of bounded length: what a client sent is quoted in it, and shown by logs
+    and terminals.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = shortened(message, MAX_MESSAGE_CHARS)
         message = "".join(part if part.isprintable() else repr(part)[1:-1] for part in message)
         super().__init__(message)
         self.status = status
@@ -62,6 +68,7 @@ class ApiError(Exception):
 
 def bad_request(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
     """400 naming the field."""
+    param = param and shortened(param, MAX_PARAM_CHARS)
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
+from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.openai.replies import JSON_TYPE
 
@@ -64,15 +65,16 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
     if not is_own_name(host, settings):
         raise ApiError(
             403,
-            f"host {host!r} is no name of this server; start it with --allowed-host to add one",
+            f"host {shortened(host)!r} is no name of this server; start it with --allowed-host to add one",
             code="host_not_allowed",
         )
     origin = headers.get("origin")
     allowed = {f"{scheme}://{host}".lower(), *settings.cors_origin}
     if origin is not None and origin.lower() not in allowed and ANY not in allowed:
+        pages = f"pages of {shortened(origin)!r}"
         raise ApiError(
             403,
-            f"pages of {origin!r} may not call this server; start it with --cors-origin to let them",
+            f"{pages} may not call this server; start it with --cors-origin to let them",
             code="origin_not_allowed",
         )
 

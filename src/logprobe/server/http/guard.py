@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from logprobe.server.http.errors import ApiError, as_api_error
 from logprobe.server.http.sse import ClientGoneError
+from logprobe.server.openai.openapi import BODIES, QUERIES
 from logprobe.server.openai.replies import JSON_TYPE
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/score": {"prompt": "continuations"},
     "/v1/next_token_logprobs": {"prompt": "prompts"},
 }
+# By which refusals are counted: with names that clients invent, the figures would grow without end.
+FIELDS: Final = frozenset(
+    {name for body in BODIES.values() for name in body.__struct_fields__}
+    | {query["name"] for queries in QUERIES.values() for query in queries}
+)
+OTHER_FIELD: Final = "other"
 CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 
 logger = logging.getLogger("logprobe.server")
@@ -83,5 +90,11 @@ def failure(told: ApiError, service: Service, cause: Exception | None = None) ->
     if told.status == 500:
         logger.error("a request failed", exc_info=cause)
     if told.status == 400:
-        service.metrics.rejected.labels(told.param or "").inc()
+        service.metrics.rejected.labels(field_of(told.param)).inc()
     return Response(told.to_json(), told.status, told.headers, media_type=JSON_TYPE)
+
+
+def field_of(param: str | None) -> str:
+    """The field of a body, or of a query, that a refusal named; the empty text where it named none."""
+    field = (param or "").partition(".")[0].partition("[")[0]
+    return field if field in FIELDS or not param else OTHER_FIELD

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+from logprobe.errors import shortened
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.openai.structured import structured_format
@@ -115,7 +116,7 @@ def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> Sa
     """What a responses body asks for; `room` is the number of tokens that still fit after the prompt."""
     unknown = [one for one in body.include or () if one != LOGPROBS]
     if unknown:
-        raise bad_request("include", f"{unknown[0]!r} is not known here; {LOGPROBS!r} is")
+        raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
     check_count("top_logprobs", body.top_logprobs, max_logprobs)
     if body.top_logprobs and not body.include:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")

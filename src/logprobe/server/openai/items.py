@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 
 if TYPE_CHECKING:
@@ -81,16 +81,16 @@ def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -
         raise bad_request(min(unknown), "is no parameter of this route", code="unknown_parameter")
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ORDERS:
-        raise bad_request("order", f"must be one of {', '.join(ORDERS)}, got {order!r}")
+        raise bad_request("order", f"must be one of {', '.join(ORDERS)}, got {shortened(order)!r}")
     if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-        raise bad_request("limit", f"must be an integer in [1, {MAX_LISTED}], got {limit!r}")
+        raise bad_request("limit", f"must be an integer in [1, {MAX_LISTED}], got {shortened(limit)!r}")
     own_id = response_id.replace("resp", "msg", 1)
     items = [_as_item(f"{own_id}-{number}", message) for number, message in enumerate(messages)]
     items = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise bad_request("after", f"there is no item {after!r}")
+            raise bad_request("after", f"there is no item {shortened(after)!r}")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
     return {

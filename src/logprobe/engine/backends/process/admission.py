@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from logprobe.engine.request import check_request
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, require, shortened
 from logprobe.processors.registry import load_processor
 from logprobe.processors.stages import Stages
 from logprobe.transport.codec import Codec
@@ -99,8 +99,8 @@ class LoraNames:
             ParameterError: no such weights.
         """
         with self._lock:
-            known = ", ".join(self._loaded) or "none"
-            require(name in self._loaded, "lora", f"no LoRA weights {name!r} are loaded; known: {known}")
+            known, asked = ", ".join(self._loaded) or "none", shortened(name)
+            require(name in self._loaded, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
             return self._loaded[name][0]
 
     def remove(self, name: str) -> None:

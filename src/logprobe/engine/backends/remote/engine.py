@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from logprobe.engine.backends.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, check_request
-from logprobe.errors import EngineClosedError, ParameterError, require
+from logprobe.errors import EngineClosedError, ParameterError, require, shortened
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Admitted
 
@@ -141,7 +141,8 @@ class HttpEngine:
         """
         known = ", ".join(self._facts.loras) or "none"
         is_known = name is None or name in self._facts.loras
-        require(is_known, "lora", f"no LoRA weights {name!r} are loaded; known: {known}")
+        asked = shortened(name or "")
+        require(is_known, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
         return 0
 
     def capabilities(self) -> Capabilities:
