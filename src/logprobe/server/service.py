@@ -6,16 +6,13 @@ Before it: a loaded model. After it: routes. Used from one event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
-import threading
+import secrets
 import time
-import uuid
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
-from cachetools import FIFOCache
 
 from logprobe.engine.client import Client
 from logprobe.errors import shortened
@@ -24,6 +21,7 @@ from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits, check_count
 from logprobe.server.metrics import Metrics
+from logprobe.server.stored import StoredResponses
 from logprobe.text.chat import ANSWER, lay_out
 
 if TYPE_CHECKING:
@@ -38,48 +36,6 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted
 
 Messages: TypeAlias = list[dict[str, Any]]
-
-
-class StoredResponses:
-    """The latest responses by id, as JSON, with the conversation that each ends; the oldest go first.
-
-    Any thread may use it: large replies are written by workers.
-    """
-
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
-        self._max_responses = max_responses
-        self._kept: FIFOCache[str, tuple[bytes, Messages]]
-        self._kept = FIFOCache(max_bytes, getsizeof=lambda kept: len(kept[0]))
-        self._lock = threading.Lock()
-
-    def keep(self, response: dict[str, Any], messages: Messages) -> None:
-        """Keep one, unless it alone is beyond the bounds."""
-        data = msgspec.json.encode(response)
-        if not self._max_responses or len(data) > self._kept.maxsize:
-            return
-        with self._lock:
-            while len(self._kept) >= self._max_responses:
-                self._kept.popitem()
-            self._kept[response["id"]] = (data, messages)
-
-    def find(self, response_id: str, param: str | None = None) -> tuple[bytes, Messages]:
-        """Get one.
-
-        Raises:
-            ApiError: 404 where it is not, or no longer, stored.
-        """
-        with self._lock:
-            kept = self._kept.get(response_id)
-        if kept is None:
-            message = f"response {shortened(response_id)!r} is not stored here"
-            raise ApiError(404, message, param=param, code="response_not_found")
-        return kept
-
-    def drop(self, response_id: str) -> None:
-        """Forget one."""
-        self.find(response_id)
-        with self._lock:
-            self._kept.pop(response_id, None)
 
 
 def most_bytes_a_token(text: TextEdge) -> int:
@@ -127,9 +83,7 @@ class Service:
         self.limits = Limits(settings)
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
         self.metrics = Metrics(model.engine)
-        self._numbers = itertools.count()
         self.is_draining = False
-        self._token = uuid.uuid4().hex[:12]
 
     @staticmethod
     def now() -> int:
@@ -141,9 +95,10 @@ class Service:
         if self.settings.log_requests:
             logger.info("%s %s", route, msgspec.json.encode(body).decode())
 
-    def new_id(self, prefix: str) -> str:
-        """An id that no other reply has."""
-        return f"{prefix}-{self._token}{next(self._numbers):08x}"
+    @staticmethod
+    def new_id(prefix: str) -> str:
+        """An id that no other reply has, and that nobody can guess: who knows it may read what is stored."""
+        return f"{prefix}-{secrets.token_hex(16)}"
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None is the one that is, LoRA weights go by their name.

@@ -38,7 +38,8 @@ SLOW_FIELDS: Final = (
     "logits_processors_args",
     *GUIDED,
     "structured_outputs",
-)  # may hold a grammar
+    "previous_response_id",
+)  # may hold a grammar, or name a conversation of any length
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")

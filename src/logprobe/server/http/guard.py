@@ -5,6 +5,7 @@ Before it: uvicorn. After it: the routes.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 from typing import TYPE_CHECKING, Final
@@ -17,12 +18,13 @@ from logprobe.server.openai.openapi import BODIES, QUERIES
 from logprobe.server.openai.replies import JSON_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from typing import Any
 
     from starlette.requests import Request as HttpRequest
 
     from logprobe.server.service import Service
+    from logprobe.server.settings import ServerSettings
 
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
     Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
@@ -73,16 +75,26 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> None:
     """
     if not keys:
         return
-    scheme, _, given = (header or "").partition(" ")
-    own_bytes = given.strip().encode("latin-1")  # as they came
-    matches = [hmac.compare_digest(own_bytes, key.encode()) for key in keys]
-    if scheme.lower() != "bearer" or not any(matches):
+    given = _key_of(header)
+    matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
+    if given is None or not any(matches):
         raise ApiError(
             401,
             "bring a valid key as `Authorization: Bearer KEY`",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+
+def owner_of(headers: Mapping[str, str], settings: ServerSettings) -> bytes:
+    """Whose a request is: a digest of its key, and the same for all where the server has no keys."""
+    key = _key_of(headers.get("authorization")) if settings.api_key else None
+    return hashlib.sha256(key or b"").digest()
+
+
+def _key_of(header: str | None) -> bytes | None:
+    scheme, _, given = (header or "").partition(" ")
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came
 
 
 def failure(told: ApiError, service: Service, cause: Exception | None = None) -> Response:

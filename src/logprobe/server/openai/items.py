@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from logprobe.records.values import IntArray
     from logprobe.server.openai.bodies import ResponsesBody
-    from logprobe.server.service import Messages, Service
+    from logprobe.server.service import Service
+    from logprobe.server.stored import Messages
 
 LABELS: Final = ("type", "id", "status")
 """Fields of an item that tell of it, and say nothing to the model."""
@@ -26,7 +27,7 @@ MAX_LISTED: Final = 100
 _MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)")
 
 
-def read_conversation(body: ResponsesBody, service: Service) -> tuple[Messages, IntArray]:
+def read_conversation(body: ResponsesBody, service: Service, owner: bytes) -> tuple[Messages, IntArray]:
     """The conversation so far, with what was stored before, and its ids ready for the answer.
 
     Raises:
@@ -34,7 +35,7 @@ def read_conversation(body: ResponsesBody, service: Service) -> tuple[Messages, 
     """
     before: Messages = []
     if body.previous_response_id is not None:
-        _, before = service.stored.find(body.previous_response_id, "previous_response_id")
+        before = service.stored.find(owner, body.previous_response_id, "previous_response_id").messages()
     system: Messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     said = before + _as_messages(body.input)
     try:

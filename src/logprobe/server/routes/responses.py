@@ -5,13 +5,15 @@ Before it: HTTP. After it: a generation and its pieces. Final items carry rows w
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
+from logprobe.server.http.guard import owner_of
 from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.items import list_items, read_conversation
@@ -27,46 +29,66 @@ if TYPE_CHECKING:
     from logprobe.engine.request import CompletionPiece
     from logprobe.records.forms.json import ChatEncoder
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.service import Messages, Service
+    from logprobe.server.service import Service
+    from logprobe.server.stored import Messages, Stored
 
 
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
-    body, said, generation = await read(request, service, ResponsesBody, understand)
-    shape = ResponseShape(service, body, generation, said)
-    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+    owner = owner_of(request.headers, service.settings)
+    asked = await read(request, service, ResponsesBody, partial(understand, owner=owner))
+    shape = ResponseShape(service, asked)
+    return await answer(request, service, asked.generation, shape, is_stream=bool(asked.body.stream))
 
 
-def understand(body: ResponsesBody, service: Service) -> tuple[ResponsesBody, Messages, Generation]:
-    """The conversation, and what is asked of it, admitted."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was understood: the conversation so far, and what is asked of it, admitted."""
+
+    owner: bytes
+    body: ResponsesBody
+    said: Messages
+    generation: Generation
+
+
+def understand(body: ResponsesBody, service: Service, owner: bytes) -> Asked:
+    """What one owner asks."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    said, ids = read_conversation(body, service)
+    said, ids = read_conversation(body, service, owner)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
-    return body, said, Generation(service, service.new_id("resp"), [(ids, params)])
+    return Asked(owner, body, said, Generation(service, service.new_id("resp"), [(ids, params)]))
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:
     """Give a stored response again."""
-    data, _ = service.stored.find(request.path_params["response_id"])
-    return Response(data, media_type=JSON_TYPE)
+    return Response(_found(request, service).response, media_type=JSON_TYPE)
 
 
 async def list_input_items(request: HttpRequest, service: Service) -> Response:
     """List the messages that a stored response answered, the latest first."""
-    response_id = request.path_params["response_id"]
-    _, messages = service.stored.find(response_id)
-    page = list_items(response_id, messages[:-1], request.query_params)  # the last is the answer itself
-    return Response(msgspec.json.encode(page), media_type=JSON_TYPE)
+    stored, query = _found(request, service), dict(request.query_params)
+
+    def written() -> bytes:
+        before = stored.messages()[:-1]  # the last is the answer itself
+        return msgspec.json.encode(list_items(request.path_params["response_id"], before, query))
+
+    return Response(await service.workers.run(written), media_type=JSON_TYPE)
 
 
 async def delete_response(request: HttpRequest, service: Service) -> Response:
     """Forget a stored response."""
     response_id = request.path_params["response_id"]
-    service.stored.drop(response_id)
+    service.stored.drop(owner_of(request.headers, service.settings), response_id)
     told = {"id": response_id, "object": "response.deleted", "deleted": True}
     return Response(msgspec.json.encode(told), media_type=JSON_TYPE)
+
+
+def _found(request: HttpRequest, service: Service) -> Stored:
+    return service.stored.find(
+        owner_of(request.headers, service.settings), request.path_params["response_id"]
+    )
 
 
 class ResponseShape:
@@ -74,12 +96,12 @@ class ResponseShape:
 
     last_words = b""  # the last event says that it is the last
 
-    def __init__(self, service: Service, body: ResponsesBody, generation: Generation, said: Messages) -> None:
+    def __init__(self, service: Service, asked: Asked) -> None:
         self._service = service
-        self._body = body
-        self._generation = generation
-        self._said = said
-        self._item_id = generation.reply_id.replace("resp", "msg", 1)
+        self._asked = asked
+        self._body = asked.body
+        self._generation = asked.generation
+        self._item_id = asked.generation.reply_id.replace("resp", "msg", 1)
         self._created_at = service.now()
         self._pieces: list[CompletionPiece] = []
         self._num_events = 0
@@ -91,8 +113,8 @@ class ResponseShape:
         part = self._part(piece.text, self._rows(piece, self._service.encoder))
         response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
         if self._body.store is not False:
-            messages = [*self._said, {"role": "assistant", "content": piece.text}]
-            self._service.stored.keep(response, messages)
+            messages = [*self._asked.said, {"role": "assistant", "content": piece.text}]
+            self._service.stored.keep(self._asked.owner, response, messages)
         return response
 
     def opening(self) -> Iterator[dict[str, Any]]:

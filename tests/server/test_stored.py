@@ -1,0 +1,38 @@
+"""What is kept of responses: by owner, and as many bytes as it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from logprobe.server.http.errors import ApiError
+from logprobe.server.stored import StoredResponses
+
+RESPONSE: dict[str, Any] = {"id": "resp-1", "output": ["a"]}
+MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a"}]
+
+
+def test_what_one_owner_keeps_no_other_finds_or_drops() -> None:
+    stored = StoredResponses(4, 1000)
+    stored.keep(b"one", RESPONSE, MESSAGES)
+    assert stored.find(b"one", "resp-1").messages() == MESSAGES
+    for ask in (stored.find, stored.drop):
+        with pytest.raises(ApiError, match="'resp-1' is not stored here"):
+            ask(b"two", "resp-1")
+    stored.drop(b"one", "resp-1")
+    with pytest.raises(ApiError, match="'resp-1' is not stored here"):
+        stored.find(b"one", "resp-1")
+
+
+def test_the_conversation_counts_as_the_response_does() -> None:
+    stored = StoredResponses(4, 1000)
+    long = [MESSAGES[0] | {"logprobs": ["x" * 400]}]
+    for number in range(3):
+        stored.keep(b"", RESPONSE | {"id": f"resp-{number}"}, long)
+    with pytest.raises(ApiError, match="is not stored here"):
+        stored.find(b"", "resp-0")
+    assert stored.find(b"", "resp-2").num_bytes > 400
+    stored.keep(b"", RESPONSE | {"id": "resp-3"}, [{"x" * 1000: None}])
+    with pytest.raises(ApiError, match="is not stored here"):
+        stored.find(b"", "resp-3")
