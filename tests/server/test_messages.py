@@ -61,6 +61,40 @@ def test_what_the_template_passes_over_is_a_400_that_names_it(
     assert refused(server, "/v1/score", messages=[message], continuations=[" a"])["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (ASK | {"mood": None}, "messages[0].mood"),
+        (ASK | {"mo\n": []}, "messages[0].mo\n"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "mood": 0}]}, "messages[0].content.mood"),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [CALL | {"mood": 1}]},
+            "messages[0].tool_calls[0].mood",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": CALL["function"] | {"mood": None}}]},
+            "messages[0].tool_calls[0].function.mood",
+        ),
+    ],
+)
+def test_an_unknown_field_is_refused_by_name_where_it_says_nothing_too(
+    takes_tools: Any, message: dict[str, Any], param: str
+) -> None:
+    reply = takes_tools.post("/v1/chat/completions", messages=[message], max_tokens=1)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    reply = takes_tools.post("/v1/responses", input=[message], max_output_tokens=1)
+    assert reply.json()["error"]["param"] == param.replace("messages", "input")
+
+
+def test_the_empty_fields_of_replies_are_taken(server: Any) -> None:
+    names = ("name", "tool_calls", "function_call", "refusal", "audio", "annotations", "parsed", "phase")
+    names += ("reasoning", "reasoning_content", "reasoning_details", "provider_specific_fields", "images")
+    part = {"type": "text", "text": "the cat", "annotations": [1], "logprobs": [1], "parsed": None}
+    said = {"role": "assistant", "content": [part], **dict.fromkeys(names)}
+    assert prompt_of(server, messages=[ASK, said]).endswith("assistant: the cat\nassistant:")
+
+
 def test_the_developer_is_the_system(server: Any, client: openai.OpenAI) -> None:
     said: Any = [{"role": "developer", "content": "be short"}, ASK]
     assert prompt_of(server, messages=said) == "system: be short\nuser: the cat\nassistant:"

@@ -21,6 +21,7 @@ from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits, check_count
 from logprobe.server.metrics import Metrics
+from logprobe.server.openai.messages import check_fields
 from logprobe.server.stored import StoredResponses
 from logprobe.text.chat import ANSWER, lay_out
 
@@ -149,6 +150,7 @@ class Service:
 
     def lay_out(self, messages: Messages, layout: Layout = ANSWER) -> str:
         """A conversation as the model's chat template writes it; raises as `read_messages` does."""
+        check_fields(messages)
         laid_out = lay_out(messages, self.text, layout)
         self.check_texts([laid_out], "messages")
         return laid_out

@@ -30,6 +30,7 @@ OWN_VARIABLES: Final = frozenset(
 )
 GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
+EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
 PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they tell of its text
 
 
@@ -186,8 +187,8 @@ def _plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ParameterError(f"{where}.content", "must be a string or a list of text parts")
-    # An empty field says nothing: clients send back null for what a reply did not have.
-    said = {name: value for name, value in message.items() if value not in (None, "", [], {})}
+    # Clients send back null for what a reply did not have.
+    said = {name: value for name, value in message.items() if value not in EMPTY}
     if "tool_calls" in said:
         said["tool_calls"] = _plain_calls(said["tool_calls"], f"{where}.tool_calls")
     return said | {"role": "system" if role == "developer" else role, "content": content}

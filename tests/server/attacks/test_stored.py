@@ -120,6 +120,20 @@ def test_no_guess_finds_or_ends_what_another_key_stored(
     assert SAID in ask(keyed, "one", "GET", f"/v1/responses/{foreign}/input_items").data.decode()
 
 
+def test_a_long_name_of_an_empty_field_is_refused_and_not_kept(attacked: Attacked) -> None:
+    message = {"role": "user", "content": "the cat", "k" * 1_000_000: None}
+    for path, body in {
+        "/v1/chat/completions": {"messages": [message], "max_tokens": 1},
+        "/v1/responses": {"input": [message], "max_output_tokens": 1},
+        "/v1/score": {"messages": [message], "continuations": [" a"]},
+        "/tokenize": {"messages": [message]},
+    }.items():
+        reply = attacked.post(path, **body)
+        assert reply.status == 400, path
+        assert reply.error["param"].startswith(("messages[0].kkk", "input[0].kkk"))
+        assert len(reply.data) < 1000
+
+
 def test_stored_messages_are_in_the_bound_of_what_is_stored(serve_process: Any) -> None:
     with serve_process("--max-stored-bytes", "1000000") as server:
         # Logprobs of a part of a reply that comes back are taken, and say nothing to the model.

@@ -24,7 +24,7 @@ LABELS: Final = ("type", "id", "status")
 ORDERS: Final = ("asc", "desc")
 MAX_LISTED: Final = 100
 
-_MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)")
+_MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)", re.DOTALL)
 
 
 def read_conversation(body: ResponsesBody, service: Service, owner: bytes) -> tuple[Messages, IntArray]:
