@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -32,11 +32,10 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
     from logprobe.server.settings import ServerSettings
+    from logprobe.server.stored import Messages
     from logprobe.text.chat import Layout
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
-
-Messages: TypeAlias = list[dict[str, Any]]
 
 
 def most_bytes_a_token(text: TextEdge) -> int:
