@@ -120,6 +120,10 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, extra={"is_token_id": Tru
 Penalty: TypeAlias = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
+Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""A text whose tokens a processor keeps beyond the request."""
+
+
 class _Args(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all of them share."""
 
@@ -139,7 +143,7 @@ class AllowedTokensArgs(_Args, frozen=True):
 class BannedWordsArgs(_Args, frozen=True):
     """What must not be generated: texts, or sequences of ids."""
 
-    bad_words: list[Annotated[str, msgspec.Meta(min_length=1)]] = []
+    bad_words: list[Word] = []
     bad_words_token_ids: list[Annotated[list[TokenId], msgspec.Meta(min_length=1)]] = []
 
 
@@ -161,9 +165,10 @@ class ThinkingBudgetArgs(_Args, frozen=True):
     """The most tokens between the marker that starts thinking and the one that ends it."""
 
     thinking_budget: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    think_stop_sentence: str | None = None  # written before the end marker, inside the budget
-    think_start: Annotated[str, msgspec.Meta(min_length=1)] = "<think>"
-    think_end: Annotated[str, msgspec.Meta(min_length=1)] = "</think>"
+    # Written before the end marker, inside the budget.
+    think_stop_sentence: Annotated[str, msgspec.Meta(max_length=1024)] | None = None
+    think_start: Word = "<think>"
+    think_end: Word = "</think>"
     think_start_token_ids: list[TokenId] = []  # in place of `think_start`, as are the next two of theirs
     think_end_token_ids: list[TokenId] = []
     think_stop_sentence_token_ids: list[TokenId] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from logprobe.errors import ProcessorError
+from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors.batch import ArgsView, BatchRow, BatchState
 from logprobe.processors.effects import RowEffect
 from logprobe.processors.stages import Stage, Stages
@@ -196,7 +196,8 @@ class Pipeline:
                 stage.counter.num_failures += 1
                 if row not in run.errors:
                     run.errors[row] = _named(stage, batch_row, error)
-                    logger.exception("%s", run.errors[row], exc_info=error)  # with the author's own line
+                    if not isinstance(error, ParameterError):  # which is the mistake of who asked
+                        logger.exception("%s", run.errors[row], exc_info=error)  # with the author's own line
                 continue
             _put(run, raw, [row], changed)
 

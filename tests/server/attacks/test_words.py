@@ -122,6 +122,20 @@ def test_nor_does_one_of_a_query(attacked: Attacked, query: str) -> None:
     assert len(reply.data) < MOST_BYTES
 
 
+@pytest.mark.parametrize("place", ["bad_words", "think_start", "think_end", "think_stop_sentence"])
+def test_texts_that_a_processor_keeps_the_tokens_of_are_words(serve_process: Any, place: str) -> None:
+    with serve_process("--logits-processors", "ThinkingBudgetLogitsProcessor") as server:
+        server.check_alive()
+        statuses = set()
+        with server.watched():
+            for number in range(40):
+                text = f"{number} the cat" * 12_000
+                thinks = {"thinking_budget": 1, place: text}
+                asked = {"bad_words": [text]} if place == "bad_words" else {"logits_processors_args": thinks}
+                statuses.add(server.post(COMPLETIONS, prompt="the cat", max_tokens=1, **asked).status)
+        assert statuses == {400}
+
+
 @pytest.mark.parametrize(
     ("sent", "told"),
     [(RUBBISH, b"HTTP/1.1 400"), (UPGRADE, b"HTTP/1.1 200")],
