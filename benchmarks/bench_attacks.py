@@ -107,6 +107,10 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "65,000 allowed ids": lambda: completion(allowed_token_ids=[1] * 65_000),
     "200,000 banned words": lambda: completion(bad_words=["ab"] * 200_000),
     "1,000 banned words": lambda: completion(bad_words=[f"word {i}" for i in range(1_000)]),
+    "a field's name of 7,900,000 letters": lambda: completion(**{"temperatur" * 790_000: 1}),
+    "an empty field of a message with a name of 7,900,000": lambda: chat(
+        messages=[{**MESSAGES[0], "k" * 7_900_000: None}]
+    ),
     "an echo of 2,000 tokens with 20 alternatives": lambda: completion(
         prompt=[5, 6, 7, 8] * 500, echo=True, logprobs=20, max_tokens=1
     ),

@@ -22,6 +22,7 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 # What a client may be told, whatever it sends; 500 and beyond are the server's own failures.
 ANSWERS = {200, 400, 404, 413, 429}
+MOST_BYTES = 1 << 15  # of a refusal, in which each character may be escaped
 
 NUMBER = st.one_of(
     st.integers(-2, 300),
@@ -38,14 +39,19 @@ VALUE = st.recursive(
 )
 IDS = st.lists(st.integers(-1, 400), max_size=6)
 TEXTS = st.text(max_size=8) | st.lists(st.text(max_size=5), max_size=4)
+FIELDS = ("name", "tool_calls", "refusal", "annotations", "phase", "mood", "w" * 5000)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": VALUE},
+        optional=dict.fromkeys(FIELDS, st.none() | VALUE),
+    ),
+    max_size=3,
+)
 # Fields whose values are often of the right kind, so that what is behind their types is reached, too.
 LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.one_of(TEXTS, IDS, st.lists(IDS, max_size=3)),
-    "messages": st.lists(
-        st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": VALUE}),
-        max_size=3,
-    ),
-    "input": TEXTS,
+    "messages": MESSAGES,
+    "input": TEXTS | MESSAGES,
     "continuations": st.lists(st.text(max_size=5) | IDS, max_size=4),
     "context": st.text(max_size=5) | IDS,
     "prompts": st.lists(st.text(max_size=5) | IDS, max_size=4),
@@ -96,6 +102,8 @@ def bodies(draw: Any) -> tuple[str, Any]:
     for name in draw(st.lists(st.sampled_from(sorted({*LIKELY, *body})), max_size=4)):
         body[name] = draw(LIKELY.get(name, VALUE) if draw(st.integers(0, 4)) else VALUE)
     if not draw(st.integers(0, 15)):
+        body[draw(st.text("ab\n\u202e💥", max_size=3)) * draw(st.integers(1, 5000))] = draw(VALUE)
+    if not draw(st.integers(0, 15)):
         body = draw(VALUE)
     return path, body
 
@@ -109,6 +117,7 @@ def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
     assert reply.status in ANSWERS, reply.data[:500]
     if reply.status != 200:
         assert reply.error["message"].isprintable()
+        assert len(reply.data) < MOST_BYTES
 
 
 @pytest.mark.fuzz

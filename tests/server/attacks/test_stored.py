@@ -115,7 +115,7 @@ def test_no_guess_finds_or_ends_what_another_key_stored(
         reply = ask(keyed, "two", "POST", "/v1/responses", **body)
     else:
         reply = ask(keyed, "two", method, f"/v1/responses/{guess}{rest}")
-    assert reply.status in {400, 404, 405}, reply.data[:300]
+    assert reply.status in {307, 400, 404, 405}, reply.data[:300]  # 307: a slash too many
     assert SAID.encode() not in reply.data
     assert SAID in ask(keyed, "one", "GET", f"/v1/responses/{foreign}/input_items").data.decode()
 
