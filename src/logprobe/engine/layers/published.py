@@ -24,6 +24,7 @@ from logprobe.engine.layers.packed import (
     reads_weight,
     weight_of,
 )
+from logprobe.engine.layers.source import mentions
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.stored.panels import reading_order
@@ -187,7 +188,7 @@ def publish_(model: nn.Module, kept: Mapping[str, PanelWeights]) -> None:
             elif isinstance(module, nn.Embedding):
                 panels = packer.one(full_name, module.weight)  # also where only a tied head needs them
                 published = PublishedEmbedding(panels, float(getattr(module, "embed_scale", 1.0)))
-                if _gives_the_same(published, module):
+                if _gives_the_same(published, module) and not _is_read(model, f".{name}.weight"):
                     setattr(parent, name, published)
     for parent, name, module in list(children(model)):
         if (faster := _faster(module)) is not None:
@@ -257,6 +258,11 @@ class _Packer:
             kept = self._kept.get(name)
             self._packed[address] = pack_floats(weight) if kept is None else kept
         return self._packed[address]
+
+
+def _is_read(model: nn.Module, weight: str) -> bool:
+    """Whether the forward pass of any module of a model takes a weight itself."""
+    return any(mentions(type(module).forward, weight) for module in model.modules())
 
 
 @torch.inference_mode()

@@ -54,15 +54,15 @@ def calls_form(function: Callable[..., Any], name: str, forms: Iterable[str]) ->
     return callable(called) and has_form(called, forms)
 
 
-def mentions(cls: type, words: str) -> bool:
-    """Whether the source of a class, where there is one, holds some words."""
-    return words in _source(cls)
+def mentions(what: type | Callable[..., Any], words: str) -> bool:
+    """Whether the source of a class or function, where there is one, holds some words."""
+    return words in _source(what)
 
 
 @functools.cache
-def _source(cls: type) -> str:
+def _source(what: type | Callable[..., Any]) -> str:
     try:
-        return inspect.getsource(cls)
+        return inspect.getsource(what)
     except (OSError, TypeError):  # no source on this machine
         return ""
 
