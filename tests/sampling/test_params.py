@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,71 @@ def test_lists_and_numpy_numbers_become_plain_values() -> None:
         n=2, temperature=0.5, seed=7, stop=["end"], stop_token_ids=[3, 4], logprobs=5, logprob_token_ids=(9,)
     )
     assert hash(params) == hash(params)
+
+
+class Word(StrEnum):
+    """Texts that are no plain ones."""
+
+    BOTH = "both"
+    END = "end"
+    GRAMMAR = "choice"
+
+
+def kinds_of(value: Any) -> Any:
+    """The types of a value and of all within it."""
+    if isinstance(value, dict):
+        return dict, [(kinds_of(key), kinds_of(item)) for key, item in value.items()]
+    return (
+        (type(value), [kinds_of(item) for item in value]) if isinstance(value, list | tuple) else type(value)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "want"),
+    [
+        ("logit_bias", {"100": 50}, {100: 50.0}),
+        ("logit_bias", {np.int64(7): np.float32(0.5)}, {7: 0.5}),
+        ("logit_bias", MappingProxyType({3: True + 1}), {3: 2.0}),
+        ("logit_bias", {}, None),
+        ("logits_processors_args", {}, None),
+        ("logprob_token_ids", set(), None),
+        ("temperature", 1, 1.0),
+        ("frequency_penalty", np.float64(1), 1.0),
+        ("ignore_eos", np.True_, True),
+        ("stop", {Word.END}, ("end",)),
+        ("stop", np.str_("end"), ("end",)),
+        ("stop_token_ids", {np.uint8(3)}, (3,)),
+        ("allowed_token_ids", np.array([[4]])[0], (4,)),
+        ("bad_words", {np.str_("cat")}, ("cat",)),
+        ("logprobs_mode", Word.BOTH, "both"),
+        ("lora", np.str_("a"), "a"),
+        (
+            "response_format",
+            {np.str_("type"): Word.GRAMMAR, "choice": ("a",)},
+            {"type": "choice", "choice": ["a"]},
+        ),
+        ("logits_processors_args", {"a": ({np.float32(0.5)}, {2: np.array(1)})}, {"a": [[0.5], {2: 1}]}),
+    ],
+)  # fmt: skip
+def test_a_legal_form_becomes_the_plain_one(name: str, given: Any, want: Any) -> None:
+    held = getattr(SamplingParams(**{name: given}), name)
+    assert held == want
+    assert kinds_of(held) == kinds_of(want)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {"a": 1}), ("logit_bias", {1.5: 1}), ("logit_bias", {"5": 1, 5: 2}),
+        ("logit_bias", {(1, 2): 1}), ("logit_bias", [5]), ("bad_words", [5]), ("bad_words", ["\ud800"]),
+        ("response_format", {"type": "text", 5: 1}), ("logits_processors_args", {"a": {(1, 2): 3}}),
+        ("logits_processors_args", []), ("logits_processors_args", 0), ("logit_bias", 0),
+    ],
+)  # fmt: skip
+def test_what_no_process_could_read_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.parameter == name
 
 
 def test_none_means_no_stops() -> None:

@@ -60,6 +60,15 @@ KINDS: dict[str, Callable[[random.Random], Ask]] = {
     "a streamed completion": lambda rng: completion(rng, stream=True),
     "named ids": lambda rng: completion(rng, logprob_token_ids=rng.sample(range(256), 9)),
     "both stages": lambda rng: completion(rng, logprobs_mode="both", top_p=0.9, logit_bias={"70": 2}),
+    "odd forms": lambda rng: completion(
+        rng,
+        logit_bias={str(rng.randrange(256)): rng.randint(-9, 9), "70": 2.5},
+        allowed_token_ids=[rng.randrange(256) for _ in range(200)] * 2,
+        frequency_penalty=rng.randint(-2, 2),
+        **dict.fromkeys(("top_p", "min_p", "repetition_penalty"), 1),
+        **{name: [] for name in ("stop", "stop_token_ids", "bad_words", "logprob_token_ids")},
+        logits_processors_args={},
+    ),
     "a grammar": lambda rng: completion(rng, response_format={"type": "regex", "regex": "[a-d ]{1,20}"}),
     "prompts": lambda rng: completion(rng, prompt=[text(rng) for _ in range(rng.randint(2, 8))]),
     "LoRA": lambda rng: completion(rng, lora="wide"),
@@ -68,8 +77,10 @@ KINDS: dict[str, Callable[[random.Random], Ask]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def stormy(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Attacked]:
+@pytest.fixture(scope="module", params=[(), ("--engine-process",)], ids=["thread", "process"])
+def stormy(
+    request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> Iterator[Attacked]:
     """The tiny Llama with LoRA weights, in a process of its own with few places and slots."""
     flags = (
         "--lora",
@@ -78,6 +89,7 @@ def stormy(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterato
         "16",
         "--max-batch-tokens",
         "64",
+        *request.param,
     )
     with serving_process(tiny_model_folder, *flags) as server:
         yield server

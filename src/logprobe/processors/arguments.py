@@ -27,9 +27,17 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def plain(value: Any) -> Any:
-    """A copy made of dicts, lists and numbers alone, so that the caller's later changes do not matter."""
+    """A copy made of dicts, lists, texts and numbers alone: the caller's later changes do not matter.
+
+    Raises:
+        TypeError: a key of a mapping that is neither a text nor a number.
+    """
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
     if hasattr(value, "tolist"):  # numpy or torch
         return value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)  # of a class of its own it crosses to no other process
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -280,6 +288,7 @@ def format_args(response_format: Any) -> GrammarArgs | None:
     name = "response_format"
     is_mapping = isinstance(response_format, Mapping)
     require(is_mapping, name, "must be an object with a type", got=response_format)
+    require(all(isinstance(key, str) for key in response_format), name, "has a key that is no text")
     kind = response_format.get("type")
     known = ("text", "json_object", *_FORMATS)
     require(kind in known, name, f"type must be one of {', '.join(known)}, got {kind!r:.60}")

@@ -13,11 +13,12 @@ from typing import Any, Final, Literal, cast
 
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
-from logprobe.processors.arguments import LARGEST_FLOAT, field_args, plain
+from logprobe.processors.arguments import LARGEST_FLOAT, LogitBiasArgs, field_args, plain, to_args
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
+FLAGS: Final = ("ignore_eos", "entropy", "explain", "kept_ids")
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -99,24 +100,28 @@ class SamplingParams:
         self._check_processors()
 
     def _normalise(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        normal: dict[str, object] = {"stop": _texts("stop", () if stop is None else stop)}
-        ids = self.stop_token_ids
-        normal["stop_token_ids"] = _ints("stop_token_ids", () if ids is None else ids)
-        if self.logprob_token_ids is not None:
-            normal["logprob_token_ids"] = _ints("logprob_token_ids", self.logprob_token_ids)
+        """Make every value one of the annotated types, and a copy: it crosses to other processes as it is."""
+        normal: dict[str, object] = {}
         for name in ("n", "best_of", "max_tokens", "min_tokens", "top_k", "seed", *COUNTS):
             value = getattr(self, name)
             if value is not None or name in {"n", "max_tokens", "min_tokens", "top_k"}:
                 normal[name] = _int(name, value)
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
             normal[name] = _float(name, getattr(self, name))
-        # Copies: what the caller changes afterwards does not change the request.
-        for name in ("logit_bias", "response_format", "logits_processors_args"):
-            normal[name] = plain(getattr(self, name))
-        if self.allowed_token_ids is not None:
-            normal["allowed_token_ids"] = _ints("allowed_token_ids", self.allowed_token_ids)
-        normal["bad_words"] = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None or name == "stop_token_ids":
+                normal[name] = _ints(name, () if value is None else value)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        normal["stop"] = _texts("stop", () if stop is None else stop)
+        words = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
+        normal["bad_words"] = tuple(_unicode("bad_words", plain(word)) for word in words)
+        for name in (*FLAGS, "logprobs_mode", "lora", "response_format", "logits_processors_args"):
+            normal[name] = _plain(name, getattr(self, name))
+        normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
+        for name in ("logit_bias", "logits_processors_args", "logprob_token_ids"):
+            if normal.get(name) in ({}, ()):
+                normal[name] = None  # it asks nothing
         for name, value in normal.items():
             object.__setattr__(self, name, value)
 
@@ -141,7 +146,7 @@ class SamplingParams:
             require(is_count, name, f"must be None, -1 (whole vocabulary), 0 or positive, got {value}")
         known = f"must be one of {', '.join(MODES)}, got {self.logprobs_mode!r}"
         require(self.logprobs_mode in MODES, "logprobs_mode", known)
-        for name in ("ignore_eos", "entropy", "explain", "kept_ids"):
+        for name in FLAGS:
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
@@ -208,11 +213,32 @@ def _ints(name: str, values: Any) -> tuple[int, ...]:
     return tuple(_int(name, value) for value in _items(name, values, "token ids"))
 
 
+def _plain(name: str, value: Any) -> Any:
+    try:
+        return plain(value)
+    except TypeError as error:
+        raise ParameterError(name, f"holds a key that is no text and no number: {error}") from error
+
+
+def _biases(given: Any) -> dict[int, float] | None:
+    """Token id → nats, whether ids are numbers or, as in JSON, texts."""
+    if given is None:
+        return None
+    biases = to_args({"logit_bias": given}, LogitBiasArgs, "logit_bias").logit_bias
+    require(len(biases) == len(given), "logit_bias", "names a token id twice, as a number and as a text")
+    return biases
+
+
 def _texts(name: str, values: Any) -> tuple[str, ...]:
-    texts = _items(name, values, "strings")
+    texts = tuple(map(plain, _items(name, values, "strings")))
     for text in texts:
         require(isinstance(text, str), name, f"must hold strings, got {text!r}")
         require(text, name, "an empty string would stop at once; leave it out")
-        is_unicode = not any("\ud800" <= character <= "\udfff" for character in text)
-        require(is_unicode, name, f"{text!r} is not valid Unicode text")
+        _unicode(name, text)
     return texts
+
+
+def _unicode(name: str, text: Any) -> Any:
+    is_unicode = not any("\ud800" <= character <= "\udfff" for character in str(text))
+    require(is_unicode, name, f"{text!r} is not valid Unicode text")
+    return text

@@ -42,6 +42,14 @@ Place: TypeAlias = tuple[int, int, int]
 """Of rows: block, first row, the one after the last."""
 
 
+class UnreadableError(EngineError):
+    """A message that holds no value of a known type."""
+
+    def __init__(self, value: bytes, reason: str) -> None:
+        super().__init__(f"a message from another process cannot be read: {reason}")
+        self.value = value  # its bytes, as far as they were found
+
+
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
     """One message."""
 
@@ -72,6 +80,8 @@ class Codec(Generic[T]):
             told = msgspec.msgpack.encode(value, enc_hook=numbers.plain)
         except OverflowError as error:
             raise ParameterError("params", f"an integer has more than 64 bits: {error}") from error
+        except UnicodeEncodeError as error:
+            raise ParameterError("params", f"a text is no valid Unicode: {error}") from error
         blocks = [self._carried(parts) for parts in numbers.blocks()]
         data = msgspec.msgpack.encode(Envelope(blocks, msgspec.Raw(told)))
         if len(data) > MAX_MESSAGE_BYTES:
@@ -86,14 +96,15 @@ class Codec(Generic[T]):
         """The value of one message.
 
         Raises:
-            EngineError: bytes that hold no such value.
+            UnreadableError: bytes that hold no such value.
         """
+        value = msgspec.Raw()
         try:
             envelope = self._envelopes.decode(data)
-            self._present.blocks = envelope.blocks
-            return self._decoder.decode(envelope.value)
+            self._present.blocks, value = envelope.blocks, envelope.value
+            return self._decoder.decode(value)
         except msgspec.DecodeError as error:
-            raise EngineError(f"a message from another process cannot be read: {error}") from error
+            raise UnreadableError(bytes(value), str(error)) from error
         finally:
             self._present.blocks, self._present.rows = (), {}
 

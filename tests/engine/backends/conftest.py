@@ -146,7 +146,13 @@ def config(
     settings = json.loads((folder / "config.json").read_text())
     settings["max_position_embeddings"] = CONTEXT_LEN
     (folder / "config.json").write_text(json.dumps(settings))
-    return EngineConfig(model=str(folder), kv_bytes=1 << 23, max_batch_tokens=64, max_batch_rows=16)
+    return EngineConfig(
+        model=str(folder),
+        kv_bytes=1 << 23,
+        max_batch_tokens=64,
+        max_batch_rows=16,
+        logits_processors=("BannedWordsLogitsProcessor",),  # for requests that give it arguments
+    )
 
 
 @pytest.fixture(scope="session")

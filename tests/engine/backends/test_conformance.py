@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from dataclasses import fields
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from logprobe.engine.backends.remote.engine import HttpEngine
 from logprobe.engine.protocol import EngineBackend, RowEngine
 from logprobe.errors import ParameterError, PromptTooLongError
+from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +59,49 @@ KINDS: dict[str, dict[str, Any]] = {
         "logprobs": 1,
     },
 }
+
+
+# Field → legal forms that are not the plain one, each with that.
+ODD: dict[str, list[tuple[Any, Any]]] = {
+    "n": [(np.int64(2), 2)],
+    "best_of": [(np.uint8(2), 2)],
+    "max_tokens": [(np.int32(3), 3)],
+    "temperature": [(1, 1.0), (np.float32(0.5), 0.5)],
+    "top_k": [(np.int16(5), 5), (-1, 0)],
+    "top_p": [(1, 1.0), (np.float32(0.5), 0.5)],
+    "min_p": [(1, 1.0), (np.float64(0.25), 0.25)],
+    "seed": [(np.uint64(7), 7)],
+    "stop": [("zz", ["zz"]), ({np.str_("zz")}, ["zz"]), ((), None)],
+    "stop_token_ids": [({9}, [9]), (np.array([9, 3]), (9, 3)), ((), None)],
+    "ignore_eos": [(np.True_, True)],
+    "logprobs": [(np.int8(2), 2)],
+    "prompt_logprobs": [(np.int8(2), 2)],
+    "logprob_token_ids": [({9}, [9]), (np.array([9, 3]), (9, 3)), ((), None)],
+    "logprobs_mode": [(np.str_("both"), "both")],
+    "entropy": [(np.True_, True)],
+    "kept_ids": [(np.True_, True)],
+    "min_tokens": [(np.int64(2), 2)],
+    "repetition_penalty": [(2, 2.0), (np.float32(1.5), 1.5)],
+    "presence_penalty": [(1, 1.0), (np.float32(0.5), 0.5)],
+    "frequency_penalty": [(1, 1.0), (np.float32(0.5), 0.5)],
+    "logit_bias": [({"9": 50}, {9: 50.0}), ({np.int64(9): np.float32(3)}, {9: 3.0}), ({}, None)],
+    "allowed_token_ids": [({9}, [9]), (np.array([9, 17]), [9, 17])],
+    "bad_words": [({np.str_("cat")}, ["cat"]), ((), None)],
+    "response_format": [
+        (
+            MappingProxyType({"type": np.str_("choice"), "choice": ("the", "a")}),
+            {"type": "choice", "choice": ["the", "a"]},
+        )
+    ],
+    "logits_processors_args": [
+        ({"bad_words_token_ids": ((np.int64(9),), {8})}, {"bad_words_token_ids": [[9], [8]]}),
+        ({}, None),
+    ],
+    "explain": [(np.True_, True)],
+    "lora": [(np.str_("none of this name"), "none of this name")],
+}
+DRAWN = {"temperature": 1.3, "seed": 5}
+REPORTED = {"logprobs": 2, "logprobs_mode": "both"}
 
 
 def assert_close(got: RequestOutput, want: RequestOutput, assert_same: Callable[..., None]) -> None:
@@ -151,8 +197,38 @@ class TestResults:
         assert num_known() == 0
 
 
+async def served(engine: RowEngine, asker: Any, forms: list[dict[str, Any]]) -> list[Any]:
+    """The output of each request, all beside each other, or the parameter for which it is refused."""
+
+    async def one(form: dict[str, Any]) -> Any:
+        try:
+            [output] = await asker.ended(engine, asker.request(PROMPT, **form))
+        except ParameterError as error:
+            return error.parameter
+        return output
+
+    return await asyncio.gather(*map(one, forms))
+
+
 class TestRowsAndSamples:
     """What every engine does, those behind HTTP included."""
+
+    def test_every_field_in_every_legal_form_is_what_its_plain_form_is(
+        self, row_engine: RowEngine, asker: Any, assert_same: Any
+    ) -> None:
+        """An engine that lacks a field refuses it in either form."""
+        assert ODD.keys() == {field.name for field in fields(SamplingParams)}
+        beside: dict[str, Any] = DRAWN | ({} if isinstance(row_engine, HttpEngine) else REPORTED)
+        pairs = [(name, *forms) for name, both in ODD.items() for forms in both]
+        odd = asyncio.run(served(row_engine, asker, [beside | {name: form} for name, form, _ in pairs]))
+        plain = asyncio.run(served(row_engine, asker, [beside | {name: form} for name, _, form in pairs]))
+        for (name, form, _), got, want in zip(pairs, odd, plain, strict=True):
+            if isinstance(want, str):
+                assert got == want == name, (name, form, want)
+            else:
+                assert got.error is None, (name, form)
+                assert want.error is None, (name, form)
+                assert_close(got, want, assert_same)
 
     def test_a_whole_row_is_the_threads(
         self, row_engine: RowEngine, reference: EngineBackend, asker: Any

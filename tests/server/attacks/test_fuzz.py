@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzz
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from server_process import Attacked
 
 GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
@@ -59,15 +65,15 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": st.integers(-1, 130),
     "n": st.integers(0, 9),
     "best_of": st.integers(0, 9),
-    "temperature": st.floats(-1, 3),
-    "top_p": st.floats(-1, 2),
+    "temperature": st.floats(-1, 3) | st.integers(0, 2),
+    "top_p": st.floats(-1, 2) | st.just(1),
     "top_k": st.integers(-2, 400),
-    "min_p": st.floats(-1, 2),
+    "min_p": st.floats(-1, 2) | st.integers(0, 1),
     "min_tokens": st.integers(-1, 9),
     "seed": st.integers(),
-    "repetition_penalty": st.floats(),
-    "presence_penalty": st.floats(-3, 3),
-    "frequency_penalty": st.floats(-3, 3),
+    "repetition_penalty": st.floats() | st.integers(0, 3),
+    "presence_penalty": st.floats(-3, 3) | st.integers(-2, 2),
+    "frequency_penalty": st.floats(-3, 3) | st.integers(-2, 2),
     "logprobs": st.booleans() | st.integers(-2, 25),
     "top_logprobs": st.integers(-2, 25),
     "prompt_logprobs": st.integers(-2, 25),
@@ -77,7 +83,9 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": IDS,
     "allowed_token_ids": IDS,
     "bad_words": st.lists(st.text(max_size=5), max_size=4),
-    "logit_bias": st.dictionaries(st.integers(-1, 400).map(str), st.floats(-200, 200), max_size=4),
+    "logit_bias": st.dictionaries(
+        st.integers(-1, 400).map(str), st.floats(-200, 200) | st.integers(-100, 100), max_size=4
+    ),
     "echo": st.booleans(),
     "entropy": st.booleans(),
     "explain": st.booleans(),
@@ -118,6 +126,24 @@ def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
     if reply.status != 200:
         assert reply.error["message"].isprintable()
         assert len(reply.data) < MOST_BYTES
+
+
+@pytest.fixture(scope="module")
+def apart(serve_process: Any) -> Iterator[Attacked]:
+    """A server whose engine is a process of its own, and the same one all the time."""
+    with serve_process("--engine-process") as server:
+        engines = psutil.Process(server.process.pid).children()
+        yield server
+        assert psutil.Process(server.process.pid).children() == engines
+
+
+@pytest.mark.fuzz
+@fuzz()
+@given(asked=bodies())
+def test_every_body_is_answered_where_the_engine_is_a_process(apart: Any, asked: tuple[str, Any]) -> None:
+    path, body = asked
+    reply = apart.send(path, json.dumps(body).encode())
+    assert reply.status in ANSWERS, reply.data[:500]
 
 
 @pytest.mark.fuzz

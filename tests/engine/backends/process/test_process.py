@@ -23,6 +23,7 @@ from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.child import Child
 from logprobe.errors import ModelError, ParameterError, ProcessorError, require
 from logprobe.processors import LogitsProcessor
+from logprobe.transport.messages import Admitted
 from logprobe.transport.shm import FILE_BYTES, _Lease
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.request import RequestOutput
     from logprobe.processors import BatchState
 
     Until = Callable[[Callable[[], bool]], None]
@@ -213,10 +215,47 @@ def test_what_can_never_be_served_is_refused_on_this_side(
         ([5], {"lora": "x"}, "no LoRA weights 'x'"),
         ([5], {"logits_processors_args": {"raised": 1}}, "no registered processor"),
         ([5], {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
-        ([5], {"seed": 2**70}, "64 bits"),
+        ([5], {"seed": 2**70}, "^seed: .*64 bits"),
+        ([5], {"max_tokens": 2**70}, "^max_tokens: .*64 bits"),
+        ([5], {"response_format": {"type": "text", "of": "\ud800"}}, "^response_format: .*Unicode"),
     ):
         with pytest.raises(ParameterError, match=match):
             teller.submit(engine, ids, **params)
+
+
+def spoilt(teller: Any) -> Any:
+    """A request that only looks as if it could cross: its parameters were changed after they were checked."""
+    request = teller.request(max_tokens=4)
+    object.__setattr__(request.params, "logit_bias", {"a": 1.0})
+    return request
+
+
+def test_what_that_process_could_not_read_is_refused_on_this_side(engine: ProcessEngine, teller: Any) -> None:
+    with pytest.raises(ParameterError, match=r"^logit_bias: .*Expected `int`, got `str`") as caught:
+        engine.admit(spoilt(teller))
+    assert caught.value.parameter == "logit_bias"
+
+
+def test_requests_that_cannot_be_read_over_there_fail_and_no_others(
+    engine: ProcessEngine, teller: Any
+) -> None:
+    pid = engine._replicas[0].pid
+    running = teller.submit(engine, max_tokens=500)
+    bad = [Admitted(spoilt(teller), {}) for _ in range(2)]
+    engine.submit(bad)
+
+    async def ended() -> list[RequestOutput]:
+        names = [running, *(one.request.request_id for one in bad)]
+        return await asyncio.gather(*(teller.result(engine, name) for name in names))
+
+    whole, *failed = asyncio.run(ended())
+    assert whole.error is None
+    assert len(whole.outputs[0].token_ids) == 500
+    for output in failed:
+        assert "cannot be read" in str(output.error)
+        assert "logit_bias" in str(output.error)
+    assert engine._replicas[0].pid == pid
+    assert engine._replicas[0].num_queued_tokens == 0
 
 
 def test_a_grammar_binds_what_is_drawn_over_there(

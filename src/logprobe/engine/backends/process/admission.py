@@ -9,7 +9,8 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 
@@ -17,8 +18,9 @@ from logprobe.engine.request import check_request
 from logprobe.errors import ParameterError, require, shortened
 from logprobe.processors.registry import load_processor
 from logprobe.processors.stages import Stages
-from logprobe.transport.codec import Codec
-from logprobe.transport.messages import Admitted, LoraNumber
+from logprobe.sampling import SamplingParams
+from logprobe.transport.codec import Codec, UnreadableError
+from logprobe.transport.messages import Admitted, LoraNumber, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +41,8 @@ class Admission:
         self._capabilities = capabilities
         self._stages = Stages.build(config, model)
         self._loras = loras
-        self._codec: Codec[Any] = Codec(None)
+        self._codec: Codec[Any] = Codec(Submit)
+        self._crossing: SamplingParams | None = None  # were read; most requests of a call have the same
         self.weights_number = 0  # how often the model's weights were replaced
 
     def admit(self, request: Request) -> Admitted:
@@ -52,8 +55,34 @@ class Admission:
         check_request(request, max_len=limits.max_model_len, vocab_size=limits.vocab_size)
         lora = None if request.lora is None else self._loras.get(request.lora)
         admitted = Admitted(request, self._stages.admit(request.params), lora, self.weights_number)
-        self._codec.encode(admitted)  # what cannot cross is told now
+        self._check_crosses(admitted)
         return admitted
+
+    def _check_crosses(self, admitted: Admitted) -> None:
+        """Read a request as an engine process will: what cannot be read there is refused here."""
+        params = admitted.request.params
+        try:
+            data = self._codec.encode(Submit((admitted,)))
+            if params is not self._crossing:
+                self._codec.decode(data)
+        except (ParameterError, UnreadableError) as error:
+            own = error.parameter if isinstance(error, ParameterError) else "params"
+            name = _at_fault(params) or own
+            message = f"cannot cross to the engine's process: {str(error).removeprefix(f'{own}: ')}"
+            raise ParameterError(name, message) from error
+        self._crossing = params
+
+
+def _at_fault(params: SamplingParams) -> str | None:
+    """The first field that cannot cross by itself."""
+    kinds = get_type_hints(SamplingParams)
+    for field in fields(params):
+        codec: Codec[Any] = Codec(kinds[field.name])
+        try:
+            codec.decode(codec.encode(getattr(params, field.name)))
+        except (ParameterError, UnreadableError):
+            return field.name
+    return None
 
 
 class LoraNames:

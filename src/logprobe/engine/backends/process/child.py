@@ -138,12 +138,31 @@ class Child:
         from logprobe.engine.backends.process.orders import Stop
 
         pulsed_at = time.monotonic()
-        while not isinstance(order := self._channel.receive(PULSE_S), Stop):
+        while not isinstance(order := self._receive(), Stop):
             if order is not None:
                 self._take(order)
             if time.monotonic() - pulsed_at >= PULSE_S:
                 self._send_pulse()
                 pulsed_at = time.monotonic()
+
+    def _receive(self) -> Order | None:
+        """The next order, if any; requests that cannot be read are told of, and no others.
+
+        Raises:
+            UnreadableError: nothing that can be read as requests either.
+        """
+        from logprobe.engine.backends.process.orders import request_ids
+        from logprobe.transport.codec import UnreadableError
+        from logprobe.transport.messages import Failure
+
+        try:
+            return self._channel.receive(PULSE_S)
+        except UnreadableError as error:
+            if not (names := request_ids(error.value)):
+                raise
+            logger.warning("%s", error)
+            self._channel.send([Failure(name, error) for name in names])
+            return None
 
     def _send_pulse(self, beside: Sequence[Report] = ()) -> None:
         """Send figures, and other reports that they count; the front reads the figures first.

@@ -100,3 +100,24 @@ Order: TypeAlias = (
 )
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
 """They come in lists: what a step found is one message."""
+
+
+class _Named(msgspec.Struct):
+    request_id: str
+
+
+class _Request(msgspec.Struct):
+    request: _Named
+
+
+class _Submit(msgspec.Struct, tag="Submit"):
+    requests: list[_Request]
+
+
+def request_ids(message: bytes) -> list[str]:
+    """The requests of a `Submit` of which more cannot be read; none of anything else."""
+    try:
+        found = msgspec.msgpack.decode(message, type=_Submit)
+    except msgspec.DecodeError:
+        return []
+    return [one.request.request_id for one in found.requests]
