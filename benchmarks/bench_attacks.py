@@ -7,6 +7,7 @@ the limits just let through. A process of its own asks for the health without a 
 import contextlib
 import itertools
 import json
+import socket
 import statistics
 import subprocess
 import sys
@@ -116,6 +117,12 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     ),
 }
 
+NUM_GETS = 400  # at once
+GETS = {
+    f"{NUM_GETS} GETs of {path}": path
+    for path in ("/v1/tokenizer", "/openapi.json", "/v1/logits_processors", "/v1/models", "/metrics")
+}
+
 
 NUMBERS = itertools.count(5)
 
@@ -182,12 +189,28 @@ def watched(port: int, worst_ms: list[float]) -> Iterator[None]:
 
 def attack(served: Served, name: str, worst_ms: list[float]) -> float:
     """Send one, and give the seconds until its reply."""
-    path, body = ATTACKS[name]()
-    with watched(int(served.url.rsplit(":", 1)[1]), worst_ms):
+    port = int(served.url.rsplit(":", 1)[1])
+    path, body = ATTACKS[name]() if name in ATTACKS else (GETS[name], None)
+    with watched(port, worst_ms):
         start = time.perf_counter()
-        with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
-            served.post(path, body)
+        if body is None:
+            get_many(port, path)
+        else:
+            with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
+                served.post(path, body)
         return time.perf_counter() - start
+
+
+def get_many(port: int, path: str) -> None:
+    """Ask for one path on many connections, then read all replies."""
+    asked = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(NUM_GETS)]
+        for link in links:
+            link.sendall(asked)
+        for link in links:
+            while link.recv(1 << 20):
+                pass
 
 
 def memory_bytes(served: Served) -> int:
@@ -204,7 +227,7 @@ def memory_bytes(served: Served) -> int:
 def main() -> None:
     """Send every attack in every round, to one server."""
     options = parse_options(__doc__ or "")
-    names = list(ATTACKS)[:2] if options.is_smoke else list(ATTACKS)
+    names = [*list(ATTACKS)[:2], *list(GETS)[:1]] if options.is_smoke else [*ATTACKS, *GETS]
     with Arena(options) as arena, serving(our_program(arena.model_folder, "--max-logprobs", "20")) as served:
         worst_ms: dict[str, list[float]] = {name: [] for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}

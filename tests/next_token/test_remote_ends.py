@@ -144,7 +144,7 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
 def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
     lm: AsyncLM, new_serving: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("logprobe.server.limits.RETRY_AFTER_S", 0.05)
+    monkeypatch.setattr("logprobe.server.http.errors.RETRY_AFTER_S", 0.05)
     ends: list[Any] = []
 
     async def ask(far: RemoteLM, draw: np.random.Generator) -> None:

@@ -189,3 +189,15 @@ def test_the_command_loads_adapters_before_it_listens_and_stops_at_a_bad_one(
         found = httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"]
         process.terminate()
     assert [one["id"] for one in found[1:]] == list(adapter_folders)
+
+
+def test_a_list_of_models_is_named_anew_when_it_changes(
+    adapted: Any, adapter_folders: dict[str, Path]
+) -> None:
+    before = adapted.get("/v1/models").headers["etag"]
+    adapted.llm.add_lora("one more", adapter_folders["wide"])
+    try:
+        assert adapted.get("/v1/models").headers["etag"] != before
+    finally:
+        adapted.llm.remove_lora("one more")
+    assert adapted.get("/v1/models").headers["etag"] == before

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
+from msgspec import json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
@@ -94,9 +95,9 @@ def create_app(
         serve = endpoint(path, handler, service, is_open=path in OPEN)
         app.router.add_route(path, serve, methods=[method])
 
-    async def described(_: HttpRequest, __: Service) -> Response:
+    async def described(request: HttpRequest, service: Service) -> Response:
         """Give this interface as an OpenAPI document."""
-        return facts.json_reply(document(ROUTES))
+        return await service.documents.reply(request, "openapi", lambda: json.encode(document(ROUTES)))
 
     app.router.add_route("/openapi.json", endpoint("/openapi.json", described, service), methods=["GET"])
 

@@ -16,7 +16,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_PARTS,
 )
-from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.errors import bad_request, server_full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,6 @@ ROW_BYTES: Final = (
 )  # of a prompt's rows and of named ids: a dict of four fields, and its JSON
 WHOLE_ROW_BYTES: Final = 3 * 4  # of one id of a whole distribution: the engine's, the table's, the body's
 
-RETRY_AFTER_S: Final = 1
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
 
 
@@ -225,12 +224,7 @@ class Limits:
         with self._lock:
             for name, (_, most) in self._most.items():
                 if self._now[name] + getattr(cost, name) > most:
-                    raise ApiError(
-                        429,
-                        f"the server is full ({name}: {self._now[name]} of {most} in use); try again",
-                        code="server_full",
-                        headers={"Retry-After": str(RETRY_AFTER_S)},
-                    )
+                    raise server_full(f"{name}: {self._now[name]} of {most} in use")
             for name in self._most:
                 self._now[name] += getattr(cost, name)
         return Ticket(self, cost)

@@ -17,6 +17,7 @@ import msgspec
 from logprobe.engine.client import Client
 from logprobe.errors import shortened
 from logprobe.records.forms.json import ChatEncoder
+from logprobe.server.http.documents import Documents
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits, check_count
@@ -71,6 +72,7 @@ class Service:
         self.client = Client(model.engine, model.text)
         self.settings = settings
         self.workers = Workers()
+        self.documents = Documents(self.workers)
         self._token_bytes = most_bytes_a_token(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size

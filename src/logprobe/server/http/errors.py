@@ -25,6 +25,9 @@ MAX_MESSAGE_CHARS: Final = 1500
 MAX_PARAM_CHARS: Final = 128  # of a place in the body with a name of the client's at its end
 
 
+RETRY_AFTER_S: Final = 1
+
+
 class ApiError(Exception):
     """A reply other than 2xx; `param` names the body field at fault.
 
@@ -70,6 +73,12 @@ def bad_request(param: str | None, message: str, *, code: str | None = "invalid_
     """400 naming the field."""
     param = param and shortened(param, MAX_PARAM_CHARS)
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def server_full(what: str) -> ApiError:
+    """429 for now, telling what is taken."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, f"the server is full ({what}); try again", code="server_full", headers=headers)
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:

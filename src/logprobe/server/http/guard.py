@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from logprobe.server.http.errors import ApiError, as_api_error
+from logprobe.server.http.errors import ApiError, as_api_error, server_full
 from logprobe.server.http.sse import ClientGoneError
 from logprobe.server.openai.openapi import BODIES, QUERIES
 from logprobe.server.openai.replies import JSON_TYPE
@@ -48,13 +49,18 @@ logger = logging.getLogger("logprobe.server")
 
 
 def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = False) -> Endpoint:
-    """A route's function behind the keys, its failures as replies; `is_open` needs no key."""
+    """A route's function behind the keys, its failures as replies.
+
+    `is_open` needs no key, and is no work; of every other route, requests in progress are bounded.
+    """
+    bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
 
     async def serve(request: HttpRequest) -> Response:
         try:
             if not is_open:
                 check_key(request.headers.get("authorization"), service.settings.api_key)
-            response = await handler(request, service)
+            with bound:
+                response = await handler(request, service)
         except ClientGoneError:
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
@@ -65,6 +71,22 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve
+
+
+class InProgress:
+    """Counts what is in progress of one route, on the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._now = 0
+
+    def __enter__(self) -> None:
+        if self._now >= self._most:
+            raise server_full(f"requests of this route: {self._now} of {self._most} in use")
+        self._now += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._now -= 1
 
 
 def check_key(header: str | None, keys: tuple[str, ...]) -> None:

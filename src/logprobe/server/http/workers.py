@@ -10,7 +10,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from logprobe.server.http.errors import ApiError
+from logprobe.server.http.errors import server_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,7 @@ class Workers:
             ApiError: 429, too many wait.
         """
         if self._num_jobs >= MAX_JOBS:
-            message = f"{self._num_jobs} requests wait to be read; try again"
-            raise ApiError(429, message, code="server_full", headers={"Retry-After": "1"})
+            raise server_full(f"{self._num_jobs} requests wait to be read")
         self._num_jobs += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, job)
         future.add_done_callback(self._ended)

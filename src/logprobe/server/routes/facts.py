@@ -5,7 +5,6 @@ Before it: HTTP. After it: the service's own knowledge.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
+from logprobe.server.http.documents import Document
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
@@ -45,10 +45,11 @@ async def ready(_: HttpRequest, service: Service) -> Response:
     return json_reply({"status": "ready"})
 
 
-async def models(_: HttpRequest, service: Service) -> Response:
+async def models(request: HttpRequest, service: Service) -> Response:
     """List the model, then its LoRA weights, each of which can be asked for by name."""
+    # Made anew, in some microseconds: the owner of the engine may load weights at any time.
     found = [_model(service), *(_lora(service, *one) for one in service.engine.list_loras().items())]
-    return json_reply({"object": "list", "data": found})
+    return Document.of(msgspec.json.encode({"object": "list", "data": found})).reply(request)
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
@@ -75,15 +76,19 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
     )
 
 
-async def logits_processors(_: HttpRequest, service: Service) -> Response:
+async def logits_processors(request: HttpRequest, service: Service) -> Response:
     """List the processors that requests may use, and those that the server could be started with."""
+    return await service.documents.reply(request, "logits_processors", lambda: _processors(service))
+
+
+def _processors(service: Service) -> bytes:
     from logprobe.processors import available_processors, describe_processor
 
     registered = [describe_processor(one) | {"registered": True} for one in service.processors]
     names = {one["name"] for one in registered}
     others = [describe_processor(name) for name in available_processors()]
     rest = [one | {"registered": False} for one in others if one["name"] not in names]
-    return json_reply({"object": "list", "data": registered + rest})
+    return msgspec.json.encode({"object": "list", "data": registered + rest})
 
 
 async def metrics(_: HttpRequest, service: Service) -> Response:
@@ -131,19 +136,23 @@ def _detokenized(body: DetokenizeBody, service: Service) -> Response:
     return json_reply({"prompt": data.decode("utf-8", "replace")})
 
 
-async def tokenizer(_: HttpRequest, service: Service) -> Response:
+async def tokenizer(request: HttpRequest, service: Service) -> Response:
     """Give the tokenizer whole, as a `tokenizer.json`: every id's bytes, and text to ids without asking."""
-    whole = await asyncio.to_thread(service.text.tokenizer.backend_tokenizer.to_str)
-    return Response(whole, media_type=JSON_TYPE)
+    whole = service.text.tokenizer.backend_tokenizer.to_str
+    return await service.documents.reply(request, "tokenizer", lambda: whole().encode())
 
 
-async def tokenizer_info(_: HttpRequest, service: Service) -> Response:
+async def tokenizer_info(request: HttpRequest, service: Service) -> Response:
     """Tell a client all that it needs instead of the tokenizer's files."""
+    return await service.documents.reply(request, "tokenizer_info", lambda: _tokenizer_info(service))
+
+
+def _tokenizer_info(service: Service) -> bytes:
     tokenizer = service.text.tokenizer
     names = ("eos_token", "bos_token", "pad_token", "chat_template")
     ids = ("eos_token_id", "bos_token_id", "pad_token_id")
     found = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
-    return json_reply(found | {"vocab_size": service.vocab_size})
+    return msgspec.json.encode(found | {"vocab_size": service.vocab_size})
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""What is the same for all is made once; and of no route is more in progress than a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from starlette.responses import Response
+
+from logprobe.server import ServerSettings
+from logprobe.server.http.guard import endpoint
+from logprobe.server.http.workers import Workers
+from server_process import PATIENCE_S, eventually
+
+if TYPE_CHECKING:
+    from server_process import Attacked
+
+KEPT = ("/v1/tokenizer", "/openapi.json", "/v1/logits_processors", "/v1/models", "/tokenizer_info")
+NUM_GETS = 400
+
+
+def asked(server: Attacked, path: str, *headers: str) -> socket.socket:
+    """A connection on which something was asked for."""
+    link = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S)
+    link.sendall("\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode())
+    return link
+
+
+def answer_of(link: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the one answer on a connection."""
+    with link, link.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        lines = iter(file.readline, b"\r\n")
+        headers = dict(line.decode().lower().strip().split(": ", 1) for line in lines)
+        return status, headers, file.read(int(headers.get("content-length", 0)))
+
+
+@pytest.mark.parametrize("path", [*KEPT, "/v1/capabilities", "/metrics"])
+def test_as_many_gets_as_one_likes_hold_nobody_up(attacked: Attacked, path: str) -> None:
+    with attacked.watched():
+        links = [asked(attacked, path, "Connection: close") for _ in range(NUM_GETS)]
+        assert {answer_of(link)[0] for link in links} == {200}
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_who_has_a_document_is_not_sent_it_again(attacked: Attacked, path: str) -> None:
+    status, headers, data = answer_of(asked(attacked, path))
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert json.loads(data)
+    etag = headers["etag"]
+    assert re.fullmatch(r'"[0-9a-f]{32}"', etag)
+    for known in (etag, f"W/{etag}", f'"other", {etag}', "*"):
+        status, headers, data = answer_of(asked(attacked, path, f"If-None-Match: {known}"))
+        assert (status, headers["etag"], data) == (304, etag, b""), known
+    assert answer_of(asked(attacked, path, 'If-None-Match: "other"'))[0] == 200
+
+
+def test_a_document_is_made_once_for_all_who_ask(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    run = Workers.run
+
+    async def counted(workers: Workers, job: Any) -> Any:
+        jobs.append(job)
+        return await run(workers, job)
+
+    monkeypatch.setattr(Workers, "run", counted)
+    replies: list[Any] = []
+    threads = [threading.Thread(target=lambda: replies.append(server.get("/v1/tokenizer"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(jobs) <= 1, "none, where another test has asked before"
+    assert len({reply.content for reply in replies}) == 1
+    assert replies[0].text == server.service.text.tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_of_a_route_that_waits_a_bound_is_in_progress(is_open: bool) -> None:
+    """An open route is no work, and always answered."""
+    service: Any = SimpleNamespace(
+        settings=ServerSettings(max_requests=2),
+        metrics=SimpleNamespace(
+            replies=SimpleNamespace(labels=lambda *_: SimpleNamespace(inc=lambda: None)), aborted=None
+        ),
+    )
+    request: Any = SimpleNamespace(headers={})
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def waiting(*_: Any) -> Response:
+            await may_end.wait()
+            return Response()
+
+        serve = endpoint("/waiting", waiting, service, is_open=is_open)
+        first = [asyncio.create_task(serve(request)) for _ in range(2)]
+        await asyncio.sleep(0)
+        third = asyncio.create_task(serve(request))
+        await asyncio.sleep(0)
+        assert third.done() != is_open
+        may_end.set()
+        assert [(await one).status_code for one in first] == [200, 200]
+        reply = await third
+        assert reply.status_code == (200 if is_open else 429)
+        assert is_open or reply.headers["retry-after"] == "1"
+        assert (await serve(request)).status_code == 200, "what has ended counts no more"
+
+    asyncio.run(run())
+
+
+def test_bodies_that_do_not_come_count_as_work(serve_process: Any) -> None:
+    with serve_process("--max-requests", "2") as server, ExitStack() as stack:
+        header = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        links = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
+        for link in map(stack.enter_context, links):
+            link.sendall(f"{header}Content-Length: 100\r\n\r\n".encode())
+
+        def is_full() -> bool:
+            return bool(server.post("/v1/completions", prompt="the cat", max_tokens=1).status == 429)
+
+        eventually(is_full, "a third is served beside two")
+        assert server.get("/health").status == server.get("/v1/models").status == 200
+        for link in links:
+            link.close()
+        eventually(lambda: not is_full(), "their places are never given back")
