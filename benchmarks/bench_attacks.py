@@ -75,6 +75,11 @@ def completion(**more: Any) -> tuple[str, Body]:
     return COMPLETIONS, {"prompt": "the cat", "max_tokens": 4, **more}
 
 
+def said(text: str) -> list[Body]:
+    """A conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
 def with_schema(schema: Body) -> tuple[str, Body]:
     """A chat held to a schema."""
     return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
@@ -99,6 +104,24 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "1,600,000 prompts of one letter": lambda: completion(prompt=["a"] * 1_600_000),
     "1,600,000 continuations": lambda: (SCORE, {"context": "a", "continuations": ["b"] * 1_600_000}),
     "500 continuations": lambda: (SCORE, {"context": "a", "continuations": ["b"] * 500}),
+    "a conversation of 300 KB of digits with 16 continuations": lambda: (
+        SCORE,
+        {"messages": said("1" * 300_000), "continuations": ["a"] * 16},
+    ),
+    "a conversation of 30 KB with 512 continuations": lambda: (
+        SCORE,
+        {"messages": said("1" * 30_000), "continuations": ["a"] * 512},
+    ),
+    "a conversation of 1,700 bytes with 512 continuations": lambda: (
+        SCORE,
+        {"messages": said("1" * 1_700), "continuations": ["a"] * 512},
+    ),
+    "500 prompts with 65,000 ids that end a text": lambda: completion(
+        prompt=[[5]] * 500, stop_token_ids=[6] * 65_000
+    ),
+    "500 prompts with 1,000 ids that end a text": lambda: completion(
+        prompt=[[5]] * 500, stop_token_ids=[6] * 1_000
+    ),
     "8 MB of digits": lambda: completion(prompt="1" * 8_000_000),
     "1 MB of digits to tokenise": lambda: ("/tokenize", {"prompt": "1" * 1_000_000}),
     "8 MB of digits to tokenise": lambda: ("/tokenize", {"prompt": "1" * 8_000_000}),

@@ -17,6 +17,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_PARTS,
 )
 from logprobe.server.http.errors import bad_request, server_full
+from logprobe.server.openai.structured import GUIDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +33,7 @@ ROW_BYTES: Final = (
 )  # of a prompt's rows and of named ids: a dict of four fields, and its JSON
 WHOLE_ROW_BYTES: Final = 3 * 4  # of one id of a whole distribution: the engine's, the table's, the body's
 
+CHARS_A_VALUE: Final = 16
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
 
 
@@ -120,13 +122,40 @@ def check_body(settings: ServerSettings, body: Any) -> None:
     prompts = getattr(body, "prompt", None)
     if isinstance(prompts, list) and not all(isinstance(one, int) for one in prompts[:1]):
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
-        # Each prompt's request reads the lists anew.
-        num_ids = len(prompts) * sum(
-            len(getattr(body, name, None) or ()) for name in ("allowed_token_ids", "logit_bias")
-        )
-        check_count(settings, "max_body_values", "prompt", num_ids, "prompts times listed ids")
+        # Each prompt's request reads them anew.
+        shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
+        check_count(settings, "max_body_values", "prompt", shared, "prompts times values beside them")
     for name in FREE_FIELDS:
         check_depth(name, getattr(body, name, None))
+
+
+SHARED_FIELDS: Final = (
+    "stop",
+    "stop_token_ids",
+    "logprob_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "response_format",
+    "logits_processors_args",
+    "structured_outputs",
+    *GUIDED,
+)
+"""Fields of any size that hold for each prompt of a body."""
+
+
+def num_values(value: Any) -> int:
+    """The values within a value, where so many characters of text count as one."""
+    count, inside = 0, [value]
+    while inside:
+        one = inside.pop()
+        if isinstance(one, dict):
+            inside += [*one, *one.values()]
+        elif isinstance(one, list):
+            inside += one
+        else:
+            count += 1 + (len(one) // CHARS_A_VALUE if isinstance(one, str) else 0)
+    return count
 
 
 FREE_FIELDS: Final = (

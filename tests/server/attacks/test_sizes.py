@@ -55,6 +55,30 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: json.dumps({"context": "a" * 5000, "continuations": ["b"] * 400}).encode(),
         "max_text_bytes",
     ),
+    "ids that end the text of each prompt": (
+        "/v1/completions",
+        lambda: completion(prompt=[[5]] * 400, stop_token_ids=[6] * 60_000),
+        "max_body_values",
+    ),
+    "a grammar for each prompt": (
+        "/v1/completions",
+        lambda: completion(
+            prompt=[[5]] * 400, response_format={"type": "choice", "choice": [f"v{i}" for i in range(1_900)]}
+        ),
+        "max_body_values",
+    ),
+    "a long grammar for each prompt": (
+        "/v1/completions",
+        lambda: completion(prompt=[[5]] * 400, guided_regex="ab" * 100_000),
+        "max_body_values",
+    ),
+    "arguments for each prompt": (
+        "/v1/completions",
+        lambda: completion(
+            prompt=[[5]] * 400, logits_processors_args={"logit_bias": {str(i): 1 for i in range(40_000)}}
+        ),
+        "max_body_values",
+    ),
     "text to tokenise": (
         "/tokenize",
         lambda: json.dumps({"prompt": "1" * 8_000_000}).encode(),
@@ -101,6 +125,18 @@ def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -
         reply = server.post("/v1/completions", logprobs=0, logprob_token_ids=ids, **body)
         assert reply.status == 400
         assert "max_logprob_bytes" in reply.error["message"]
+
+
+def test_a_conversation_counts_once_for_each_continuation(serve_process: Any) -> None:
+    """As a context does: it is tokenised with each."""
+    with serve_process("--max-text-bytes", "100000") as server:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "1" * 50}]}
+        assert server.post("/v1/score", **body, continuations=["b"] * 400).status == 200
+        body = {"messages": [{"role": "user", "content": "1" * 500}]}
+        reply = server.post("/v1/score", **body, continuations=["b"] * 400)
+        assert reply.status == 400
+        assert "max_text_bytes" in reply.error["message"]
+        assert reply.error["param"] == "messages"
 
 
 @pytest.mark.parametrize("depth", [150, 900, 100_000])

@@ -39,7 +39,7 @@ SLOW_FIELDS: Final = (
     *GUIDED,
     "structured_outputs",
     "previous_response_id",
-)  # may hold a grammar, or name a conversation of any length
+)  # may hold a grammar, or stand for a long conversation
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
-    from logprobe.records.values import TokenTable
+    from logprobe.records.values import IntArray, TokenTable
     from logprobe.scoring import Score
-    from logprobe.server.service import Service
+    from logprobe.server.service import Messages, Service
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
 
@@ -92,7 +92,7 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     continuations = [text for text in body.continuations if isinstance(text, str)]
     # A context is tokenised with each continuation.
     service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
-    laid_out = None if body.messages is None else service.lay_out(body.messages)
+    laid_out = None if body.messages is None else _laid_out(body.messages, len(continuations), service)
     pairs = [_split(body, laid_out, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
@@ -102,13 +102,22 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     return Asked(base, body.lora, pairs, admitted)
 
 
-def _split(body: ScoreBody, laid_out: str | None, continuation: str | list[int], service: Service) -> Split:
+def _laid_out(messages: Messages, num_times: int, service: Service) -> tuple[str, IntArray]:
+    """A conversation as text and as ids; the text is tokenised with each continuation that is one."""
+    text = service.lay_out(messages)
+    service.check_texts([text] * num_times, "messages")
+    return text, service.text.encode(text, add_special_tokens=False)
+
+
+def _split(
+    body: ScoreBody, laid_out: tuple[str, IntArray] | None, continuation: str | list[int], service: Service
+) -> Split:
     if (body.context is None) == (body.messages is None):
         raise bad_request("context", "give either context or messages")
     if not continuation:
         raise bad_request("continuations", "one is empty; there is nothing to score")
     if laid_out is not None:
-        return _answer(laid_out, continuation, service.text)
+        return _answer(*laid_out, continuation, service.text)
     if isinstance(body.context, str) != isinstance(continuation, str):
         raise bad_request("continuations", "context and continuations must both be texts or both be ids")
     for name, ids in (("context", body.context), ("continuations", continuation)):
@@ -117,9 +126,8 @@ def _split(body: ScoreBody, laid_out: str | None, continuation: str | list[int],
     return service.client.split((body.context or continuation[:0], continuation))
 
 
-def _answer(laid_out: str, continuation: str | list[int], text: TextEdge) -> Split:
+def _answer(laid_out: str, before: IntArray, continuation: str | list[int], text: TextEdge) -> Split:
     """A conversation and a candidate for the assistant's turn."""
-    before = text.encode(laid_out, add_special_tokens=False)
     if not isinstance(continuation, str):
         return Split(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
     whole = text.encode(laid_out + continuation, add_special_tokens=False)
