@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray, TokenTable
     from logprobe.scoring import Score
-    from logprobe.server.service import Messages, Service
+    from logprobe.server.service import Service
+    from logprobe.server.stored import Messages
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
 
