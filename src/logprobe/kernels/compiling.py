@@ -6,7 +6,6 @@ reads them. What cannot be kept on the disk is compiled where it is first used.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 import subprocess
@@ -21,16 +20,17 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.threads.parallel import WorkerOf
 
-# Name -> about how long a core compiles it, s: how the work is shared out, and what is told of it.
+# Name -> about how long a core compiles it, s: how the work is shared out, and what is told of it. Neighbours
+# have much in common, which a process compiles once.
 BASE: Final[Mapping[str, float]] = {
-    "extraction.numba": 10,
-    "attention.chunk": 6,
-    "draw.numba": 6,
+    "extraction.numba": 8,
+    "draw.numba": 4,
     "attention.numba": 3,
     "layers.rotary": 1,
-    "layers.norm": 1,
+    "layers.norm": 0.5,
     "layers.store": 0.5,
     "threads.series": 0.5,
+    "attention.chunk": 6,
 }
 PANELS: Final = "layers.panels."
 PANELS_S: Final = 5.0  # the kernel of one form of weights
@@ -127,13 +127,14 @@ def _seconds(name: str) -> float:
 
 
 def _shares(names: list[str], num_processes: int) -> list[list[str]]:
-    """The kernels of each process: the longest first, each to the process with the least to do."""
-    numbers = range(min(num_processes, len(names)))
-    shares: list[tuple[float, int, list[str]]] = [(0.0, number, []) for number in numbers]
-    for name in sorted(names, key=_seconds, reverse=True):
-        seconds, number, share = shares[0]
-        heapq.heapreplace(shares, (seconds + _seconds(name), number, [*share, name]))
-    return [share for _, _, share in sorted(shares, key=lambda one: one[1])]
+    """The kernels of each process: neighbours, as much for one as for another."""
+    total, before = sum(map(_seconds, names)), 0.0
+    shares: list[list[str]] = [[] for _ in range(num_processes)]
+    for name in names:
+        middle = before + _seconds(name) / 2
+        shares[int(middle / total * num_processes)].append(name)
+        before += _seconds(name)
+    return [share for share in shares if share]
 
 
 def _show(done: IO[str], num_kernels: int) -> None:

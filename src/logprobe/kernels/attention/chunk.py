@@ -16,7 +16,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
 from logprobe.kernels.attention import softmax
 from logprobe.kernels.attention.api import NO_WINDOW
@@ -24,7 +23,7 @@ from logprobe.kernels.attention.softmax import soften
 from logprobe.kernels.layers import turn, widen
 from logprobe.kernels.layers.turn import turn_rows
 from logprobe.kernels.layers.widen import FLOAT32, GROUP, PANEL, TILE_ROWS, can_widen, tiles
-from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.intrinsics import FLOAT, internal
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -83,14 +82,14 @@ def attend_chunk(
     parallel_for(worker(), context, num_blocks * num_kv_heads)
 
 
-@njit
+@internal
 def _copy(source: Any, size: Any, target: Any) -> None:
     row = float32_at(source, size)
     for i in range(size):
         target[i] = row[i]
 
 
-@njit
+@internal
 def _load_queries(task: Any, item: Any, rows: Any, turned: Any, queries: Any) -> None:
     """Panels of an item's queries, scaled, each (width, PANEL); beyond its last row stand copies of it."""
     head, first, count = item
@@ -109,7 +108,7 @@ def _load_queries(task: Any, item: Any, rows: Any, turned: Any, queries: Any) ->
                 target[k * PANEL + place] = turned[k * TILE_ROWS + place] * scale
 
 
-@njit
+@internal
 def _load_keys(task: Any, head: Any, slots: Any, rows: Any, keys: Any) -> None:
     """Tiles of keys, each (width, TILE_ROWS); in the last one, what was there before beside fewer keys."""
     dim = task[KEY_DIM]
@@ -121,7 +120,7 @@ def _load_keys(task: Any, head: Any, slots: Any, rows: Any, keys: Any) -> None:
         turn_rows(rows.ctypes.data, FLOAT * dim, TILE_ROWS, dim, width, keys[start * width :])
 
 
-@njit
+@internal
 def _load_values(task: Any, head: Any, slots: Any, values: Any) -> None:
     """Tiles of dimensions, each (BLOCK_KEYS, TILE_ROWS); zeros for dimensions and keys that there are not."""
     dim = task[VALUE_DIM]
@@ -139,13 +138,13 @@ def _load_values(task: Any, head: Any, slots: Any, values: Any) -> None:
         values[end * TILE_ROWS : (end + -slots.size % GROUP) * TILE_ROWS] = 0
 
 
-@njit
+@internal
 def _cap(scores: Any, softcap: Any) -> None:
     for i in range(scores.size):
         scores[i] = softcap * F32(math.tanh(scores[i] / softcap))
 
 
-@njit
+@internal
 def _hide(scores: Any, first_key: Any, positions: Any, window: Any) -> None:
     """-inf for the keys that a lane's row may not see."""
     for key in range(scores.size // PANEL):
@@ -156,14 +155,14 @@ def _hide(scores: Any, first_key: Any, positions: Any, window: Any) -> None:
             row[lane] = row[lane] if is_seen else MINUS_INF
 
 
-@njit
+@internal
 def _rescale(sums: Any, factors: Any) -> None:
     for start in range(0, sums.size, PANEL):
         for lane in range(PANEL):
             sums[start + lane] *= factors[lane]
 
 
-@njit
+@internal
 def _score(task: Any, queries: Any, keys: Any, first_key: Any, positions: Any, scores: Any) -> None:
     """A panel's scores for a block of keys, (keys, PANEL), hidden where a row may not see."""
     width = queries.size // PANEL
@@ -178,7 +177,7 @@ def _score(task: Any, queries: Any, keys: Any, first_key: Any, positions: Any, s
         _hide(scores, first_key, positions, np.int32(window))
 
 
-@njit(error_model="numpy")
+@internal(error_model="numpy")
 def _write(task: Any, item: Any, totals: Any, sums: Any, turned: Any) -> None:
     """A panel's results where they belong."""
     head, first, count = item
@@ -194,7 +193,7 @@ def _write(task: Any, item: Any, totals: Any, sums: Any, turned: Any) -> None:
                 out[start + i] = source[i] * share
 
 
-@njit
+@internal
 def _begin(task: Any, item: Any, positions: Any, largest: Any, totals: Any) -> None:
     """Each lane's position, and its sums before the first key: those of its head's sink, if there is one."""
     head, first, count = item
@@ -208,7 +207,7 @@ def _begin(task: Any, item: Any, positions: Any, largest: Any, totals: Any) -> N
         totals[place] = F32(1) if num_sinks > 0 else F32(0)
 
 
-@njit
+@internal
 def _attend_block(task: Any, block: Any, panel: Any, scores: Any, factors: Any) -> None:
     """Add to a panel's sums what it takes of a block of keys; a block that it does not see adds nothing."""
     first_key, num_keys, keys, values = block

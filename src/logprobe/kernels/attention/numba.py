@@ -11,9 +11,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, maximum, prefetch_line
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, maximum, prefetch_line
 from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int32_at, next_item
 from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, greatest
 
@@ -40,7 +39,7 @@ from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, gre
 AHEAD = 8  # slots between the one that is read and the one that is fetched
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def _dot(a: Any, b: Any) -> Any:
     total = F32(0)
     for i in range(a.size):
@@ -48,13 +47,13 @@ def _dot(a: Any, b: Any) -> Any:
     return total
 
 
-@njit
+@internal
 def _add_scaled(out: Any, weight: Any, x: Any) -> None:
     for i in range(out.size):
         out[i] += weight * x[i]
 
 
-@njit
+@internal
 def _soften(scores: Any, best: Any) -> Any:
     """Turn scores into weights, in place; their sum."""
     total = F32(0)
@@ -65,13 +64,13 @@ def _soften(scores: Any, best: Any) -> Any:
     return total
 
 
-@njit
+@internal
 def _prefetch(address: Any, num_bytes: Any) -> None:
     for offset in range(0, num_bytes, LINE):
         prefetch_line(address + offset)
 
 
-@njit
+@internal
 def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
     """Scores of all queries of some key/value heads against the keys in `slots`."""
     settings, dim, count = float32_at(task[SETTINGS], 2), task[KEY_DIM], slots.size
@@ -91,14 +90,14 @@ def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
                 scores[g * count + j] = score
 
 
-@njit
+@internal
 def _sink(task: Any, head: Any) -> Any:
     """The score that stands beside a head's context; -inf where there is none."""
     count = np.int64(float32_at(task[SETTINGS], 3)[2])
     return float32_at(task[SETTINGS], 3 + count)[3 + head] if count > 0 else F32(-np.inf)
 
 
-@njit
+@internal
 def _normalise(own: Any, sink: Any) -> None:
     best = maximum(sink, greatest(own))
     inverse = F32(1) / (_soften(own, best) + exponential(max(sink - best, LOWEST)))
@@ -106,7 +105,7 @@ def _normalise(own: Any, sink: Any) -> None:
         own[j] *= inverse
 
 
-@njit
+@internal
 def _sum_values(task: Any, slots: Any, out: Any, heads: Any, scores: Any) -> None:
     """Each query's values, weighted."""
     dim, count = task[VALUE_DIM], slots.size
@@ -123,7 +122,7 @@ def _sum_values(task: Any, slots: Any, out: Any, heads: Any, scores: Any) -> Non
                 _add_scaled(float32_at(out + FLOAT * g * dim, dim), scores[g * count + j], value)
 
 
-@njit
+@internal
 def _attend(task: Any, row: Any, heads: Any, scores: Any) -> None:
     lengths, begins = int32_at(task[LENGTHS], task[NUM_ROWS]), int32_at(task[BEGINS], task[NUM_ROWS])
     start = max(0, lengths[row] - task[WINDOW])

@@ -11,9 +11,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
-from logprobe.kernels.threads.intrinsics import BLOCK
+from logprobe.kernels.threads.intrinsics import BLOCK, internal
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -51,7 +50,7 @@ def draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> 
     parallel_for(worker(), context, len(logits))
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def _zero_products(x: Any) -> Any:
     """Zero, or NaN where a value is NaN or infinite."""
     total = ZERO
@@ -60,7 +59,7 @@ def _zero_products(x: Any) -> Any:
     return total
 
 
-@njit
+@internal
 def _has_nan(x: Any) -> Any:
     for value in x:  # noqa: SIM110 - compiled
         if np.isnan(value):
@@ -68,7 +67,7 @@ def _has_nan(x: Any) -> Any:
     return False
 
 
-@njit
+@internal
 def _maximum(row: Any) -> Any:
     """The largest value (NaN where one is NaN) and the first place that holds it."""
     best, place = MINUS_INF, 0
@@ -84,7 +83,7 @@ def _maximum(row: Any) -> Any:
     return best, place
 
 
-@njit
+@internal
 def _weigh(x: Any, best: Any, temperature: Any, weights: Any, bins: Any) -> None:
     """The weight of each value, exp((x - best) / temperature), and its bin."""
     for i in range(x.size):
@@ -94,7 +93,7 @@ def _weigh(x: Any, best: Any, temperature: Any, weights: Any, bins: Any) -> None
         bins[i] = I32(d * BINS_PER_UNIT)
 
 
-@njit
+@internal
 def _histogram(row: Any, best: Any, temperature: Any, mass: Any, count: Any) -> None:
     """Mass and number of the tokens in each bin; a token that is masked out is in none."""
     weights, bins = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.int32)
@@ -109,7 +108,7 @@ def _histogram(row: Any, best: Any, temperature: Any, mass: Any, count: Any) -> 
                 count[-bins[i]] += 1
 
 
-@njit
+@internal
 def _members(row: Any, best: Any, temperature: Any, place: Any, size: Any) -> Any:
     """The ids of one bin, by descending logit and ascending id."""
     weights, bins = np.empty(BLOCK, dtype=np.float32), np.empty(BLOCK, dtype=np.int32)
@@ -125,7 +124,7 @@ def _members(row: Any, best: Any, temperature: Any, place: Any, size: Any) -> An
     return ids[np.argsort(-row[ids], kind="mergesort")]
 
 
-@njit
+@internal
 def _end_by_count(count: Any, limit: Any) -> Any:
     """Where the first `limit` tokens end: a bin, and how many of its tokens belong to them."""
     place, last = 0, 0
@@ -139,12 +138,12 @@ def _end_by_count(count: Any, limit: Any) -> Any:
     return last, count[last]
 
 
-@njit
+@internal
 def _weight(value: Any, best: Any, temperature: Any) -> Any:
     return np.float64(exponential(max((value - best) / temperature, LOWEST)))
 
 
-@njit
+@internal
 def _cut(row: Any, best: Any, settings: Any, mass: Any, count: Any) -> Any:
     """The logit and the id of the last token that top-k and top-p keep; -inf: all."""
     temperature, top_k, top_p = settings[0], settings[1], settings[2]
@@ -172,7 +171,7 @@ def _cut(row: Any, best: Any, settings: Any, mass: Any, count: Any) -> Any:
     return row[ids[number - 1]], ids[number - 1]
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def _mass_above(x: Any, best: Any, temperature: Any, cut: Any) -> Any:
     """Sum of exp((x - best) / temperature) over the values strictly above the cut."""
     total = ZERO
@@ -184,7 +183,7 @@ def _mass_above(x: Any, best: Any, temperature: Any, cut: Any) -> Any:
     return total
 
 
-@njit
+@internal
 def _num_at(x: Any, value: Any) -> Any:
     count = I32(0)
     for i in range(x.size):
@@ -192,7 +191,7 @@ def _num_at(x: Any, value: Any) -> Any:
     return count
 
 
-@njit
+@internal
 def _block_mass(row: Any, start: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any) -> Any:
     """The weight of what is kept of one block; tokens at the cut count up to the cut's id."""
     block = row[start : start + BLOCK]
@@ -203,7 +202,7 @@ def _block_mass(row: Any, start: Any, best: Any, temperature: Any, cut_logit: An
     return total
 
 
-@njit
+@internal
 def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, uniform: Any) -> Any:
     """The kept token at which the cumulative weight, in order of ids, passes `uniform` of the whole."""
     num_blocks = (row.size + BLOCK - 1) // BLOCK
@@ -228,7 +227,7 @@ def _pick(row: Any, best: Any, temperature: Any, cut_logit: Any, cut_id: Any, un
     return chosen
 
 
-@njit
+@internal
 def _draw_row(row: Any, settings: Any, token_ids: Any, cut_logits: Any, cut_ids: Any, is_valid: Any) -> None:
     """Draw one row; the outputs are views of its own entry."""
     best, place = _maximum(row)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from logprobe.kernels.extraction import select
 from logprobe.kernels.extraction.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
-from logprobe.kernels.threads.intrinsics import BLOCK, LANES, block_maxima, prefetch_block
+from logprobe.kernels.threads.intrinsics import BLOCK, LANES, block_maxima, internal, prefetch_block
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
@@ -115,7 +114,7 @@ def worker(task: Any) -> None:
         item = next_item(task)
 
 
-@njit
+@internal
 def _float_row(task: Any, item: Any, wide: Any) -> Any:
     address = task[LOGITS] + item * task[ROW_STRIDE]
     if task[KIND] == 0:
@@ -128,7 +127,7 @@ def _float_row(task: Any, item: Any, wide: Any) -> Any:
     return wide
 
 
-@njit(error_model="numpy")  # an invalid row divides by zero
+@internal(error_model="numpy")  # an invalid row divides by zero
 def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
     (maxima, blocks, padded), (pairs, counts) = scratch
     chosen = int32_at(task[CHOSEN], item + 1)[item]
@@ -164,7 +163,7 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
         _given(task, (first, last), row, ordered, lse)
 
 
-@njit
+@internal
 def _one_pass(row: Any, groups: Any, chosen: Any, with_products: Any) -> Any:
     """Greatest value m, sums of e**d and d * e**d for d = x - m, how many exceed `chosen`; fills maxima."""
     maxima, blocks, padded = groups
@@ -192,7 +191,7 @@ def _one_pass(row: Any, groups: Any, chosen: Any, with_products: Any) -> Any:
     return greatest, total, products, count
 
 
-@njit
+@internal
 def _group_maxima(values: Any, maxima: Any, chosen: Any, scratch: Any) -> Any:
     """Fills `maxima` with those of as many groups of values; returns how many values exceed `chosen`."""
     if values.size < BLOCK:
@@ -207,7 +206,7 @@ def _group_maxima(values: Any, maxima: Any, chosen: Any, scratch: Any) -> Any:
     return count
 
 
-@njit
+@internal
 def _given_range(task: Any, item: Any) -> Any:
     """The entries [first, last) of the given ids that are this row's."""
     if task[GIVEN_OFFSETS] == 0:
@@ -216,7 +215,7 @@ def _given_range(task: Any, item: Any) -> Any:
     return offsets[item], offsets[item + 1]
 
 
-@njit
+@internal
 def _given(task: Any, entries: Any, row: Any, ordered: Any, lse: Any) -> None:
     first, last = entries
     token_ids = int32_at(task[GIVEN_IDS], last)

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from logprobe.kernels.threads.intrinsics import (
     BLOCK,
     LANES,
     bits_float,
     float_bits,
+    internal,
     lowest_bit,
     reaching,
 )
@@ -31,7 +31,7 @@ NUM_COUNTS = 1024  # of the scratch that sorting and selecting need
 FEW = 48  # below it, insertion sorts faster than counting
 
 
-@njit
+@internal
 def descending_key(value: Any) -> Any:
     """A uint32 that is smaller for a greater float, and equal for -0.0 and 0.0."""
     bits = float_bits(value + F32(0.0))  # -0.0 + 0.0 is 0.0
@@ -39,14 +39,14 @@ def descending_key(value: Any) -> Any:
     return ~U32(ascending)
 
 
-@njit
+@internal
 def key_value(key: Any) -> Any:
     """The float of a descending key."""
     ascending = I32(~U32(key))
     return bits_float(ascending ^ (~(ascending >> I32(31)) | I32(-2147483648)))
 
 
-@njit
+@internal
 def top_ids(row: Any, groups: Any, ids: Any, ordered: Any, scratch: Any) -> None:
     """Fills `ids` (k,) with the ids of the k largest values.
 
@@ -68,14 +68,14 @@ def top_ids(row: Any, groups: Any, ids: Any, ordered: Any, scratch: Any) -> None
     take_ids(ordered, ids)
 
 
-@njit
+@internal
 def take_ids(ordered: Any, ids: Any) -> None:
     """The ids of the first pairs, as many as there are places or pairs."""
     for column in range(min(ids.size, ordered.size)):
         ids[column] = ordered[column] & U64(0xFFFFFFFF)
 
 
-@njit
+@internal
 def sort_row(row: Any, pairs: Any, counts: Any) -> Any:
     """The pairs of the whole row, sorted."""
     for index in range(row.size):
@@ -83,7 +83,7 @@ def sort_row(row: Any, pairs: Any, counts: Any) -> Any:
     return sort_pairs(pairs[0], pairs[1], counts)
 
 
-@njit
+@internal
 def kth_largest(values: Any, k: Any, counts: Any) -> Any:
     """The k-th largest value, k counted from 1: four passes, each fixing eight bits of its key."""
     prefix, mask, wanted = U32(0), U32(0), k
@@ -102,7 +102,7 @@ def kth_largest(values: Any, k: Any, counts: Any) -> Any:
     return key_value(prefix)
 
 
-@njit
+@internal
 def collect(row: Any, blocks: Any, bound: Any, greater: Any, ties: Any) -> Any:
     """Fills `greater` with the pairs of all values above `bound`, `ties` with the first ids equal to it.
 
@@ -127,7 +127,7 @@ def collect(row: Any, blocks: Any, bound: Any, greater: Any, ties: Any) -> Any:
     return num_greater
 
 
-@njit
+@internal
 def _bits_at(row: Any, start: Any, stop: Any, bound: Any) -> Any:
     """One bit for each of the values [start, start + 64) before `stop` that reach `bound`."""
     if start + LANES <= stop:
@@ -138,13 +138,13 @@ def _bits_at(row: Any, start: Any, stop: Any, bound: Any) -> Any:
     return bits
 
 
-@njit
+@internal
 def pack(value: Any, index: Any) -> Any:
     """(descending key, id) in one uint64, which sorts as the pair does."""
     return (U64(descending_key(value)) << U64(32)) | U64(index)
 
 
-@njit
+@internal
 def sort_pairs(pairs: Any, scratch: Any, counts: Any) -> Any:
     """Sorts pairs whose ids ascend; returns `pairs` or `scratch`, whichever holds the result."""
     if pairs.size > FEW:
@@ -158,7 +158,7 @@ def sort_pairs(pairs: Any, scratch: Any, counts: Any) -> Any:
     return pairs
 
 
-@njit
+@internal
 def _radix_sort(pairs: Any, scratch: Any, counts: Any) -> Any:
     """Least digit first, eight bits of the key at a time; stable, so the ids need no pass of their own."""
     counts[:1024] = 0
@@ -181,7 +181,7 @@ def _radix_sort(pairs: Any, scratch: Any, counts: Any) -> Any:
     return pairs
 
 
-@njit
+@internal
 def num_before(pairs: Any, key: Any) -> Any:
     """How many of the sorted pairs have a smaller key, that is a strictly greater value."""
     low, high = 0, pairs.size

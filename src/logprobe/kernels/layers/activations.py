@@ -1,6 +1,6 @@
 """Gates of feed-forward parts: an activation of the gate times the value beside it, one number at a time.
 
-Written so that loops over them become vector instructions; their compiled callers are njit functions with
+Written so that loops over them become vector instructions; their compiled callers are functions with
 numpy's error model, since a check for a divisor of zero would keep the loop from its vectors.
 """
 
@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from logprobe.kernels.threads.intrinsics import internal
 from logprobe.kernels.threads.vectors import F32, LOWEST, ONE, exponential
 
 GELU_SLOPE = F32(2 * math.sqrt(2 / math.pi))
@@ -19,26 +19,26 @@ GELU_CUBE = F32(0.044715)
 ROOT_HALF = math.sqrt(0.5)
 
 
-@njit(error_model="numpy")
+@internal(error_model="numpy")
 def _sigmoid(x: Any) -> Any:
     d = -abs(x)
     e = exponential(LOWEST if d < LOWEST else d)  # noqa: FURB136 (this way round, NaN stays NaN)
     return (ONE if x >= 0 else e) / (ONE + e)
 
 
-@njit(error_model="numpy")
+@internal(error_model="numpy")
 def gated_silu(g: Any, u: Any) -> Any:
     """silu(g) · u (Shazeer 2020)."""
     return g * _sigmoid(g) * u
 
 
-@njit(error_model="numpy")
+@internal(error_model="numpy")
 def gated_gelu_tanh(g: Any, u: Any) -> Any:
     """gelu(g) · u by the tangent's formula (Hendrycks & Gimpel 2016): (1 + tanh z) / 2 is sigmoid(2 z)."""
     return g * _sigmoid(GELU_SLOPE * (g + GELU_CUBE * g * g * g)) * u
 
 
-@njit(error_model="numpy")
+@internal(error_model="numpy")
 def gated_gelu(g: Any, u: Any) -> Any:
     """gelu(g) · u, exact."""
     return F32(np.float64(g) * 0.5 * (1.0 + math.erf(np.float64(g) * ROOT_HALF))) * u

@@ -9,9 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 
-from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.intrinsics import FLOAT, internal
 from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
 from logprobe.kernels.threads.vectors import F32, SUMS
 
@@ -62,7 +61,7 @@ def norm_stage(
     return Stage(worker(), context, blocks, (x, weight, out, settings, residual))
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def _sum_of_squares(x: Any) -> Any:
     total = F32(0)
     for i in range(x.size):
@@ -70,19 +69,19 @@ def _sum_of_squares(x: Any) -> Any:
     return total
 
 
-@njit
+@internal
 def _scale(x: Any, factor: Any, weight: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = x[i] * factor * weight[i]
 
 
-@njit
+@internal
 def _scale_and_add(x: Any, factor: Any, weight: Any, residual: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = residual[i] + x[i] * factor * weight[i]
 
 
-@njit
+@internal
 def _place_part(task: Any, place: Any, out_place: Any, weight: Any, epsilon: Any) -> None:
     width = weight.size
     x, out = float32_at(task[X] + place, width), float32_at(task[OUT] + out_place, width)

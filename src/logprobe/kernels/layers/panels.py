@@ -12,13 +12,11 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
-
 from logprobe.kernels.layers import activations, turn, widen
 from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
 from logprobe.kernels.layers.turn import turn_rows, turned_size
 from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tile_width, tiles, widener
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, prefetch_line
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, prefetch_line
 from logprobe.kernels.threads.parallel import (
     Stage,
     compiled,
@@ -148,13 +146,13 @@ def _multiplier(form: Form) -> Any:
     return multiply
 
 
-@njit
+@internal
 def _add(x: Any, summands: Any) -> None:
     for i in range(x.size):
         x[i] += summands[i]
 
 
-@njit(error_model="numpy")  # a check for a divisor of zero would keep the loops from their vectors
+@internal(error_model="numpy")  # a check for a divisor of zero would keep the loops from their vectors
 def _gate(gates: Any, values: Any, activation: Any) -> None:
     if activation == 1:
         for i in range(gates.size):
@@ -167,7 +165,7 @@ def _gate(gates: Any, values: Any, activation: Any) -> None:
             gates[i] = gated_gelu(gates[i], values[i])
 
 
-@njit
+@internal
 def _finish_panel(task: Any, rows: Any, first: Any, products: Any) -> None:
     """Bias, gate and residual of outputs from `first` on, and where they belong."""
     count = min(PANEL, task[NUM_OUTPUTS] - first)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
-
-from logprobe.kernels.threads.intrinsics import FLOAT
+from logprobe.kernels.threads.intrinsics import FLOAT, internal
 from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, int64_at, next_item
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def rotary_stage(
     return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out))
 
 
-@njit
+@internal
 def _rotate(source: Any, target: Any, cosines: Any, sines: Any) -> None:
     half = cosines.size // 2
     for i in range(half):
@@ -97,7 +95,7 @@ def _rotate(source: Any, target: Any, cosines: Any, sines: Any) -> None:
         target[i] = source[i]
 
 
-@njit
+@internal
 def _rotate_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any, angles: Any) -> None:
     cosines, sines = angles
     for head in range(num_heads):
@@ -105,7 +103,7 @@ def _rotate_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: An
         _rotate(float32_at(source + own, dim), float32_at(target + place, dim), cosines, sines)
 
 
-@njit
+@internal
 def _copy_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any) -> None:
     for head in range(num_heads):
         read = float32_at(source + FLOAT * stride * head, dim)
@@ -114,7 +112,7 @@ def _copy_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any)
             written[i] = read[i]
 
 
-@njit
+@internal
 def _place_row(task: Any, row: Any, slot: Any) -> None:
     dim, value_dim, heads, kv_heads = task[KEY_DIM], task[VALUE_DIM], task[HEADS], task[KV_HEADS]
     place = FLOAT * task[ROTARY_DIM] * row

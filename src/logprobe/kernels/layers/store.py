@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
-
+from logprobe.kernels.threads.intrinsics import internal
 from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int64_at, next_item, parallel_for
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
     parallel_for(worker(), context, (len(slots) + BLOCK_ROWS - 1) // BLOCK_ROWS)
 
 
-@njit
+@internal
 def _copy(source: Any, target: Any) -> None:
     for i in range(target.size):
         target[i] = source[i]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, TILE_ROWS, VECTOR, tile_width
-from logprobe.kernels.threads.intrinsics import intrinsic
+from logprobe.kernels.threads.intrinsics import internal, intrinsic
 from logprobe.kernels.threads.parallel import float32_at
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _interleaved(builder: Any, vectors: Sequence[Any]) -> list[Any]:
 _turn_1, _turn_2, _turn_4, _turn_8 = map(_turner, (1, 2, 4, 8))
 
 
-@njit
+@internal
 def turn_rows(x: Any, stride: Any, num_rows: Any, num_inputs: Any, padded_inputs: Any, out: Any) -> None:
     """Tiles of TILE_ROWS (the last one as wide as it must be), each (padded inputs, width) float32.
 
@@ -100,7 +100,7 @@ def turn_rows(x: Any, stride: Any, num_rows: Any, num_inputs: Any, padded_inputs
         target[num_inputs * width : padded_inputs * width] = 0
 
 
-@njit
+@internal
 def turned_size(num_rows: Any, padded_inputs: Any) -> int:
     """How many float32 the tiles of some rows take."""
     rest = num_rows % TILE_ROWS

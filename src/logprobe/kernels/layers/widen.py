@@ -26,11 +26,11 @@ from platform import machine
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS, cpu_features
-from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
+from logprobe.kernels.threads.intrinsics import FLOAT, internal, intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -221,7 +221,7 @@ def _each_input(
                 use(vectors, builder.add(start, INT64(number)))
 
 
-@njit
+@internal
 def tile_width(num_rows: Any) -> Any:
     """How many rows there is room for beside each other in a tile of up to 8: the next power of two."""
     return num_rows if num_rows <= 2 else 4 if num_rows <= 4 else 8

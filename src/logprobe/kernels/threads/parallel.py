@@ -42,12 +42,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, types
 from numba.core.registry import cpu_target
 from numba.np.numpy_support import carray
 
 from logprobe.kernels import hooks
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, fetch_add, pointer
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, fetch_add, internal, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ def compiled_worker(*modules: ModuleType, name: str = "") -> Callable[[Callable[
 
 
 def compiled(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """`njit` for a function that is made several times from the same lines, under a name of its own.
+    """`internal` for a function that is made several times from the same lines, under a name of its own.
 
     Numba tells such functions apart by a number that counts within a process. Machine code that two processes
     have written to the disk cache may thus hold two functions of one name, and a third process, which loads
@@ -133,7 +133,7 @@ def compiled(name: str) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         function.__qualname__ = name
-        return njit(function)
+        return internal(function)
 
     return decorate
 
@@ -259,51 +259,51 @@ def _openmp_launch() -> Callable[[int, int, int, int], None] | None:
     return launch  # type: ignore[no-any-return]
 
 
-@njit
+@internal
 def task_at(address: Any) -> Any:
     """The (TASK_FIELDS,) int64 task that a worker was started with."""
     return carray(address, (TASK_FIELDS,), np.int64)
 
 
-@njit
+@internal
 def next_item(task: Any) -> Any:
     """The next item that no thread has taken, or -1 when all are."""
     item = fetch_add(task.ctypes.data)
     return item if item < task[1] else -1
 
 
-@njit
+@internal
 def float32_at(address: Any, size: Any) -> Any:
     """`size` float32 at an address, as an array."""
     return carray(pointer(address), (size,), np.float32)
 
 
-@njit
+@internal
 def float32_on_lines(size: Any) -> Any:
     """Room for float32 that begins with a cache line: no vector of it lies in two."""
     memory = np.empty(size + LINE // FLOAT, np.float32)
     return memory[-memory.ctypes.data % LINE // FLOAT :][:size]
 
 
-@njit
+@internal
 def int32_at(address: Any, size: Any) -> Any:
     """`size` int32 at an address, as an array."""
     return carray(pointer(address), (size,), np.int32)
 
 
-@njit
+@internal
 def int64_at(address: Any, size: Any) -> Any:
     """`size` int64 at an address, as an array."""
     return carray(pointer(address), (size,), np.int64)
 
 
-@njit
+@internal
 def uint16_at(address: Any, size: Any) -> Any:
     """`size` uint16 at an address, as an array: also the bits of float16 and bfloat16."""
     return carray(pointer(address), (size,), np.uint16)
 
 
-@njit
+@internal
 def uint8_at(address: Any, size: Any) -> Any:
     """`size` uint8 at an address, as an array: also booleans."""
     return carray(pointer(address), (size,), np.uint8)

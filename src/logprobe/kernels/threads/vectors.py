@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from logprobe.kernels.threads.intrinsics import bits_float, float_bits, maximum, multiply_add
+from logprobe.kernels.threads.intrinsics import bits_float, float_bits, internal, maximum, multiply_add
 
 F32 = np.float32
 I32 = np.int32
@@ -42,7 +41,7 @@ ZERO = F32(0.0)
 HALF_SCALE = F32(2.0**112)  # the difference of the exponent biases of float32 and float16
 
 
-@njit
+@internal
 def exponential(d: Any) -> Any:
     """e**d for d in [-87, 0], relative error under 2e-7; NaN for NaN."""
     t = multiply_add(d, LOG2_E, ROUND)
@@ -55,7 +54,7 @@ def exponential(d: Any) -> Any:
     return p * bits_float(float_bits(t) << I32(23))
 
 
-@njit(fastmath={"reassoc", "nsz", "nnan", "ninf"})
+@internal(fastmath={"reassoc", "nsz", "nnan", "ninf"})
 def greatest(x: Any) -> Any:
     """The largest value; a NaN is passed over."""
     largest = MINUS_INF
@@ -64,7 +63,7 @@ def greatest(x: Any) -> Any:
     return largest
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def sum_exp(x: Any, reference: Any) -> Any:
     """Sum of e**(x - reference)."""
     total = ZERO
@@ -75,7 +74,7 @@ def sum_exp(x: Any, reference: Any) -> Any:
     return total
 
 
-@njit(fastmath=SUMS)
+@internal(fastmath=SUMS)
 def sum_exp_and_product(x: Any, reference: Any) -> Any:
     """Sums of e**d and of d * e**d, where d = x - reference."""
     total, products = ZERO, ZERO
@@ -88,7 +87,7 @@ def sum_exp_and_product(x: Any, reference: Any) -> Any:
     return total, products
 
 
-@njit
+@internal
 def count_greater(x: Any, bound: Any) -> Any:
     """How many values are strictly greater than `bound`."""
     count = I32(0)
@@ -97,14 +96,14 @@ def count_greater(x: Any, bound: Any) -> Any:
     return count
 
 
-@njit
+@internal
 def widen_bfloat16(x: Any, out: Any) -> None:
     """Bits of bfloat16 as float32."""
     for i in range(x.size):
         out[i] = bits_float(I32(x[i]) << I32(16))
 
 
-@njit
+@internal
 def widen_float16(x: Any, out: Any) -> None:
     """Bits of float16 as float32, subnormals, infinities and NaN included."""
     for i in range(x.size):
