@@ -201,7 +201,7 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(TimedProtocol, settings, rubbish),  # type: ignore[arg-type]  # called as a class is
-        ws="none",
+        ws="none",  # a socket handed over to another protocol would have none of this one's limits
         log_config=None,
         log_level="warning",
         access_log=False,

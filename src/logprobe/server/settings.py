@@ -41,7 +41,8 @@ class ServerSettings:
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
         max_stored: replies of `/v1/responses` kept for later; the oldest go first.
         max_stored_bytes: bytes of JSON that stored replies and their conversations may come to, together.
-        header_timeout_s: how long the header of a request may take to arrive.
+        header_timeout_s: how long the header of a request may take to arrive, after a reply whatever else
+            comes before it.
         body_timeout_s: how long the body of a request may take to arrive.
         stall_s: how long the engine may be busy with one step before it counts as stuck.
         drain_s: how long running requests may go on after SIGTERM.

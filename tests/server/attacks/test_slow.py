@@ -107,5 +107,70 @@ def test_a_client_that_closes_its_half_between_requests_gets_nothing_more(attack
         assert rest_of(link) == b""
 
 
+CHUNKED = (
+    b"%b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+ROUTES = [b"GET /health", b"POST /v1/completions", b"POST /nowhere"]
+TRAILER_PARTS = {"lines": (b"", b"X-More: 1\r\n" * 10_000), "one value": (b"X-More: ", b"a" * 100_000)}
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@pytest.mark.parametrize("name", TRAILER_PARTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_trailers_without_end_are_cut_off(attacked: Attacked, route: bytes, name: str) -> None:
+    begin, more = TRAILER_PARTS[name]
+    with attacked.watched(), socket.create_connection(("127.0.0.1", attacked.port), PATIENCE_S) as link:
+        link.sendall(CHUNKED % route + chunk(b"{}") + b"0\r\n" + begin)
+        with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+            link.sendall(more * 200)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_trailers_that_do_not_end_in_time_close_the_connection(impatient: Attacked, route: bytes) -> None:
+    with sent(impatient, CHUNKED % route + chunk(b"{}") + b"0\r\n") as link:
+        closes_beside(link, b"X-More: 1\r\n")
+
+
+def test_a_body_that_nobody_asked_for_ends_in_time(impatient: Attacked) -> None:
+    with sent(impatient, CHUNKED % b"GET /health") as link:
+        closes_beside(link, chunk(b"a"))
+
+
+def test_bytes_that_begin_no_request_keep_no_connection(impatient: Attacked) -> None:
+    with sent(impatient, HEALTH) as link:
+        closes_beside(link, b"\r\n")
+
+
+def closes_beside(link: socket.socket, more: bytes) -> None:
+    """The server says what it has to and closes, though bytes keep coming."""
+    with suppress(ConnectionResetError, BrokenPipeError):
+        link.settimeout(0.1)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            link.sendall(more)
+            with suppress(TimeoutError):
+                if not link.recv(1 << 16):
+                    return
+        pytest.fail("the server keeps the connection")
+
+
+def test_a_body_of_small_chunks_with_trailers_is_read(attacked: Attacked) -> None:
+    body = b'{"prompt": "the cat", "max_tokens": 2}' + b" " * 20_000
+    chunks = b"".join(map(chunk, (body[place : place + 1] for place in range(len(body)))))
+    with socket.create_connection(("127.0.0.1", attacked.port), PATIENCE_S) as link:
+        link.sendall(CHUNKED % b"POST /v1/completions" + chunks + b"0\r\nX-Checksum: 1\r\n\r\n")
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
+def test_a_large_chunk_is_read(attacked: Attacked) -> None:
+    body = b'{"prompt": "the cat", "max_tokens": 2}' + b" " * 2_000_000
+    with socket.create_connection(("127.0.0.1", attacked.port), PATIENCE_S) as link:
+        link.sendall(CHUNKED % b"POST /v1/completions" + chunk(body) + b"0\r\n\r\n")
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200")
+
+
 def test_the_health_tells_no_path(attacked: Attacked) -> None:
     assert b"/" not in attacked.get("/health").data

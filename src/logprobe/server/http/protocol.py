@@ -1,6 +1,7 @@
-"""uvicorn's HTTP protocol, with limits on how long and how large a request's header may be.
+"""uvicorn's HTTP protocol, with limits on how long and how large all of a request but its body may be.
 
-Before it: the socket. After it: the application. uvicorn itself waits for a header as long as it takes.
+Before it: the socket. After it: the application, which reads the body within a time of its own. uvicorn
+itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ HALF_CLOSED: Final = (
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection whose header does not come in time, or does not end."""
+    """Closes a connection whose next header does not come in time, or whose header or trailers do not end."""
 
     def __init__(self, settings: ServerSettings, rubbish: Rubbish, **options: Any) -> None:
         super().__init__(**options)
         self._rubbish = rubbish
         self._timeout_s = settings.header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
-        self._num_header_bytes = 0
+        self._num_bytes = 0  # that are no body, since a header or a chunk last began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Expect a header."""
@@ -48,20 +49,37 @@ class TimedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Expect the rest of it."""
         self._expect_header()
+        self._num_bytes = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Expect it no longer."""
         self._stop_expecting()
         super().on_headers_complete()
+        self.headers = []  # of trailers, which are no part of the request
+
+    def on_chunk_header(self) -> None:
+        """Let each chunk of a body have its own frame."""
+        self._num_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Leave the count of a body's bytes to who reads it."""
+        self._num_bytes -= len(body)
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """Expect the next header, whatever else comes before it."""
+        super().on_response_complete()
+        is_idle = self.timeout_keep_alive_task is not None  # no other request waits for its turn
+        if is_idle and self._deadline is None:
+            self._expect_header()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in, and close where they are too many without an end of the header."""
+        """Take bytes in, and close where too many of them are neither body nor the end of a header."""
+        self._num_bytes += len(data)
         super().data_received(data)
-        if self._deadline is not None:
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES:
-                self._close()
+        if self._num_bytes > MAX_HEADER_BYTES:
+            self._close()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request."""
@@ -84,7 +102,6 @@ class TimedProtocol(HttpToolsProtocol):
 
     def _expect_header(self) -> None:
         self._stop_expecting()
-        self._num_header_bytes = 0
         self._deadline = self.loop.call_later(self._timeout_s, self._close)
 
     def _stop_expecting(self) -> None:
