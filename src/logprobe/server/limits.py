@@ -31,7 +31,7 @@ ENTRY_BYTES: Final = RECORD_BYTES + 250  # of a token's alternatives: a map's te
 ROW_BYTES: Final = (
     RECORD_BYTES + 600
 )  # of a prompt's rows and of named ids: a dict of four fields, and its JSON
-WHOLE_ROW_BYTES: Final = 3 * 4  # of one id of a whole distribution: the engine's, the table's, the body's
+WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine's, and while it is written
 
 CHARS_A_VALUE: Final = 16
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
@@ -55,6 +55,7 @@ LIMITS: Final = (
     "max_stored_bytes",
     "header_timeout_s",
     "body_timeout_s",
+    "write_timeout_s",
 )
 """The settings that bound clients, in the order in which a request meets them."""
 

@@ -6,10 +6,12 @@ Before it: a loaded model. After it: routes. Used from one event loop.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -20,23 +22,24 @@ from logprobe.records.forms.json import ChatEncoder
 from logprobe.server.http.documents import Documents
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
-from logprobe.server.limits import Limits, check_count
+from logprobe.server.limits import Cost, Limits, check_count
 from logprobe.server.metrics import Metrics
 from logprobe.server.openai.messages import check_fields
 from logprobe.server.stored import StoredResponses
 from logprobe.text.chat import ANSWER, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
+    from logprobe.server.limits import Ticket
     from logprobe.server.settings import ServerSettings
     from logprobe.server.stored import Messages
     from logprobe.text.chat import Layout
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Admitted
+    from logprobe.transport.messages import Admitted, Request
 
 
 def most_bytes_a_token(text: TextEdge) -> int:
@@ -83,9 +86,29 @@ class Service:
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
         self.limits = Limits(settings)
+        self._tickets: list[Ticket] = []  # of one request
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
         self.metrics = Metrics(model.engine)
         self.is_draining = False
+
+    def for_one_request(self) -> Service:
+        """This service as one HTTP request sees it: what it admits counts until its `release`."""
+        mine = copy.copy(self)
+        mine._tickets = []  # noqa: SLF001 - of the same class
+        return mine
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Take requests into the server's limits; any thread may ask.
+
+        Raises:
+            ApiError: 400 beyond a limit, 429 no room now.
+        """
+        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size)))
+
+    def release(self) -> None:
+        """Give back all that this request has taken."""
+        for ticket in self._tickets:
+            ticket.release()
 
     @staticmethod
     def now() -> int:
@@ -189,6 +212,22 @@ class Service:
             first = errors.exceptions[0]
             raise first from first.__cause__  # which says whose mistake it was
         return [task.result() for task in tasks]
+
+    async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
+        """The outputs of some requests in their order, each once it has ended; to leave gives the rest up.
+
+        Raises:
+            LogprobeError: one failed.
+        """
+        self.engine.submit(admitted)
+        tasks = deque(asyncio.create_task(self._result(one.request.request_id)) for one in admitted)
+        try:
+            while tasks:
+                yield await tasks.popleft()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _result(self, request_id: str) -> RequestOutput:
         output = await self.engine.result(request_id)

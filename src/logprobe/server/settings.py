@@ -44,6 +44,7 @@ class ServerSettings:
         header_timeout_s: how long the header of a request may take to arrive, after a reply whatever else
             comes before it.
         body_timeout_s: how long the body of a request may take to arrive.
+        write_timeout_s: how long a client may leave what it was sent without taking it.
         stall_s: how long the engine may be busy with one step before it counts as stuck.
         drain_s: how long running requests may go on after SIGTERM.
         allowed_host: names beside this machine's own that a request may call the server by; * allows all.
@@ -75,6 +76,7 @@ class ServerSettings:
     max_stored_bytes: int = 64 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
     stall_s: float = 60.0
     drain_s: float = 30.0
     allowed_host: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ POSITIVE: Final = (
     "buffer_rows",
     "header_timeout_s",
     "body_timeout_s",
+    "write_timeout_s",
     "stall_s",
 )
 """Settings of which 0 would let nothing through."""

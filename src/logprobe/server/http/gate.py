@@ -1,4 +1,4 @@
-"""The outermost door: who may call by which name, from which web page; and an id for every reply.
+"""The outermost door: who may call by which name, from which web page; every reply's id, and its pieces.
 
 Before it: the socket. After it: CORS and the routes. A browser sends what a page tells it to, also to servers
 on its own machine: it says the page's origin in `Origin`, and in `Host` the name that the page called, which
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 ANY: Final = "*"
+PIECE_BYTES: Final = 1 << 16  # of a reply that wait in the process for a client to take them
 
 
 class Gate:
@@ -44,7 +45,9 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = reply_id
-            await send(message)
+                await send(message)
+            else:
+                await send_pieces(message, send)
 
         try:
             check_caller(Headers(scope=scope), scope["scheme"], self._settings)
@@ -53,6 +56,16 @@ class Gate:
             await refusal(scope, receive, send_named)
         else:
             await self._app(scope, receive, send_named)
+
+
+async def send_pieces(message: Message, send: Send) -> None:
+    """Send a body, each piece once the one before it was taken; it ends when the last one was."""
+    body = message.get("body", b"")
+    for begin in range(0, len(body), PIECE_BYTES):
+        piece = body[begin : begin + PIECE_BYTES]
+        await send({"type": message["type"], "body": piece, "more_body": True})
+    if not message.get("more_body", False):
+        await send({"type": message["type"], "body": b"", "more_body": False})
 
 
 def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> None:

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from starlette.requests import Request as HttpRequest
+    from starlette.types import Receive, Scope, Send
 
     from logprobe.server.service import Service
     from logprobe.server.settings import ServerSettings
 
     Handler = Callable[[HttpRequest, Service], Awaitable[Response]]
-    Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Response]]
+    Endpoint = Callable[[HttpRequest], Coroutine[Any, Any, Any]]
 
 # Route → our parameter → the field of its body that gave it, where the two differ.
 FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
@@ -48,6 +49,21 @@ CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 logger = logging.getLogger("logprobe.server")
 
 
+class Held:
+    """A reply whose request counts as in progress until it is sent, or its client is gone."""
+
+    def __init__(self, reply: Response, release: Callable[[], object]) -> None:
+        self._reply = reply
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await self._reply(scope, receive, send)
+        finally:
+            self._release()
+
+
 def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = False) -> Endpoint:
     """A route's function behind the keys, its failures as replies.
 
@@ -55,19 +71,20 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
     """
     bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
 
-    async def serve(request: HttpRequest) -> Response:
+    async def serve(request: HttpRequest) -> Held:
+        mine = service.for_one_request()
         try:
             if not is_open:
                 check_key(request.headers.get("authorization"), service.settings.api_key)
             with bound:
-                response = await handler(request, service)
+                response = await handler(request, mine)
         except ClientGoneError:
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), service, error)
         service.metrics.replies.labels(path, response.status_code).inc()
-        return response
+        return Held(response, mine.release)
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve

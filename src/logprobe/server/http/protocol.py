@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol, with limits on how long and how large all of a request but its body may be.
 
 Before it: the socket. After it: the application, which reads the body within a time of its own. uvicorn
-itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection.
+itself waits for a header as long as it takes, keeps all trailers, and for any byte a connection; and it
+waits for ever until a reply is read.
 """
 
 from __future__ import annotations
@@ -32,18 +33,24 @@ HALF_CLOSED: Final = (
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """Closes a connection whose next header does not come in time, or whose header or trailers do not end."""
+    """Closes a connection whose next header does not come in time, or whose header or trailers do not end.
+
+    Nor does it wait longer for a client that does not take what it is sent.
+    """
 
     def __init__(self, settings: ServerSettings, rubbish: Rubbish, **options: Any) -> None:
         super().__init__(**options)
         self._rubbish = rubbish
         self._timeout_s = settings.header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
+        self._write_timeout_s = settings.write_timeout_s
+        self._write_deadline: asyncio.TimerHandle | None = None  # while something sent is not taken
         self._num_bytes = 0  # that are no body, since a header or a chunk last began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Expect a header."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # whatever is not taken at once pauses who writes
         self._expect_header()
 
     def on_message_begin(self) -> None:
@@ -89,6 +96,16 @@ class TimedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         self._rubbish.note("a request for another protocol", self.client)
 
+    def pause_writing(self) -> None:
+        """Expect that what was written is taken."""
+        super().pause_writing()
+        self._write_deadline = self.loop.call_later(self._write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Expect it no longer: all of it was."""
+        self._stop_writing_deadline()
+        super().resume_writing()
+
     def eof_received(self) -> None:
         """Tell a client that has closed its half why it gets no more; one that has left does not read it."""
         cycle = self.cycle
@@ -98,6 +115,7 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing comes any more."""
         self._stop_expecting()
+        self._stop_writing_deadline()
         super().connection_lost(exc)
 
     def _expect_header(self) -> None:
@@ -108,6 +126,11 @@ class TimedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _stop_writing_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _close(self) -> None:
         self._stop_expecting()

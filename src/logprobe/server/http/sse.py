@@ -1,20 +1,20 @@
-"""Replies that watch their client: event streams, and whole replies given up when nobody waits.
+"""Replies that watch their client: streams, and whole replies given up when nobody waits.
 
-Before it: a route's events. After it: the socket.
+Before it: a route's events, or rows. After it: the socket.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from starlette.responses import Response
 
 from logprobe.server.http.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
     from typing import Any
 
     from starlette.types import Receive, Scope, Send
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHECK_EVERY_S = 0.5
+EVENT_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",
+}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -35,47 +40,42 @@ class ClientGoneError(Exception):
     """The client hung up; there is nobody to answer."""
 
 
-class EventStream(Response):
-    """Sends events as they come, at the client's speed; a client that leaves ends their source at once."""
-
-    media_type = "text/event-stream"
+class Streamed(Response):
+    """Sends parts as they come, at the client's speed; a client that leaves ends their source at once."""
 
     def __init__(
         self,
-        events: AsyncGenerator[bytes],
+        parts: AsyncGenerator[bytes],
+        headers: Mapping[str, str],
         *,
         check: Callable[[], object],
-        failed: Callable[[Exception], bytes],
-        at_end: Callable[[], object],
+        failed: Callable[[ApiError], bytes] | None = None,
     ) -> None:
-        """Stream `events`, or `failed` of what `check` raises while they are awaited.
-
-        `at_end` runs whatever happens, also where no event was ever asked for.
-        """
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+        """Send `parts`, and `failed` of what `check` raises while they are awaited; None: break off there."""
+        super().__init__(headers=headers)
+        if "content-length" not in headers:
+            del self.headers["content-length"]
+        self._parts = parts
         self._check = check
         self._failed = failed
-        self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
-        """Send all events, or as many as the client waits for."""
+        """Send all parts, or as many as the client waits for."""
         sender = asyncio.create_task(self._send_all(send))
         try:
             await _first_of(sender, receive, self._check)
         except ClientGoneError:
             return
         except ApiError as error:
+            if self._failed is None:
+                raise
             await send({"type": "http.response.body", "body": self._failed(error), "more_body": False})
-        finally:
-            self._at_end()
 
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
-        async with aclosing(self._events) as events:
-            async for data in events:
+        async with aclosing(self._parts) as parts:
+            async for data in parts:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from starlette.responses import Response
 
 from logprobe.server.http.errors import as_api_error
-from logprobe.server.http.sse import EventStream, event, while_connected
+from logprobe.server.http.sse import EVENT_HEADERS, Streamed, event, while_connected
 from logprobe.server.openai.replies import JSON_TYPE, encode
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ async def answer(
         ClientGoneError: nobody is left to answer.
     """
     if is_stream:
-        return EventStream(
+        return Streamed(
             _events(service, generation, shape),
+            EVENT_HEADERS,
             check=service.check_engine,
             failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
-            at_end=generation.ticket.release,
         )
     await while_connected(request.receive, generation.run(), service.check_engine)
 

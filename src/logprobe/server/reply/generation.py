@@ -10,7 +10,6 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
-from logprobe.server.limits import Cost
 from logprobe.text.pieces import Cutter, TextWalk
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
-    from logprobe.server.limits import Ticket
     from logprobe.server.service import Service
 
 T = TypeVar("T")
@@ -55,7 +53,7 @@ class Generation:
         self.requests = [one.request for one in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
-        self.ticket: Ticket = service.limits.admit(Cost.of(self.requests, service.vocab_size))
+        service.admit(self.requests)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,11 +75,7 @@ class Generation:
         Raises:
             LogprobeError: a request failed; the others were given up.
         """
-        try:
-            outputs = await self._service.run_all(self._admitted)
-        finally:
-            self.ticket.release()
-        self.outputs = dict(enumerate(outputs))
+        self.outputs = dict(enumerate(await self._service.run_all(self._admitted)))
 
     def whole(self) -> list[CompletionPiece]:
         """One piece a choice, in the order of their numbers; any thread may ask."""
@@ -94,14 +88,9 @@ class Generation:
             LogprobeError: a request failed.
         """
         self._service.engine.submit(self._admitted)
-        try:
-            async with aclosing(
-                merged([self._pieces(number) for number in range(len(self.requests))])
-            ) as all_:
-                async for pieces in all_:
-                    yield pieces
-        finally:
-            self.ticket.release()
+        async with aclosing(merged([self._pieces(number) for number in range(len(self.requests))])) as all_:
+            async for pieces in all_:
+                yield pieces
 
     async def _pieces(self, number: int) -> AsyncGenerator[list[CompletionPiece]]:
         """What is new of one request, each time there is something."""

@@ -5,22 +5,24 @@ Before it: HTTP. After it: one engine request a prompt; those of all clients sha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
-from starlette.responses import Response
 
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import read
-from logprobe.server.http.sse import while_connected
-from logprobe.server.limits import Cost
+from logprobe.server.http.sse import Streamed, while_connected
 from logprobe.server.openai.bodies import NextTokenBody
 from logprobe.server.openai.prompts import as_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator
 
     from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
 
     from logprobe.engine.request import RequestOutput
     from logprobe.server.service import Service
@@ -30,17 +32,51 @@ TYPE = "application/vnd.safetensors"
 
 
 async def next_token_logprobs(request: HttpRequest, service: Service) -> Response:
-    """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order."""
+    """Answer with a safetensors body: `logprobs` (prompts, vocabulary), nats, one row a prompt in order.
+
+    Each row is written as soon as it and those before it are there; a failure after the first breaks off.
+    """
     body, admitted = await read(request, service, NextTokenBody, understand)
-    ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
-    try:
-        outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
-    finally:
-        ticket.release()
-    # Megabytes are copied: elsewhere, so that other clients' streams go on.
-    data = await service.workers.run(lambda: _packed(outputs, body.dtype, service.name_of(body.lora)))
-    service.metrics.bytes_out.inc(len(data))
-    return Response(data, media_type=TYPE)
+    service.admit([one.request for one in admitted])
+    outputs = service.results(admitted)
+    first = await while_connected(request.receive, anext(outputs), service.check_engine)
+    dtype = np.dtype(body.dtype)
+    head = table_head((len(admitted), service.vocab_size), dtype, service.name_of(body.lora))
+    num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
+    service.metrics.bytes_out.inc(num_bytes)
+    headers = {"content-type": TYPE, "content-length": str(num_bytes)}
+    return Streamed(_table(head, first, outputs, dtype), headers, check=service.check_engine)
+
+
+async def _table(
+    head: bytes, first: RequestOutput, others: AsyncGenerator[RequestOutput], dtype: np.dtype[Any]
+) -> AsyncGenerator[bytes]:
+    async with aclosing(others):
+        yield head
+        yield _row_bytes(first, dtype)
+        del first
+        async for output in others:
+            yield _row_bytes(output, dtype)
+            await asyncio.sleep(0)  # rows that are there do not keep other clients' streams waiting
+
+
+def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
+    row = output.outputs[0].row
+    assert row is not None, "it was asked for"
+    if dtype == np.float16:
+        # What float16 cannot hold becomes its least number; only real -inf stays that.
+        row = np.where(np.isneginf(row), row, np.maximum(row, np.finfo(np.float16).min))
+    return row.astype(dtype, copy=False).tobytes()
+
+
+def table_head(shape: tuple[int, int], dtype: np.dtype[Any], model: str) -> bytes:
+    """What stands before the rows in a safetensors body: the size of its header, and its header."""
+    num_bytes = shape[0] * shape[1] * dtype.itemsize
+    entry = {"dtype": f"F{8 * dtype.itemsize}", "shape": shape, "data_offsets": (0, num_bytes)}
+    told = {"stage": "raw", "unit": "nats", "model": model}
+    header = msgspec.json.encode({"__metadata__": told, "logprobs": entry})
+    header += b" " * (-len(header) % 8)  # the rows are aligned
+    return len(header).to_bytes(8, "little") + header
 
 
 def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
@@ -58,17 +94,3 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
         requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
         for number, ids in enumerate(prompts)
     ]
-
-
-def _packed(outputs: Sequence[RequestOutput], dtype: str, model: str) -> bytes:
-    from safetensors.numpy import save
-
-    rows = [output.outputs[0].row for output in outputs]
-    table = np.stack([row for row in rows if row is not None])
-    told = {"stage": "raw", "unit": "nats", "model": model}
-    if dtype == "float16":
-        # What float16 cannot hold becomes its least number; only real -inf stays that.
-        least = np.finfo(np.float16).min
-        table = np.where(np.isneginf(table), table, np.maximum(table, least)).astype(np.float16)
-    data: bytes = save({"logprobs": table}, metadata=told)
-    return data

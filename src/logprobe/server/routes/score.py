@@ -17,7 +17,6 @@ from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import QUICK_ITEMS, read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
-from logprobe.server.limits import Cost
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids
 from logprobe.server.openai.replies import JSON_TYPE, encode
@@ -42,11 +41,8 @@ async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
     asked = await read(request, service, ScoreBody, understand)
     admitted = asked.admitted
-    ticket = service.limits.admit(Cost.of([one.request for one in admitted], service.vocab_size))
-    try:
-        outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
-    finally:
-        ticket.release()
+    service.admit([one.request for one in admitted])
+    outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     if len(outputs) <= QUICK_ITEMS:
         return _reply(request, service, asked, outputs)
     return await service.workers.run(lambda: _reply(request, service, asked, outputs))
