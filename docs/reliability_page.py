@@ -67,6 +67,12 @@ is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`
   share of the places (`max_batch_rows`, {places}) or of the slots of the key/value pool gives some up for it.
   A share is what is there divided by the calls, of places at least one in {most}.
 - Calls that ask for more than a step wait for each other in the order of their arrival.
+- A server's clients are told apart by their keys, or else by their addresses. Places and slots are shared
+  between them first, then what each has between its calls; in a step the prompts of a client that has less to
+  run come first. So hundreds of calls of one client are to another one as a single call is.
+- A client may have all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` in progress. An
+  eighth comes on top for clients that hold no more than an eighth of that
+  (`tests/server/attacks/test_monopoly.py`).
 
 A grammar takes at most {items} items of the parser for a token; one that can be read in too many ways to be
 followed within that fails its own request (400).
@@ -80,7 +86,7 @@ NOT_COVERED = """
 
 - The time of a step: others' tokens are computed with one's own, so beside 63 other completions a token takes
   as long as 64 take together.
-- Clients are not told apart: one that sends many small requests counts as many.
+- Clients without keys that share an address are one client, and one that has many addresses is many.
 - A client that closes its half of the connection counts as gone: it is told so (400), and its request ends.
 - Bombs in honest formats: a Parquet file may hold columns that repeat, up to 8 positions a byte.
 - What the operator lifts (`--max-logprobs -1`, `--allowed-host '*'`), and processors, which are the

@@ -90,12 +90,15 @@ class SteppedEngine:
     def outputs(self) -> dict[str, RequestOutput]:
         return {name: fold.output for name, fold in self.folds.items()}
 
-    def submit(self, name: str, ids: Iterable[int], *, call: str = "", **params: Any) -> RequestOutput:
+    def submit(
+        self, name: str, ids: Iterable[int], *, call: str = "", caller: str = "", **params: Any
+    ) -> RequestOutput:
         request = Request(
             request_id=name,
             prompt_token_ids=np.array(list(ids), dtype=np.int32),
             params=SamplingParams(**params),
             call=call,
+            caller=caller,
         )
         admitted = self.engine.admit(request)
         self.folds[name] = Fold(request, self.describer)

@@ -84,11 +84,11 @@ def test_a_full_server_is_waited_for(
     limits, refused = served[1].limits, []
     admit = limits.admit
 
-    def full_at_first(cost: Any) -> Any:
+    def full_at_first(cost: Any, caller: str) -> Any:
         if len(refused) < 3:
             refused.append(cost)
             raise ApiError(429, "full", headers={"Retry-After": "0.1"})
-        return admit(cost)
+        return admit(cost, caller)
 
     monkeypatch.setattr(limits, "admit", full_at_first)
     start = time.monotonic()
@@ -100,7 +100,7 @@ def test_a_full_server_is_waited_for(
 def test_one_that_stays_full_is_an_error_in_time(
     served: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Any) -> None:
+    def full(*_: Any) -> None:
         raise ApiError(429, "full", headers={"Retry-After": "0.1"})
 
     monkeypatch.setattr(served[1].limits, "admit", full)

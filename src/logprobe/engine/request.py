@@ -167,14 +167,14 @@ class Admitting(Protocol):
 class Requests:
     """Makes requests, each with an id of its own, and has the engine admit them."""
 
-    def __init__(self, engine: Admitting, call: str = "") -> None:
-        self._engine, self._call = engine, call
+    def __init__(self, engine: Admitting, call: str = "", caller: str = "") -> None:
+        self._engine, self._call, self._caller = engine, call, caller
         self._prefix = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
 
-    def of_one_call(self) -> Requests:
-        """A maker of requests that count as one call where the engine is shared out."""
-        return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}")
+    def of_one_call(self, caller: str = "") -> Requests:
+        """A maker of requests that count as one call of a caller where the engine is shared out."""
+        return Requests(self._engine, f"{self._prefix}-{next(self._numbers)}", caller)
 
     def admit(
         self,
@@ -194,6 +194,7 @@ class Requests:
             prompt_token_ids=prompt_token_ids,
             params=params,
             call=self._call,
+            caller=self._caller,
             **more,
         )
         return self._engine.admit(request)

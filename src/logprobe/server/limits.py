@@ -1,12 +1,14 @@
 """Every limit of what a client may send and ask, in one table, and the count of what is in progress.
 
 Before it: bytes, a body, then a checked request. After it: whatever costs time or memory. A request beyond a
-limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing waits here.
+limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing waits here. One
+caller may fill all there is; a little more is kept for those who hold little.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +36,8 @@ ROW_BYTES: Final = (
 WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine's, and while it is written
 
 CHARS_A_VALUE: Final = 16
+RESERVE_PART: Final = 8
+"""One in this many of what all may have comes on top, for callers who hold one in as many of that at most."""
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
 
 
@@ -218,14 +222,15 @@ class Cost:
 class Ticket:
     """Leave to run, given back once."""
 
-    def __init__(self, limits: Limits, cost: Cost) -> None:
+    def __init__(self, limits: Limits, cost: Cost, caller: str) -> None:
         self._limits = limits
         self._cost: Cost | None = cost
+        self._caller = caller
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""
         if self._cost is not None:
-            self._limits.subtract(self._cost)
+            self._limits.subtract(self._cost, self._caller)
             self._cost = None
 
 
@@ -238,11 +243,12 @@ class Limits:
             "tokens": ("max_tokens_in_flight", settings.max_tokens_in_flight),
             "logprob_bytes": ("max_logprob_bytes", settings.max_logprob_bytes),
         }
-        self._now = dict.fromkeys(self._most, 0)
+        self._now = Counter[str]()
+        self._held: dict[str, Counter[str]] = {}  # by caller, who holds anything
         self._lock = threading.Lock()
 
-    def admit(self, cost: Cost) -> Ticket:
-        """Take the cost in.
+    def admit(self, cost: Cost, caller: str = "") -> Ticket:
+        """Take a caller's cost in.
 
         Raises:
             ApiError: 400 where it alone is beyond a limit, 429 where there is no room now.
@@ -253,21 +259,34 @@ class Limits:
                 raise bad_request(None, f"asks for up to {asked} {name}; at most {most} ({limit})")
         with self._lock:
             for name, (_, most) in self._most.items():
-                if self._now[name] + getattr(cost, name) > most:
+                if self._now[name] + getattr(cost, name) > self._most_for(caller, name, getattr(cost, name)):
                     raise server_full(f"{name}: {self._now[name]} of {most} in use")
-            for name in self._most:
-                self._now[name] += getattr(cost, name)
-        return Ticket(self, cost)
+            self._add(cost, caller, 1)
+        return Ticket(self, cost, caller)
 
-    def subtract(self, cost: Cost) -> None:
+    def subtract(self, cost: Cost, caller: str) -> None:
         """Give back what was taken in."""
         with self._lock:
-            for name in self._most:
-                self._now[name] -= getattr(cost, name)
+            self._add(cost, caller, -1)
+            if not any(self._held[caller].values()):
+                del self._held[caller]
 
     def in_use(self) -> dict[str, int]:
         """What is taken now."""
-        return dict(self._now)
+        return {name: self._now[name] for name in self._most}
+
+    def _add(self, cost: Cost, caller: str, sign: int) -> None:
+        held = self._held.setdefault(caller, Counter())
+        for name in self._most:
+            self._now[name] += sign * getattr(cost, name)
+            held[name] += sign * getattr(cost, name)
+
+    def _most_for(self, caller: str, name: str, asked: int) -> int:
+        """What all together may come to with this: a little more for a caller who holds little."""
+        most = self._most[name][1]
+        reserve = most // RESERVE_PART
+        holds = self._held.get(caller, Counter())[name] + asked
+        return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
 def _logprob_bytes(request: Request, vocab_size: int) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.request import RequestOutput, Requests
     from logprobe.records.values import IntArray
     from logprobe.server.limits import Ticket
     from logprobe.server.settings import ServerSettings
@@ -86,16 +86,22 @@ class Service:
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
         self.limits = Limits(settings)
-        self._tickets: list[Ticket] = []  # of one request
+        # Of one request: who asks, and what it was admitted for.
+        self._caller = ""
+        self._tickets: list[Ticket] = []
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
         self.metrics = Metrics(model.engine)
         self.is_draining = False
 
-    def for_one_request(self) -> Service:
-        """This service as one HTTP request sees it: what it admits counts until its `release`."""
+    def for_one_request(self, caller: str) -> Service:
+        """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
         mine = copy.copy(self)
-        mine._tickets = []  # noqa: SLF001 - of the same class
+        mine._caller, mine._tickets = caller, []  # noqa: SLF001 - of the same class
         return mine
+
+    def of_one_call(self) -> Requests:
+        """A maker of engine requests that count as one call of whoever asks."""
+        return self.client.requests.of_one_call(self._caller)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Take requests into the server's limits; any thread may ask.
@@ -103,7 +109,7 @@ class Service:
         Raises:
             ApiError: 400 beyond a limit, 429 no room now.
         """
-        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size)))
+        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size), self._caller))
 
     def release(self) -> None:
         """Give back all that this request has taken."""

@@ -33,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     wants_row: bool = False  # end with the whole next-token distribution in place of a token
     forced_token_ids: IntArray | None = None  # (max_tokens,) int32: taken in place of what would be drawn
     call: str = ""  # what was asked at once: calls share the engine, whatever each of them asks
+    caller: str = ""  # who asks, where a front door tells its callers apart: they share it before calls do
     scores_processed: bool = False  # prompt rows are of what `params` would draw from, not the model's own
 
     @property

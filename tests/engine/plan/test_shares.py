@@ -192,3 +192,85 @@ def test_a_neighbour_gets_slots_where_one_call_holds_them_all(watched: Callable[
     assert neighbour.is_finished
     engine.run()
     engine.assert_idle()
+
+
+def flood(engine: Any, kind: str, num_calls: int = 300) -> None:
+    """Calls of one caller, each of which would fit into a step."""
+    asked = {"long texts": {"max_tokens": 60}, "prompts": {"max_tokens": 1}}[kind] | GREEDY
+    length = {"long texts": 2, "prompts": STEP - 1}[kind]
+    for number in range(num_calls):
+        ids = [number % 250 + 2, number // 250 + 2, *prompt(length)][:STEP]
+        engine.submit(f"f{number}", ids, call=f"f{number}", caller="flood", **asked)
+
+
+@pytest.mark.parametrize("kind", ["long texts", "prompts"])
+def test_a_caller_is_served_soon_beside_anothers_many_calls(watched: Callable[..., Any], kind: str) -> None:
+    engine = watched()
+    flood(engine, kind)
+    engine.step()
+    asked = {"max_tokens": 9, "caller": "neighbour", "call": "neighbour", **GREEDY}
+    neighbour = engine.submit("neighbour", prompt(10, 9), **asked)
+    for _ in range(MOST_STEPS):
+        engine.step()
+    assert neighbour.outputs[0].token_ids
+    for _ in range(8):
+        engine.step()
+    assert neighbour.is_finished
+
+
+def test_a_callers_numbers_are_those_it_gets_alone(
+    watched: Callable[..., Any], assert_same: Callable[..., None]
+) -> None:
+    asked = {"max_tokens": 9, "logprobs": 3, "prompt_logprobs": 2, "call": "mine", "caller": "me", **GREEDY}
+    engine = watched(600)
+    flood(engine, "long texts", 40)
+    engine.step()
+    mine = engine.submit("mine", prompt(10, 9), **asked)
+    engine.run()
+    engine.assert_idle()
+    alone = watched(600)
+    want = alone.submit("alone", prompt(10, 9), **asked)
+    alone.run()
+    assert_same(mine, want)
+
+
+def test_calls_of_one_caller_share_what_it_has_beside_another_caller(watched: Callable[..., Any]) -> None:
+    engine = watched()
+    flood(engine, "long texts", 20)
+    engine.submit("many", prompt(6), n=64, max_tokens=60, ignore_eos=True, call="many", caller="me")
+    for _ in range(MOST_STEPS):
+        engine.step()
+    short = engine.submit("short", prompt(6, 9), max_tokens=2, call="short", caller="me", **GREEDY)
+    for _ in range(MOST_STEPS + 1):
+        engine.step()
+    assert short.is_finished
+
+
+def test_a_caller_that_comes_gets_slots_where_anothers_calls_hold_them_all(
+    watched: Callable[..., Any],
+) -> None:
+    engine = watched(400)
+    for number in range(8):
+        asked = {"max_tokens": 100, "call": f"p{number}", "caller": "flood", **GREEDY}
+        engine.submit(f"p{number}", prompt(14, number + 2), **asked)
+    while engine.scheduler.num_available > 8:
+        engine.step()
+    asked = {"max_tokens": 3, "call": "neighbour", "caller": "neighbour", **GREEDY}
+    neighbour = engine.submit("neighbour", prompt(14, 99), **asked)
+    for _ in range(MOST_STEPS + 2):
+        engine.step()
+    assert neighbour.is_finished
+    engine.run()
+    engine.assert_idle()
+
+
+def test_two_callers_do_not_take_from_each_other_in_turn(watched: Callable[..., Any]) -> None:
+    engine = watched(300)
+    for caller in "ab":
+        for number in range(6):
+            name = f"{caller}{number}"
+            ids = prompt(14, 2 + number + 50 * (caller == "b"))
+            engine.submit(name, ids, max_tokens=60, call=name, caller=caller, **GREEDY)
+    engine.run()
+    assert engine.scheduler.num_preempted <= 16
+    engine.assert_idle()

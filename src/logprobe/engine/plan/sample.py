@@ -68,6 +68,11 @@ class Sample:
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
 
     @property
+    def caller(self) -> str:
+        """Who calls."""
+        return self.request.caller
+
+    @property
     def call(self) -> str:
         """The front door's call that it belongs to."""
         return self.request.call

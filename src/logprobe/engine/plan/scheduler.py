@@ -116,6 +116,7 @@ class Scheduler:
         # Those that were paused and go on again may be more than a step takes; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
         share = StepShare(active, self.max_batch_tokens, is_shared=self.shares.is_shared)
+        active = share.in_turn(active)
         prompts = [sample for sample in active if not sample.is_decoding]
         num_decoding = len(active) - len(prompts)
         budget = share.split(self.max_batch_tokens - num_decoding, prompts, lambda one: one.num_remaining)

@@ -72,10 +72,11 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
     bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
 
     async def serve(request: HttpRequest) -> Held:
-        mine = service.for_one_request()
+        mine = service
         try:
-            if not is_open:
-                check_key(request.headers.get("authorization"), service.settings.api_key)
+            keys = () if is_open else service.settings.api_key
+            key = check_key(request.headers.get("authorization"), keys)
+            mine = service.for_one_request(caller_of(request, key))
             with bound:
                 response = await handler(request, mine)
         except ClientGoneError:
@@ -106,14 +107,21 @@ class InProgress:
         self._now -= 1
 
 
-def check_key(header: str | None, keys: tuple[str, ...]) -> None:
-    """Let in who brings one of the keys; every key is compared, each in constant time.
+def caller_of(request: HttpRequest, key: int | None) -> str:
+    """Who asks, as far as callers are told apart: by the number of their key, or else by their address."""
+    if key is not None:
+        return f"key {key}"
+    return request.client.host if request.client else ""
+
+
+def check_key(header: str | None, keys: tuple[str, ...]) -> int | None:
+    """The number of the key that is brought, None without keys; each is compared, in constant time.
 
     Raises:
         ApiError: 401.
     """
     if not keys:
-        return
+        return None
     given = _key_of(header)
     matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
     if given is None or not any(matches):
@@ -123,6 +131,7 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> None:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return matches.index(True)
 
 
 def owner_of(headers: Mapping[str, str], settings: ServerSettings) -> bytes:

@@ -45,7 +45,7 @@ class Generation:
         self.params = asks[0][1]
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
-        requests = service.client.requests.of_one_call()
+        requests = service.of_one_call()
         self._admitted = [
             requests.admit(ids, params, request_id=f"{reply_id}-{number}")
             for number, (ids, params) in enumerate(asks)

@@ -88,7 +88,7 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
         service.text.encode(prompt) if isinstance(prompt, str) else as_ids(prompt, "prompts")
         for prompt in body.prompts
     ]
-    requests = service.client.requests.of_one_call()
+    requests = service.of_one_call()
     base, params = service.new_id("next"), SamplingParams(max_tokens=1, lora=body.lora)
     return body, [
         requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")

@@ -94,7 +94,7 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
-    requests = service.client.requests.of_one_call()
+    requests = service.of_one_call()
     admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
     return Asked(base, body.lora, pairs, admitted)
 

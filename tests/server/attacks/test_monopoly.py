@@ -1,0 +1,78 @@
+"""One client that asks for all there is, and another one that wants a little."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from server_process import PATIENCE_S, eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from server_process import Attacked
+
+KEYS = ("--api-key", "hog", "--api-key", "other")
+LAYOUTS = {"thread": (), "process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
+LONG = {"max_tokens": 700, "ignore_eos": True, "temperature": 1}
+# What fills `max_requests` (512) for as long as the model can go on, each in so many calls.
+HOGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "four calls": (4, {"prompt": "the cat", "n": 128, **LONG}),
+    "many calls": (64, {"prompt": "the cat", "n": 8, **LONG}),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def keyed(request: pytest.FixtureRequest, serve_process: Callable[..., Any]) -> Iterator[Attacked]:
+    """A server with two keys."""
+    with serve_process(*KEYS, *LAYOUTS[request.param]) as server:
+        yield server
+
+
+@contextmanager
+def hogged(server: Attacked, name: str) -> Iterator[list[socket.socket]]:
+    """The connections of a client that has asked for all there is."""
+    count, body = HOGS[name]
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer hog\r\n"
+    whole = f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    with ExitStack() as stack:
+        links = []
+        for _ in range(count):
+            link = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S))
+            link.sendall(whole)
+            links.append(link)
+        eventually(lambda: in_use(server) == 512, "it is not full")
+        yield links
+
+
+def in_use(server: Attacked) -> int:
+    told = server.get("/v1/capabilities", Authorization="Bearer other")
+    found: int = json.loads(told.data)["in_use"]["requests"]
+    return found
+
+
+def asked(server: Attacked, key: str, **body: Any) -> int:
+    data = json.dumps({"prompt": "the cat", "max_tokens": 3, **body}).encode()
+    return server.send("/v1/completions", data, Authorization=f"Bearer {key}").status
+
+
+@pytest.mark.parametrize("name", HOGS)
+def test_another_client_is_served_while_one_has_all_there_is(keyed: Attacked, name: str) -> None:
+    with hogged(keyed, name):
+        for _ in range(3):
+            assert asked(keyed, "other") == 200
+        assert in_use(keyed) > 256  # most of the others' hundreds of tokens are still to come
+    eventually(lambda: in_use(keyed) == 0, "its requests go on")
+
+
+def test_a_client_alone_has_all_there_is_and_no_more(keyed: Attacked) -> None:
+    with hogged(keyed, "four calls"):
+        assert asked(keyed, "other", n=8) == 200
+        assert asked(keyed, "other", n=9) == 429  # more than a little
+        assert asked(keyed, "hog") == 429
+    eventually(lambda: in_use(keyed) == 0, "its requests go on")
