@@ -1,7 +1,8 @@
 """This measures what a second client feels while a first one sends its worst: the slowest `/health`.
 
-One row an attack: requests that froze or ended the server before it had limits, and beside them requests that
-the limits just let through. A process of its own asks for the health without a pause.
+One row an attack: requests that froze or ended the server before it had limits, beside them requests that
+the limits just let through, and what connections send, keep or do not read. A process of its own asks for the
+health without a pause.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from connections import CONNECTIONS
 from harness import OURS, Arena, Figure, Target, parse_options, publish
 from servers import Served, our_program, serving
 
@@ -213,12 +215,14 @@ def watched(port: int, worst_ms: list[float]) -> Iterator[None]:
 def attack(served: Served, name: str, worst_ms: list[float]) -> float:
     """Send one, and give the seconds until its reply."""
     port = int(served.url.rsplit(":", 1)[1])
-    path, body = ATTACKS[name]() if name in ATTACKS else (GETS[name], None)
     with watched(port, worst_ms):
         start = time.perf_counter()
-        if body is None:
-            get_many(port, path)
+        if name in GETS:
+            get_many(port, GETS[name])
+        elif name in CONNECTIONS:
+            CONNECTIONS[name](port)
         else:
+            path, body = ATTACKS[name]()
             with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
                 served.post(path, body)
         return time.perf_counter() - start
@@ -250,7 +254,9 @@ def memory_bytes(served: Served) -> int:
 def main() -> None:
     """Send every attack in every round, to one server."""
     options = parse_options(__doc__ or "")
-    names = [*list(ATTACKS)[:2], *list(GETS)[:1]] if options.is_smoke else [*ATTACKS, *GETS]
+    names = [*ATTACKS, *GETS, *CONNECTIONS]
+    if options.is_smoke:
+        names = [*list(ATTACKS)[:2], *list(GETS)[:1], *list(CONNECTIONS)[:1]]
     with Arena(options) as arena, serving(our_program(arena.model_folder, "--max-logprobs", "20")) as served:
         worst_ms: dict[str, list[float]] = {name: [] for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -274,7 +280,7 @@ def main() -> None:
             better="lower",
             samples={OURS: worst_ms[name]},
             targets=[Target(at_most=MOST_MS)],
-            notes=[f"{name}: answered after {max(seconds[name]):.2f} s at most"],
+            notes=[f"{name}: answered after {max(seconds[name]):.2f} s at most"] if name in ATTACKS else [],
         )
         for name in names
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzz
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,6 +157,35 @@ def test_bytes_that_are_no_body_are_answered(attacked: Any, path: str, data: byt
     good[place % len(good) : place % len(good)] = data
     reply = attacked.send(path, bytes(good))
     assert reply.status in ANSWERS, reply.data[:500]
+
+
+TRAILERS = st.lists(st.tuples(st.text("abX-:", max_size=4), st.binary(max_size=8)), max_size=3)
+
+
+@pytest.mark.fuzz
+@fuzz()
+@given(asked=bodies(), size=st.integers(1, 50), trailers=TRAILERS, num_read=st.sampled_from([0, 1, 1 << 16]))
+def test_chunks_trailers_and_replies_that_are_left_do_no_harm(
+    attacked: Any,
+    asked: tuple[str, Any],
+    size: int,
+    trailers: list[tuple[str, bytes]],
+    num_read: int,
+) -> None:
+    path, body = asked
+    data = json.dumps(body).encode()
+    parts = [data[place : place + size] for place in range(0, len(data), size)]
+    lines = [name.encode() + b": " + value for name, value in trailers]
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", attacked.port), PATIENCE_S) as link:
+        link.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        # A trailer that is none closes the connection, at once or beside a reply.
+        with suppress(ConnectionError):
+            link.sendall(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
+            link.sendall(b"\r\n".join([b"0", *lines, b"", b""]))
+            status = link.recv(num_read)[9:12]
+            assert not status or int(status) in ANSWERS
+    assert attacked.get("/health").status == 200
 
 
 PATTERN = st.text("ab(|)*+?[]{}\\d^$.", max_size=8)
