@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -14,10 +14,17 @@ from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
 from logprobe.server import ServerSettings
+from logprobe.server.http.decode import QUICK_BYTES, QUICK_ITEMS
+from logprobe.server.http.gate import PIECE_BYTES
+from logprobe.server.http.protocol import MAX_HEADER_BYTES
+from logprobe.server.http.rubbish import LOG_EVERY_S
+from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
 from logprobe.server.limits import limit_table
+from logprobe.server.openai.items import MAX_LISTED
+from logprobe.server.reply.answer import QUICK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 BENCH = "bench_attacks"
 
@@ -81,6 +88,313 @@ followed within that fails its own request (400).
 
 """
 
+
+class Audited(NamedTuple):
+    """What some routes, or whatever comes on any path, cost; a route may stand in several."""
+
+    what: tuple[str, ...]  # "METHOD path", or words where it is no route
+    costs: str
+    bounds: str  # in backticks: settings and limits alone
+    shown: tuple[str, ...]  # tests, from the folder TESTS
+
+
+TESTS = "tests/server"
+
+AUDIT_HEADER = f"""
+## What each route costs
+
+An audit of every route, and of what comes before one: what a request takes (time of the event loop or of a
+worker, memory, what is kept after it), what bounds that, and which test shows it (from `{TESTS}`). JSON that
+is read or written in one call holds the interpreter, on whichever thread; Python code in a worker takes turns
+with the event loop; tokenising and compiling grammars let it run. Workers are {NUM_THREADS} threads with
+{MAX_JOBS} jobs, running and waiting, for all routes together; a job too many is a 429.
+
+"""
+
+READ = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/responses",
+    "POST /v1/score",
+    "POST /v1/next_token_logprobs",
+    "POST /tokenize",
+    "POST /v1/tokenize",
+    "POST /detokenize",
+    "POST /v1/detokenize",
+)
+
+AUDIT = (
+    Audited(
+        ("any path: a header",),
+        "a connection, and the bytes so far",
+        f"`header_timeout_s`, also for the next header on a connection; {MAX_HEADER_BYTES:,} bytes",
+        (
+            "attacks/test_slow.py::test_a_header_that_does_not_end_closes_the_connection",
+            "attacks/test_slow.py::test_a_second_header_has_its_time_too",
+            "attacks/test_slow.py::test_a_header_without_end_is_cut_off",
+            "attacks/test_words.py::test_nor_does_one_of_a_header",
+        ),
+    ),
+    Audited(
+        ("any path: a body that its route does not read",),
+        "a connection; the bytes are dropped",
+        "`header_timeout_s` after the reply",
+        ("attacks/test_slow.py::test_a_body_that_nobody_asked_for_ends_in_time",),
+    ),
+    Audited(
+        ("any path: trailers",),
+        "a connection; the trailers are dropped",
+        f"`header_timeout_s` after the reply, or `body_timeout_s` before it; {MAX_HEADER_BYTES:,} bytes",
+        (
+            "attacks/test_slow.py::test_trailers_without_end_are_cut_off",
+            "attacks/test_slow.py::test_trailers_that_do_not_end_in_time_close_the_connection",
+        ),
+    ),
+    Audited(
+        ("any path: an idle connection",),
+        "a socket",
+        "`header_timeout_s`, whatever bytes come that begin no request",
+        (
+            "attacks/test_slow.py::test_bytes_that_begin_no_request_keep_no_connection",
+            "attacks/test_slow.py::test_a_client_that_closes_its_half_between_requests_gets_nothing_more",
+        ),
+    ),
+    Audited(
+        ("any path: a reply that is not read",),
+        f"the reply, and {PIECE_BYTES:,} bytes of it in the connection",
+        "`write_timeout_s` from when the client last took all that it was sent; replies of the engine count "
+        "in `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` until they were taken",
+        (
+            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
+            "attacks/test_unread.py::test_a_reply_that_is_not_taken_closes_the_connection",
+        ),
+    ),
+    Audited(
+        ("any path: no HTTP, or another protocol",),
+        "a count, now and then a line of the log",
+        f"the connection closes, or the request is served as HTTP; a line in {LOG_EVERY_S:.0f} s at most",
+        (
+            "attacks/test_words.py::test_connections_that_send_rubbish_are_counted_and_logged_now_and_then",
+            "test_rubbish.py::test_a_line_comes_at_once_and_then_in_a_while_with_the_number_since",
+        ),
+    ),
+    Audited(
+        ("any path: refused by its `Host`, its `Origin`, its key, or as no route",),
+        "a look at the header; a short reply that names what was sent, shortened",
+        "nothing of a body is read first; `allowed_host`, `cors_origin`, `api_key`",
+        (
+            "attacks/test_browsers.py::test_a_name_that_is_not_the_servers_is_refused",
+            "attacks/test_browsers.py::test_a_page_of_another_origin_is_refused",
+            "test_behaviour.py::test_keys_let_in_who_brings_one",
+            "attacks/test_words.py::test_nor_does_one_of_a_header",
+        ),
+    ),
+    Audited(
+        ("GET /health", "GET /ready"),
+        "a look at the engine's clock, on the event loop; nothing kept",
+        "need no key and are always answered; `stall_s` is how long a step may hang before they say so",
+        (
+            "attacks/test_gets.py::test_of_a_route_that_waits_a_bound_is_in_progress",
+            "attacks/test_processors.py::test_an_engine_that_hangs_is_told_and_every_waiter_ends",
+        ),
+    ),
+    Audited(
+        ("GET /",),
+        "the page's bytes, put together for the first who asks, on the event loop, and kept",
+        "made once, of the server's own files; all replies share the bytes",
+        ("test_page.py::test_the_page_needs_no_key_and_tells_browsers_what_it_may_do",),
+    ),
+    Audited(
+        (
+            "GET /v1/tokenizer",
+            "GET /tokenizer_info",
+            "GET /v1/tokenizer_info",
+            "GET /v1/logits_processors",
+            "GET /openapi.json",
+        ),
+        "a document, made for the first who asks, in a worker, and kept",
+        "made once for all who ask meanwhile; all replies share the bytes; 304 for who has them",
+        (
+            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
+            "attacks/test_gets.py::test_who_has_a_document_is_not_sent_it_again",
+            "attacks/test_gets.py::test_a_document_is_made_once_for_all_who_ask",
+        ),
+    ),
+    Audited(
+        ("GET /v1/models", "GET /v1/models/{model:path}"),
+        "a short reply, made anew on the event loop; nothing kept",
+        "as long as the operator's list (`lora`); a name is repeated shortened",
+        (
+            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
+            "attacks/test_words.py::test_nor_does_one_of_a_header",
+        ),
+    ),
+    Audited(
+        ("GET /v1/capabilities",),
+        "a short reply, made anew on the event loop; nothing kept",
+        "of a size that no client changes",
+        (
+            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
+            "attacks/test_sizes.py::test_all_limits_are_told",
+        ),
+    ),
+    Audited(
+        ("GET /metrics",),
+        "all figures as text, made anew on the event loop",
+        "counted by routes, statuses and fields that the server knows, so no client's words make it longer",
+        (
+            "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
+            "attacks/test_words.py::test_invented_fields_are_counted_as_other",
+        ),
+    ),
+    Audited(
+        READ,
+        f"the body's bytes, then its values: on the event loop up to {QUICK_BYTES:,} bytes that hold no more "
+        f"than {QUICK_ITEMS} prompts and nothing that takes long to understand, else in a worker",
+        "`body_timeout_s`, `max_body_bytes`, `max_body_values` (before anything is decoded), `max_depth`; of "
+        "a route `max_requests` at once, those whose bodies are still to come too",
+        (
+            "attacks/test_gets.py::test_bodies_that_do_not_come_count_as_work",
+            "attacks/test_slow.py::test_a_body_that_does_not_come_is_a_408",
+            "test_behaviour.py::test_a_body_that_is_too_large_is_refused",
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_sizes.py::test_a_body_that_is_nested_deeply_is_a_400",
+            "attacks/test_words.py::test_a_field_of_eight_megabytes_holds_nobody_up",
+            "attacks/test_fuzz.py::test_bytes_that_are_no_body_are_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
+        "the engine's steps; tokens and their logprobs until the reply was taken; a grammar, compiled in a "
+        "worker; what each new token is compared with",
+        "`max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`, an eighth more of each for who holds "
+        "little; `max_logprobs`, `max_logprob_token_ids`, `max_token_ids`, `max_bad_words`, `max_stop`, "
+        "`max_stop_bytes`; `max_grammar_bytes`, `max_grammar_parts`, `max_choices`; a client that leaves "
+        "ends its request",
+        (
+            "test_behaviour.py::test_tokens_and_bytes_of_logprobs_are_limited",
+            "test_behaviour.py::test_a_full_server_says_when_to_come_back",
+            "test_behaviour.py::test_a_client_that_leaves_frees_its_place_at_once",
+            "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_all_there_is",
+            "attacks/test_sizes.py::test_named_ids_are_counted_as_the_bytes_that_they_take",
+            "attacks/test_grammars.py::test_a_hostile_grammar_is_a_400_or_served_and_holds_nobody_up",
+            "attacks/test_grammars.py::test_an_ambiguous_grammar_is_followed_as_far_as_its_bounds_go",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
+        f"a whole reply, written in a worker beyond {QUICK_TOKENS} tokens; a stream, written on the event "
+        "loop piece by piece",
+        "`max_logprob_bytes`; a stream waits for its reader after `buffer_rows`",
+        (
+            "test_behaviour.py::test_a_slow_reader_is_paused_and_loses_nothing",
+            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
+        ),
+    ),
+    Audited(
+        ("POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /v1/tokenize"),
+        "a conversation laid out by the model's template (Python) and tokenised; in a worker unless it is "
+        "small and plain",
+        "`max_messages`, `max_text_bytes`, the model's context; `max_depth`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_stored.py::test_a_long_name_of_an_empty_field_is_refused_and_not_kept",
+        ),
+    ),
+    Audited(
+        ("POST /v1/completions",),
+        "each prompt tokenised; the fields beside the prompts read once for each of them",
+        "`max_requests` prompts, `max_text_bytes`, the model's context; `max_body_values` for prompts times "
+        "values beside them",
+        ("attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",),
+    ),
+    Audited(
+        ("POST /v1/responses",),
+        "the reply and its conversation, kept as JSON until younger ones need the room; an earlier "
+        "conversation, decoded in a worker",
+        "`max_stored`, `max_stored_bytes`, of all clients together",
+        (
+            "attacks/test_stored.py::test_stored_messages_are_in_the_bound_of_what_is_stored",
+            "test_stored.py::test_the_conversation_counts_as_the_response_does",
+            "test_responses.py::test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first",
+            "test_responses.py::test_what_is_stored_is_read_in_a_worker_however_small_the_body",
+        ),
+    ),
+    Audited(
+        ("GET /v1/responses/{response_id}", "DELETE /v1/responses/{response_id}"),
+        "a look into a table, on the event loop; the reply is the bytes that are kept",
+        "`max_stored_bytes`; found by the key that made it alone",
+        (
+            "attacks/test_stored.py::test_a_stored_reply_is_there_for_its_own_key_alone",
+            "attacks/test_stored.py::test_no_guess_finds_or_ends_what_another_key_stored",
+            "attacks/test_words.py::test_nor_does_one_of_a_header",
+        ),
+    ),
+    Audited(
+        ("GET /v1/responses/{response_id}/input_items",),
+        "a conversation, decoded whole in a worker, and a page of it as JSON",
+        f"`max_stored_bytes`, `max_requests` at once; {MAX_LISTED} messages a page",
+        (
+            "attacks/test_stored.py::test_a_stored_reply_is_there_for_its_own_key_alone",
+            "attacks/test_words.py::test_nor_does_one_of_a_query",
+        ),
+    ),
+    Audited(
+        ("POST /v1/score",),
+        "the context tokenised with each continuation; the engine's steps; the reply, in a worker beyond "
+        f"{QUICK_ITEMS} continuations",
+        "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
+        "times the continuations; `max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_sizes.py::test_a_conversation_counts_once_for_each_continuation",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/next_token_logprobs",),
+        "prompts tokenised; the engine's steps; of each prompt a row as wide as the vocabulary until it was "
+        "taken; rows written one by one on the event loop, which serves others between them",
+        "`max_requests` prompts, `max_text_bytes`; `max_tokens_in_flight`, `max_logprob_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
+            "attacks/test_unread.py::test_a_reply_that_is_not_taken_closes_the_connection",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /tokenize", "POST /v1/tokenize"),
+        "a text tokenised; a list of its ids, as long as the text at most, and their words where asked",
+        "`max_text_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /detokenize", "POST /v1/detokenize"),
+        "the bytes of each id, as one text",
+        "`max_body_values` ids, each as long as the longest token",
+        ("attacks/test_fuzz.py::test_every_body_is_answered",),
+    ),
+)
+
+OPEN = """
+What the audit found without a bound, or without a test:
+
+- How many connections there are is for the operating system to say. Replies that ask nothing of the engine
+  (`/tokenize`, `/detokenize`, `/v1/responses/{response_id}` and its `input_items`) count only until they are
+  made: how many wait for their readers is bounded by nothing but `write_timeout_s`, and that begins anew
+  whenever a reader takes what it was sent.
+- A context of token ids, or a conversation, is copied for each continuation of `/v1/score` that is a list of
+  ids, before `max_tokens_in_flight` is asked.
+- The first piece of a stream holds the rows of its whole prompt (`echo`, `prompt_logprobs`), and the last
+  events of `/v1/responses` the whole reply: each is written on the event loop in one go.
+- A stored conversation may grow to `max_stored_bytes`, turn by turn, and is decoded in one call.
+"""
+
 NOT_COVERED = """
 ## What is not covered
 
@@ -94,10 +408,24 @@ NOT_COVERED = """
 """
 
 
-def table(heads: tuple[str, str], rows: Iterable[tuple[str, object]]) -> str:
-    """Two columns."""
-    lines = [f"| {heads[0]} | {heads[1]} |", "|---|---|", *(f"| {one} | {other} |" for one, other in rows)]
-    return "\n".join(lines) + "\n"
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A row of heads, and rows of as many columns."""
+    lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]]) + "\n"
+
+
+def audit() -> str:
+    """What each route costs."""
+    rows = [
+        (
+            ", ".join(one if one.startswith("any path") else f"`{one}`" for one in row.what),
+            row.costs,
+            row.bounds,
+            ", ".join(f"`{one}`" for one in row.shown),
+        )
+        for row in AUDIT
+    ]
+    return AUDIT_HEADER + table(("route", "what it costs", "what bounds it", "shown by"), rows) + OPEN
 
 
 def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -121,7 +449,7 @@ def page() -> str:
         [(f"`{name}`", f"{value:,}") for name, value in limit_table(settings).items()],
     )
     promises = table(("promise", "shown by"), PROMISES.items())
-    return HEADER + promises + fairness + limits + measured(newest_results()) + NOT_COVERED
+    return HEADER + promises + fairness + limits + audit() + measured(newest_results()) + NOT_COVERED
 
 
 if __name__ == "__main__":
