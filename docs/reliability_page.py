@@ -194,7 +194,7 @@ AUDIT = (
         "a look at the engine's clock, on the event loop; nothing kept",
         "need no key and are always answered; `stall_s` is how long a step may hang before they say so",
         (
-            "attacks/test_gets.py::test_of_a_route_that_waits_a_bound_is_in_progress",
+            "attacks/test_gets.py::test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent",
             "attacks/test_processors.py::test_an_engine_that_hangs_is_told_and_every_waiter_ends",
         ),
     ),
@@ -384,9 +384,7 @@ AUDIT = (
 OPEN = """
 What the audit found without a bound, or without a test:
 
-- How many connections there are is for the operating system to say. Replies that ask nothing of the engine
-  (`/tokenize`, `/detokenize`, `/v1/responses/{response_id}` and its `input_items`) count only until they are
-  made: how many wait for their readers is bounded by nothing but `write_timeout_s`, and that begins anew
+- How many connections there are is for the operating system to say, and `write_timeout_s` begins anew
   whenever a reader takes what it was sent.
 - A context of token ids, or a conversation, is copied for each continuation of `/v1/score` that is a list of
   ids, before `max_tokens_in_flight` is asked.

@@ -111,6 +111,16 @@ class Service:
         """
         self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size), self._caller))
 
+    def hold(self, num_bytes: int) -> None:
+        """Take a reply of so many bytes into the limits, where nothing else of its request counts.
+
+        Raises:
+            ApiError: 429 no room now.
+        """
+        if num_bytes and not self._tickets:
+            cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
+            self._tickets.append(self.limits.admit(cost, self._caller))
+
     def release(self) -> None:
         """Give back all that this request has taken."""
         for ticket in self._tickets:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import json
 import re
 import socket
@@ -14,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import Response
 
-from logprobe.server import ServerSettings
 from logprobe.server.http.guard import endpoint
 from logprobe.server.http.workers import Workers
+from logprobe.server.limits import Limits
 from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
@@ -83,15 +85,11 @@ def test_a_document_is_made_once_for_all_who_ask(server: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_of_a_route_that_waits_a_bound_is_in_progress(is_open: bool) -> None:
+def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: Any, is_open: bool) -> None:
     """An open route is no work, and always answered."""
-    service: Any = SimpleNamespace(
-        settings=ServerSettings(max_requests=2),
-        metrics=SimpleNamespace(
-            replies=SimpleNamespace(labels=lambda *_: SimpleNamespace(inc=lambda: None)), aborted=None
-        ),
-    )
-    request: Any = SimpleNamespace(headers={})
+    service: Any = copy.copy(server.service)
+    service.settings = dataclasses.replace(service.settings, max_requests=2)
+    request: Any = SimpleNamespace(headers={}, client=None)
 
     async def run() -> None:
         may_end = asyncio.Event()
@@ -100,18 +98,49 @@ def test_of_a_route_that_waits_a_bound_is_in_progress(is_open: bool) -> None:
             await may_end.wait()
             return Response()
 
+        async def send(_: Any) -> None:
+            """Take all of it."""
+
+        async def sent(serving: Any) -> Response:
+            held = await serving
+            await held({"type": "http"}, None, send)
+            return held._reply
+
         serve = endpoint("/waiting", waiting, service, is_open=is_open)
-        first = [asyncio.create_task(serve(request)) for _ in range(2)]
+        first = [asyncio.create_task(sent(serve(request))) for _ in range(2)]
         await asyncio.sleep(0)
         third = asyncio.create_task(serve(request))
         await asyncio.sleep(0)
         assert third.done() != is_open
         may_end.set()
         assert [(await one).status_code for one in first] == [200, 200]
-        reply = await third
+        reply = (await third)._reply
         assert reply.status_code == (200 if is_open else 429)
         assert is_open or reply.headers["retry-after"] == "1"
-        assert (await serve(request)).status_code == 200, "what has ended counts no more"
+        assert (await sent(serve(request))).status_code == 200, "what was sent counts no more"
+
+    asyncio.run(run())
+
+
+def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
+    service: Any = copy.copy(server.service)
+    service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=2500))
+    request: Any = SimpleNamespace(headers={}, client=None)
+
+    async def large(*_: Any) -> Response:
+        return Response(bytes(1000))
+
+    async def send(_: Any) -> None:
+        """Take all of it."""
+
+    async def run() -> None:
+        serve = endpoint("/large", large, service)
+        held = [await serve(request) for _ in range(3)]
+        assert [one._reply.status_code for one in held] == [200, 200, 429]
+        assert service.limits.in_use()["logprob_bytes"] == 2000
+        for one in held:
+            await one({"type": "http"}, None, send)
+        assert service.limits.in_use()["logprob_bytes"] == 0
 
     asyncio.run(run())
 

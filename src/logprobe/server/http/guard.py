@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
@@ -67,25 +67,28 @@ class Held:
 def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = False) -> Endpoint:
     """A route's function behind the keys, its failures as replies.
 
-    `is_open` needs no key, and is no work; of every other route, requests in progress are bounded.
+    `is_open` needs no key, and is no work; of every other route, requests in progress are bounded, which they
+    are until their reply is sent.
     """
     bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
 
     async def serve(request: HttpRequest) -> Held:
-        mine = service
+        held = ExitStack()
         try:
             keys = () if is_open else service.settings.api_key
             key = check_key(request.headers.get("authorization"), keys)
             mine = service.for_one_request(caller_of(request, key))
-            with bound:
-                response = await handler(request, mine)
+            held.callback(mine.release)
+            held.enter_context(bound)
+            response = await handler(request, mine)
+            mine.hold(len(getattr(response, "body", b"")))
         except ClientGoneError:
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), service, error)
         service.metrics.replies.labels(path, response.status_code).inc()
-        return Held(response, mine.release)
+        return Held(response, held.close)
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve
