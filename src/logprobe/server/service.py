@@ -117,7 +117,7 @@ class Service:
         Raises:
             ApiError: 429 no room now.
         """
-        if num_bytes and not self._tickets:
+        if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
             self._tickets.append(self.limits.admit(cost, self._caller))
 

@@ -124,11 +124,14 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
 
 def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
     service: Any = copy.copy(server.service)
-    service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=2500))
+    service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=250_000))
     request: Any = SimpleNamespace(headers={}, client=None)
 
+    async def little(*_: Any) -> Response:
+        return Response(b"ok")
+
     async def large(*_: Any) -> Response:
-        return Response(bytes(1000))
+        return Response(bytes(100_000))
 
     async def send(_: Any) -> None:
         """Take all of it."""
@@ -137,8 +140,10 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
         serve = endpoint("/large", large, service)
         held = [await serve(request) for _ in range(3)]
         assert [one._reply.status_code for one in held] == [200, 200, 429]
-        assert service.limits.in_use()["logprob_bytes"] == 2000
-        for one in held:
+        assert service.limits.in_use()["logprob_bytes"] == 200_000
+        small = await endpoint("/small", little, service)(request)
+        assert small._reply.status_code == 200, "as /health is, however full the server"
+        for one in (*held, small):
             await one({"type": "http"}, None, send)
         assert service.limits.in_use()["logprob_bytes"] == 0
 

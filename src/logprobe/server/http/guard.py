@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.responses import Response
 
 from logprobe.server.http.errors import ApiError, as_api_error, server_full
+from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.sse import ClientGoneError
 from logprobe.server.openai.openapi import BODIES, QUERIES
 from logprobe.server.openai.replies import JSON_TYPE
@@ -81,7 +82,9 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
             held.callback(mine.release)
             held.enter_context(bound)
             response = await handler(request, mine)
-            mine.hold(len(getattr(response, "body", b"")))
+            num_bytes = len(getattr(response, "body", b""))
+            if num_bytes > PIECE_BYTES:  # of less nothing waits outside its connection
+                mine.hold(num_bytes)
         except ClientGoneError:
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
