@@ -63,8 +63,8 @@ class Attacked:
         try:
             told = {name.replace("_", "-"): text for name, text in headers.items()}
             link.request(method, path, data, told)
-            reply = link.getresponse()
-            return Reply(reply.status, reply.read())
+            with link.getresponse() as reply:
+                return Reply(reply.status, reply.read())
         finally:
             link.close()
 

@@ -103,8 +103,8 @@ def send(server: Attacked, ask: Ask, *, num_bytes: int | None = None) -> bytes |
         link.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         if num_bytes is not None and not (num_bytes and body.get("stream")):
             return None
-        response = link.getresponse()
-        data = response.read(num_bytes)
+        with link.getresponse() as response:  # which owns the socket where the server closes the connection
+            data = response.read(num_bytes)
         assert response.status == 200, data[:500]
         return data if num_bytes is None else None
     finally:
