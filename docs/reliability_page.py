@@ -106,8 +106,9 @@ AUDIT_HEADER = f"""
 An audit of every route, and of what comes before one: what a request takes (time of the event loop or of a
 worker, memory, what is kept after it), what bounds that, and which test shows it (from `{TESTS}`). JSON that
 is read or written in one call holds the interpreter, on whichever thread; Python code in a worker takes turns
-with the event loop; tokenising and compiling grammars let it run. Workers are {NUM_THREADS} threads with
-{MAX_JOBS} jobs, running and waiting, for all routes together; a job too many is a 429.
+with the event loop; tokenising and compiling grammars let it run. Workers are {NUM_THREADS} threads
+that read, with {MAX_JOBS} jobs, running and waiting, for all routes together (a job too many is a 429), and
+{NUM_THREADS} that write.
 
 """
 
@@ -284,12 +285,15 @@ AUDIT = (
     ),
     Audited(
         ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
-        f"a whole reply, written in a worker beyond {QUICK_TOKENS} tokens; a stream, written on the event "
-        "loop piece by piece",
+        f"a whole reply, the part of a stream that tells of a prompt, or the end of a response: written in "
+        f"a worker beyond {QUICK_TOKENS} tokens; what streams else, on the event loop",
         "`max_logprob_bytes`; a stream waits for its reader after `buffer_rows`",
         (
             "test_behaviour.py::test_a_slow_reader_is_paused_and_loses_nothing",
             "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
+            "test_workers.py::test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker",
+            "test_workers.py::test_the_end_of_a_long_response_is_written_in_a_worker",
+            "test_workers.py::test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them",
         ),
     ),
     Audited(
@@ -313,10 +317,12 @@ AUDIT = (
         ("POST /v1/responses",),
         "the reply and its conversation, kept as JSON until younger ones need the room; an earlier "
         "conversation, decoded in a worker",
-        "`max_stored`, `max_stored_bytes`, of all clients together",
+        "`max_stored`, `max_stored_bytes`, of all clients together; no conversation beyond `max_body_bytes` "
+        "is kept",
         (
             "attacks/test_stored.py::test_stored_messages_are_in_the_bound_of_what_is_stored",
             "test_stored.py::test_the_conversation_counts_as_the_response_does",
+            "test_stored.py::test_a_conversation_that_no_body_could_hold_is_not_kept",
             "test_responses.py::test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first",
             "test_responses.py::test_what_is_stored_is_read_in_a_worker_however_small_the_body",
         ),
@@ -345,7 +351,8 @@ AUDIT = (
         "the context tokenised with each continuation; the engine's steps; the reply, in a worker beyond "
         f"{QUICK_ITEMS} continuations",
         "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
-        "times the continuations; `max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`",
+        "times the continuations, the model's context for a context of ids; `max_requests`, "
+        "`max_tokens_in_flight`, `max_logprob_bytes`",
         (
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_sizes.py::test_a_conversation_counts_once_for_each_continuation",
@@ -382,15 +389,8 @@ AUDIT = (
 )
 
 OPEN = """
-What the audit found without a bound, or without a test:
-
-- How many connections there are is for the operating system to say, and `write_timeout_s` begins anew
-  whenever a reader takes what it was sent.
-- A context of token ids, or a conversation, is copied for each continuation of `/v1/score` that is a list of
-  ids, before `max_tokens_in_flight` is asked.
-- The first piece of a stream holds the rows of its whole prompt (`echo`, `prompt_logprobs`), and the last
-  events of `/v1/responses` the whole reply: each is written on the event loop in one go.
-- A stored conversation may grow to `max_stored_bytes`, turn by turn, and is decoded in one call.
+What the audit found without a bound: how many connections there are is for the operating system to say, and
+`write_timeout_s` begins anew whenever a reader takes what it was sent.
 """
 
 NOT_COVERED = """

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+LINE_ENDS = "\u0085\u2028\u2029"  # which JSON may hold as they are, and `splitlines` ends a line at
 PROMPT = "the cat and the dog é of"
 
 
@@ -198,6 +199,16 @@ def test_a_stream_holds_what_the_whole_reply_holds(server: Any, echo: bool) -> N
         assert told[-1]["finish_reason"] == choice["finish_reason"]
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert list(chain(*(one["logprobs"][name] for one in told))) == choice["logprobs"][name]
+
+
+def test_an_event_is_one_line_also_for_clients_that_end_lines_at_more_characters(server: Any) -> None:
+    prompt = "".join(("a", *LINE_ENDS, "b"))
+    asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "stream": True}
+    text = server.post("/v1/completions", **asked).text
+    *events, done = [line for line in text.splitlines() if line]
+    assert done == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in events]
+    assert "".join(one["text"] for chunk in chunks for one in chunk["choices"]).startswith(prompt)
 
 
 def test_offsets_stay_exact_where_a_stop_string_cuts_a_token(client: Any) -> None:

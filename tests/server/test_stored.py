@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "conte
 
 
 def test_what_one_owner_keeps_no_other_finds_or_drops() -> None:
-    stored = StoredResponses(4, 1000)
+    stored = StoredResponses(4, 1000, 1000)
     stored.keep(b"one", RESPONSE, MESSAGES)
     assert stored.find(b"one", "resp-1").messages() == MESSAGES
     for ask in (stored.find, stored.drop):
@@ -26,7 +26,7 @@ def test_what_one_owner_keeps_no_other_finds_or_drops() -> None:
 
 
 def test_the_conversation_counts_as_the_response_does() -> None:
-    stored = StoredResponses(4, 1000)
+    stored = StoredResponses(4, 1000, 1000)
     long = [MESSAGES[0] | {"logprobs": ["x" * 400]}]
     for number in range(3):
         stored.keep(b"", RESPONSE | {"id": f"resp-{number}"}, long)
@@ -36,3 +36,13 @@ def test_the_conversation_counts_as_the_response_does() -> None:
     stored.keep(b"", RESPONSE | {"id": "resp-3"}, [{"x" * 1000: None}])
     with pytest.raises(ApiError, match="is not stored here"):
         stored.find(b"", "resp-3")
+
+
+def test_a_conversation_that_no_body_could_hold_is_not_kept() -> None:
+    """Turn by turn it would grow to all the room there is, and is read in one go."""
+    stored = StoredResponses(4, 10_000, 250)
+    stored.keep(b"", RESPONSE, MESSAGES * 2)
+    assert stored.find(b"", "resp-1").messages() == MESSAGES * 2
+    stored.keep(b"", RESPONSE | {"id": "resp-2"}, MESSAGES * 4)
+    with pytest.raises(ApiError, match="is not stored here"):
+        stored.find(b"", "resp-2")

@@ -89,7 +89,7 @@ class Service:
         # Of one request: who asks, and what it was admitted for.
         self._caller = ""
         self._tickets: list[Ticket] = []
-        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes)
+        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
         self.metrics = Metrics(model.engine)
         self.is_draining = False
 

@@ -43,16 +43,18 @@ class StoredResponses:
     by workers.
     """
 
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
+    def __init__(self, max_responses: int, max_bytes: int, max_conversation_bytes: int) -> None:
         self._max_responses = max_responses
+        self._max_conversation_bytes = max_conversation_bytes  # which is read in one go
         self._kept: FIFOCache[tuple[bytes, str], Stored]
         self._kept = FIFOCache(max_bytes, getsizeof=lambda stored: stored.num_bytes)
         self._lock = threading.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Keep one, unless it alone is beyond the bounds."""
+        """Keep one, unless it alone is beyond the bounds, or its conversation longer than a body may be."""
         stored = Stored(msgspec.json.encode(response), msgspec.json.encode(messages))
-        if not self._max_responses or stored.num_bytes > self._kept.maxsize:
+        is_long = len(stored.conversation) > self._max_conversation_bytes
+        if not self._max_responses or is_long or stored.num_bytes > self._kept.maxsize:
             return
         with self._lock:
             while len(self._kept) >= self._max_responses:

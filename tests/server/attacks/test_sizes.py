@@ -55,6 +55,11 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: json.dumps({"context": "a" * 5000, "continuations": ["b"] * 400}).encode(),
         "max_text_bytes",
     ),
+    "a context of ids for each continuation": (
+        "/v1/score",
+        lambda: json.dumps({"context": [5] * 400_000, "continuations": [[6]] * 500}).encode(),
+        "at most",
+    ),
     "ids that end the text of each prompt": (
         "/v1/completions",
         lambda: completion(prompt=[[5]] * 400, stop_token_ids=[6] * 60_000),

@@ -28,10 +28,15 @@ EVENT_HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 DONE = b"data: [DONE]\n\n"
+# Which many clients take for the end of a line (Python's `splitlines`, httpx's `iter_lines`), though neither
+# JSON nor the events' format does.
+LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """One server-sent event of a JSON document, which is one line for every client."""
+    for end, escape in LINE_ENDS.items():
+        data = data.replace(end, escape)
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from logprobe.server.http.sse import EVENT_HEADERS, Streamed, event, while_conne
 from logprobe.server.openai.replies import JSON_TYPE, encode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
@@ -45,6 +46,9 @@ class Shape(Protocol):
     def closing(self) -> Iterator[dict[str, Any]]:
         """Chunks after all text."""
 
+    closes_whole: bool
+    """Whether those say everything once more."""
+
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The chunk in which a stream says that it failed."""
 
@@ -70,13 +74,17 @@ async def answer(
             failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
         )
     await while_connected(request.receive, generation.run(), service.check_engine)
+    write = partial(_whole, service, generation, shape)
+    return Response(await _written(service, generation.num_tokens, write), media_type=JSON_TYPE)
 
-    def written() -> bytes:
-        return encode(service, shape.whole(generation.whole()))
 
-    num_tokens = generation.num_prompt_tokens + generation.num_completion_tokens
-    data = written() if num_tokens <= QUICK_TOKENS else await service.workers.run(written)
-    return Response(data, media_type=JSON_TYPE)
+async def _written(service: Service, num_tokens: int, write: Callable[[], bytes]) -> bytes:
+    """What is written of so many tokens, in a worker where that takes longer than others may wait."""
+    return write() if num_tokens <= QUICK_TOKENS else await service.workers.write(write)
+
+
+def _whole(service: Service, generation: Generation, shape: Shape) -> bytes:
+    return encode(service, shape.whole(generation.whole()))
 
 
 async def _events(service: Service, generation: Generation, shape: Shape) -> AsyncGenerator[bytes]:
@@ -84,14 +92,22 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
         yield _joined(service, shape.opening())
         async with aclosing(generation.stream()) as batches:
             async for pieces in batches:
-                if data := b"".join(_joined(service, shape.chunks(piece)) for piece in pieces):
+                if data := await _written(
+                    service, generation.num_tokens_of(pieces), partial(_pieces, service, shape, pieces)
+                ):
                     yield data
-        yield _joined(service, shape.closing()) + shape.last_words
+        num_tokens = generation.num_tokens if shape.closes_whole else 0
+        closing = await _written(service, num_tokens, lambda: _joined(service, shape.closing()))
+        yield closing + shape.last_words
     except Exception as error:
         told = as_api_error(error)
         if told.code == "internal_error":
             logger.exception("a stream failed")
         yield _joined(service, iter([shape.failed(told)]))
+
+
+def _pieces(service: Service, shape: Shape, pieces: Sequence[CompletionPiece]) -> bytes:
+    return b"".join(_joined(service, shape.chunks(piece)) for piece in pieces)
 
 
 def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:

@@ -65,6 +65,16 @@ class Generation:
         """Tokens generated so far."""
         return sum(len(one.token_ids) for output in self.outputs.values() for one in output.outputs)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts, and those generated so far."""
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    def num_tokens_of(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Tokens that these pieces tell of; the first of a choice tells of its prompt as well."""
+        begun = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
+        return sum(piece.num_rows for piece in pieces) + sum(len(one.prompt_token_ids) for one in begun)
+
     def prompt_of(self, piece: CompletionPiece) -> int:
         """Number of the prompt that a choice belongs to."""
         return piece.index // self.params.n

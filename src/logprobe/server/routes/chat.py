@@ -67,6 +67,7 @@ class ChatShape:
     """OpenAI's `chat.completion` and its chunks."""
 
     last_words = DONE
+    closes_whole = False
 
     def __init__(self, service: Service, body: ChatBody, generation: Generation) -> None:
         self._service = service

@@ -83,6 +83,7 @@ class CompletionShape:
     """OpenAI's `text_completion`; chunks have the same form as the whole."""
 
     last_words = DONE
+    closes_whole = False
 
     def __init__(
         self, service: Service, body: CompletionBody, generation: Generation, prompts: Sequence[Prompt]

@@ -95,6 +95,7 @@ class ResponseShape:
     """OpenAI's `response` object and the events that build it."""
 
     last_words = b""  # the last event says that it is the last
+    closes_whole = True
 
     def __init__(self, service: Service, asked: Asked) -> None:
         self._service = service

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray, TokenTable
     from logprobe.scoring import Score
     from logprobe.server.service import Service
-    from logprobe.server.stored import Messages
-    from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
@@ -45,7 +43,7 @@ async def score(request: HttpRequest, service: Service) -> Response:
     outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     if len(outputs) <= QUICK_ITEMS:
         return _reply(request, service, asked, outputs)
-    return await service.workers.run(lambda: _reply(request, service, asked, outputs))
+    return await service.workers.write(lambda: _reply(request, service, asked, outputs))
 
 
 def _reply(
@@ -89,8 +87,8 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     continuations = [text for text in body.continuations if isinstance(text, str)]
     # A context is tokenised with each continuation.
     service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
-    laid_out = None if body.messages is None else _laid_out(body.messages, len(continuations), service)
-    pairs = [_split(body, laid_out, continuation, service) for continuation in body.continuations]
+    laid_out, before = _before(body, len(continuations), service)
+    pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
@@ -99,36 +97,38 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     return Asked(base, body.lora, pairs, admitted)
 
 
-def _laid_out(messages: Messages, num_times: int, service: Service) -> tuple[str, IntArray]:
-    """A conversation as text and as ids; the text is tokenised with each continuation that is one."""
-    text = service.lay_out(messages)
-    service.check_texts([text] * num_times, "messages")
-    return text, service.text.encode(text, add_special_tokens=False)
+def _before(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
+    """A conversation as text and as ids; or None and a context, which is either."""
+    if (body.context is None) == (body.messages is None):
+        raise bad_request("context", "give either context or messages")
+    if isinstance(body.context, str):
+        return None, body.context
+    if body.messages is not None:
+        text = service.lay_out(body.messages)
+        service.check_texts([text] * num_times, "messages")  # it is tokenised with each continuation
+        return text, service.text.encode(text, add_special_tokens=False)
+    ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
+    if len(ids) > limit:  # they are joined with each continuation
+        message = f"has {len(ids)} tokens; at most {limit} fit into the model with a continuation"
+        raise bad_request("context", message, code="context_length_exceeded")
+    return None, ids if len(ids) else service.text.prefix()
 
 
 def _split(
-    body: ScoreBody, laid_out: tuple[str, IntArray] | None, continuation: str | list[int], service: Service
+    laid_out: str | None, before: str | IntArray, continuation: str | list[int], service: Service
 ) -> Split:
-    if (body.context is None) == (body.messages is None):
-        raise bad_request("context", "give either context or messages")
     if not continuation:
         raise bad_request("continuations", "one is empty; there is nothing to score")
-    if laid_out is not None:
-        return _answer(*laid_out, continuation, service.text)
-    if isinstance(body.context, str) != isinstance(continuation, str):
-        raise bad_request("continuations", "context and continuations must both be texts or both be ids")
-    for name, ids in (("context", body.context), ("continuations", continuation)):
-        if isinstance(ids, list):
-            as_ids(ids, name)
-    return service.client.split((body.context or continuation[:0], continuation))
-
-
-def _answer(laid_out: str, before: IntArray, continuation: str | list[int], text: TextEdge) -> Split:
-    """A conversation and a candidate for the assistant's turn."""
-    if not isinstance(continuation, str):
-        return Split(np.concatenate([before, as_ids(continuation, "continuations")]), len(before))
-    whole = text.encode(laid_out + continuation, add_special_tokens=False)
-    return Split(whole, min(len(before), len(whole) - 1))
+    if isinstance(continuation, list):
+        ids = as_ids(continuation, "continuations")
+        if not isinstance(before, str):
+            return Split(np.concatenate([before, ids]), len(before))
+    elif laid_out is not None:
+        whole = service.text.encode(laid_out + continuation, add_special_tokens=False)
+        return Split(whole, min(len(before), len(whole) - 1))
+    elif isinstance(before, str):
+        return service.client.split((before, continuation))
+    raise bad_request("continuations", "context and continuations must both be texts or both be ids")
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
