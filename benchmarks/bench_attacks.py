@@ -1,13 +1,13 @@
-"""This measures what a second client feels while a first one sends its worst: the slowest `/health`.
+"""This measures what a second client feels while a first one sends its worst: its slowest `/health`.
 
 One row an attack: requests that froze or ended the server before it had limits, beside them requests that
-the limits just let through, and what connections send, keep or do not read. A process of its own asks for the
-health without a pause.
+the limits just let through, and what connections send, keep or do not read; the first row is twenty honest
+requests at once. A process of its own asks for the health without a pause and, from another address, for one
+completion after another, each of which must be answered. All of it in each layout.
 """
 
 import contextlib
 import itertools
-import json
 import socket
 import statistics
 import subprocess
@@ -16,6 +16,7 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,41 @@ MOST_MS = 100.0
 MOST_GROWTH = 10.0  # percent of the memory before the attacks
 NUM_GAPS = 8  # between tokens, at least, of which a median is taken
 MESSAGES = [{"role": "user", "content": "the cat"}]
-# Asks a port for the health until its input ends, then prints the slowest answer, s.
+LAYOUTS = {OURS: (), "an engine process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
+CONTROL = "20 completions at once"
+# Asks a port for the health and, from another address, for completions; prints a line once it has begun. When
+# its input ends, it prints the slowest answer of either, s.
 WATCHER = """
-import http.client, sys, threading, time
-link, worst, stop = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1])), 0.0, threading.Event()
-threading.Thread(target=lambda: (sys.stdin.read(), stop.set())).start()
-while not stop.wait(0.005):
-    start = time.perf_counter()
-    link.request("GET", "/health")
-    reply = link.getresponse()
-    reply.read()
-    assert reply.status == 200, reply.status
-    worst = max(worst, time.perf_counter() - start)
-print(worst)
+import http.client, json, sys, threading, time
+stop = threading.Event()
+def worst_of(source, pause_s, *request):
+    link, worst = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), source_address=(source, 0)), 0.0
+    while worst == 0.0 or not stop.wait(pause_s):
+        start = time.perf_counter()
+        link.request(*request)
+        reply = link.getresponse()
+        data = reply.read()
+        assert reply.status == 200, (reply.status, data)
+        worst = max(worst, time.perf_counter() - start)
+        yield worst
+body = json.dumps({"prompt": "a dog", "max_tokens": 4, "ignore_eos": True})
+health = worst_of("127.0.0.1", 0.005, "GET", "/health")
+asked = ("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+completion = worst_of("127.0.0.2", 0.1, *asked)
+watches = health, completion
+slowest = [*map(next, watches)]
+print(*slowest, flush=True)
+def follow(number):
+    for slowest[number] in watches[number]:
+        pass
+threads = [threading.Thread(target=follow, args=(number,)) for number in range(2)]
+for thread in threads:
+    thread.start()
+sys.stdin.read()
+stop.set()
+for thread in threads:
+    thread.join()
+print(*slowest)
 """
 
 Body = dict[str, Any]
@@ -198,26 +221,45 @@ def neighbour_ms(served: Served, name: str) -> float:
     return statistics.median(beside)
 
 
+@dataclass
+class Felt:
+    """What others felt beside an attack, a number a round."""
+
+    health_ms: list[float] = field(default_factory=list)
+    completion_ms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # until the attack had its answer
+
+
 @contextlib.contextmanager
-def watched(port: int, worst_ms: list[float]) -> Iterator[None]:
-    """Note the slowest health of the block."""
+def watched(port: int, felt: Felt) -> Iterator[None]:
+    """Note the slowest answers to others while the block runs."""
     watcher = subprocess.Popen(
         [sys.executable, "-c", WATCHER, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    time.sleep(0.2)  # it has begun
+    assert watcher.stdout is not None
+    watcher.stdout.readline()  # it has begun
     try:
         yield
     finally:
-        told, _ = watcher.communicate(timeout=120)
-        worst_ms.append(1000 * float(told))
+        told, _ = watcher.communicate(timeout=300)
+        health, completion = map(float, told.split())
+        felt.health_ms.append(1000 * health)
+        felt.completion_ms.append(1000 * completion)
 
 
-def attack(served: Served, name: str, worst_ms: list[float]) -> float:
-    """Send one, and give the seconds until its reply."""
+def attack(served: Served, name: str, felt: Felt) -> None:
+    """Send one, and wait for its answer."""
     port = int(served.url.rsplit(":", 1)[1])
-    with watched(port, worst_ms):
+    with watched(port, felt):
         start = time.perf_counter()
-        if name in GETS:
+        if name == CONTROL:
+            with ThreadPoolExecutor(20) as threads:
+                list(
+                    threads.map(
+                        lambda number: served.post(*completion(max_tokens=16, seed=number)), range(20)
+                    )
+                )
+        elif name in GETS:
             get_many(port, GETS[name])
         elif name in CONNECTIONS:
             CONNECTIONS[name](port)
@@ -225,7 +267,7 @@ def attack(served: Served, name: str, worst_ms: list[float]) -> float:
             path, body = ATTACKS[name]()
             with contextlib.suppress(urllib.error.HTTPError):  # a refusal, which is what most deserve
                 served.post(path, body)
-        return time.perf_counter() - start
+        felt.seconds.append(time.perf_counter() - start)
 
 
 def get_many(port: int, path: str) -> None:
@@ -241,67 +283,94 @@ def get_many(port: int, path: str) -> None:
 
 
 def memory_bytes(served: Served) -> int:
-    """What the server's process holds."""
+    """What the server's processes hold."""
     port = int(served.url.rsplit(":", 1)[1])
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
             if "serve" in words and str(port) in words:
-                return int(process.memory_info().rss)
+                return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
     raise RuntimeError("the server is gone")
 
 
-def main() -> None:
+@dataclass
+class Layout:
+    """What was measured of one layout."""
+
+    felt: dict[str, Felt]  # by attack
+    growth: float  # percent of the memory before the attacks
+    beside_ms: dict[str, list[float]]  # a neighbour's next token, by heavy request
+    alone_ms: float
+
+
+def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
     """Send every attack in every round, to one server."""
-    options = parse_options(__doc__ or "")
-    names = [*ATTACKS, *GETS, *CONNECTIONS]
-    if options.is_smoke:
-        names = [*list(ATTACKS)[:2], *list(GETS)[:1], *list(CONNECTIONS)[:1]]
-    with Arena(options) as arena, serving(our_program(arena.model_folder, "--max-logprobs", "20")) as served:
-        worst_ms: dict[str, list[float]] = {name: [] for name in names}
-        seconds: dict[str, list[float]] = {name: [] for name in names}
+    options = arena.options
+    with serving(our_program(arena.model_folder, "--max-logprobs", "20", *flags)) as served:
         for name in names:  # a first time, so that what is kept is there
-            attack(served, name, [])
-        before = memory_bytes(served)
+            attack(served, name, Felt())
+        before, felt = memory_bytes(served), {name: Felt() for name in names}
         for _ in range(options.rounds):
             for name in names:
-                seconds[name].append(attack(served, name, worst_ms[name]))
+                attack(served, name, felt[name])
         growth = 100 * (memory_bytes(served) / before - 1)
-        json.dumps(served.post(*completion()))  # it still serves
-        heavy = {
-            name: [neighbour_ms(served, name) for _ in range(options.rounds)]
-            for name in ([HEAVY_IN_SMOKE] if options.is_smoke else HEAVY)
-        }
-        alone = statistics.median(gaps_ms(served, lambda: True))
-    figures = [
+        served.post(*completion())  # it still serves
+        heavy = [HEAVY_IN_SMOKE] if options.is_smoke else list(HEAVY)
+        beside = {name: [neighbour_ms(served, name) for _ in range(options.rounds)] for name in heavy}
+        return Layout(felt, growth, beside, statistics.median(gaps_ms(served, lambda: True)))
+
+
+def main() -> None:
+    """Attack a server of each layout."""
+    options = parse_options(__doc__ or "")
+    names = [CONTROL, *ATTACKS, *GETS, *CONNECTIONS]
+    layouts = LAYOUTS
+    if options.is_smoke:
+        names = [CONTROL, *list(ATTACKS)[:2], *list(GETS)[:1], *list(CONNECTIONS)[:1]]
+        layouts = {OURS: LAYOUTS[OURS]}
+    with Arena(options) as arena:
+        found = {name: measure(arena, flags, names) for name, flags in layouts.items()}
+    figures = []
+    for name in names:
+        felt = {layout: one.felt[name] for layout, one in found.items()}
+        figures += [
+            Figure(
+                name=f"slowest health during {name}",
+                unit="ms",
+                better="lower",
+                samples={layout: one.health_ms for layout, one in felt.items()},
+                targets=[] if name == CONTROL else [Target(against=one, at_most=MOST_MS) for one in felt],
+                notes=[f"{name}: answered after {max(felt[OURS].seconds):.2f} s at most"]
+                if name in ATTACKS
+                else [],
+            ),
+            Figure(
+                name=f"another client's slowest completion during {name}",
+                unit="ms",
+                better="lower",
+                samples={layout: one.completion_ms for layout, one in felt.items()},
+            ),
+        ]
+    figures.append(
         Figure(
-            name=f"slowest health during {name}",
-            unit="ms",
+            name="memory after all of them",
+            unit="percent more",
             better="lower",
-            samples={OURS: worst_ms[name]},
-            targets=[Target(at_most=MOST_MS)],
-            notes=[f"{name}: answered after {max(seconds[name]):.2f} s at most"] if name in ATTACKS else [],
+            samples={layout: [one.growth] for layout, one in found.items()},
+            targets=[Target(against=layout, at_most=MOST_GROWTH) for layout in found],
         )
-        for name in names
-    ]
-    memory = Figure(
-        name="memory after all of them",
-        unit="percent more",
-        better="lower",
-        samples={OURS: [growth]},
-        targets=[Target(at_most=MOST_GROWTH)],
     )
-    neighbours = [
+    figures += [
         Figure(
             name=f"a neighbour's next token beside {name}",
             unit="ms",
             better="lower",
-            samples={OURS: samples},
-            notes=[f"a neighbour's next token beside nothing: {alone:.1f} ms"],
+            samples={layout: one.beside_ms[name] for layout, one in found.items()},
+            notes=[f"a neighbour's next token beside nothing: {found[OURS].alone_ms:.1f} ms"],
         )
-        for name, samples in heavy.items()
+        for name in found[OURS].beside_ms
     ]
-    publish(Path(__file__).stem, [*figures, memory, *neighbours], options)
+    publish(Path(__file__).stem, figures, options)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Ours ``at_least`` times as good as ``against`` (contestant or floor), or its median ``at_most``."""
+    """Ours ``at_least`` times as good as ``against`` (contestant or floor), or one's median ``at_most``."""
 
     against: str | None = None
     at_least: float | None = None
@@ -56,8 +56,8 @@ class Target:
 
     def describe(self, unit: str) -> str:
         """Say the target in a table's cell."""
-        if self.against is None:
-            return f"≤ {self.at_most:g} {unit}"
+        if self.at_most is not None:
+            return f"{self.against or ''} ≤ {self.at_most:g} {unit}".strip()
         return f"≥ {self.at_least:g} x {self.against}"
 
 
@@ -82,11 +82,11 @@ class Figure:
 
     def verdict(self, target: Target) -> str:
         """``met``, ``missed`` or ``not measured``."""
-        if target.against is None:
-            ours = self.samples.get(OURS)
-            good = None if not ours else statistics.median(ours) <= (target.at_most or 0.0)
+        if target.at_most is not None:
+            samples = self.samples.get(target.against or OURS)
+            good = None if not samples else statistics.median(samples) <= target.at_most
         else:
-            ratio = self.ratio(target.against)
+            ratio = self.ratio(target.against or OURS)
             good = None if ratio is None else ratio.median >= (target.at_least or 0.0)
         return {None: "not measured", True: "met", False: "missed"}[good]
 

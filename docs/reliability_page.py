@@ -162,7 +162,8 @@ AUDIT = (
     ),
     Audited(
         ("any path: a reply that is not read",),
-        f"the reply, and {PIECE_BYTES:,} bytes of it in the connection",
+        f"the reply, and {PIECE_BYTES:,} bytes of it in the connection; a larger one is sent in such pieces, "
+        "others served between any two",
         "`write_timeout_s` from when the client last took all that it was sent; replies of the engine count "
         "in `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` until they were taken",
         (
@@ -242,8 +243,10 @@ AUDIT = (
     Audited(
         ("GET /metrics",),
         "all figures as text, made anew on the event loop",
-        "counted by routes, statuses and fields that the server knows, so no client's words make it longer",
+        "counted by routes, statuses and fields that the server knows, so no client's words make it longer; "
+        "one at a time, others served between any two",
         (
+            "attacks/test_gets.py::test_others_are_served_between_any_two_figures_and_any_two_pieces",
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_words.py::test_invented_fields_are_counted_as_other",
         ),

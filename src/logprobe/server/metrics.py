@@ -5,6 +5,7 @@ Before it: routes and the engine's own counts. After it: `GET /metrics`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -58,6 +59,7 @@ class Metrics:
         told = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", told)
         self.registry.register(_EngineFigures(engine))
+        self.turn = asyncio.Lock()  # of who has the figures written, which takes the event loop's time
 
     def ended(self, output: RequestOutput) -> None:
         """Count a request that ended."""

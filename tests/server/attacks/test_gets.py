@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import Response
 
+from logprobe.server.http.gate import PIECE_BYTES, send_pieces
 from logprobe.server.http.guard import endpoint
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits
+from logprobe.server.routes.facts import metrics
 from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from server_process import Attacked
 
 KEPT = ("/v1/tokenizer", "/openapi.json", "/v1/logits_processors", "/v1/models", "/tokenizer_info")
@@ -49,6 +53,44 @@ def test_as_many_gets_as_one_likes_hold_nobody_up(attacked: Attacked, path: str)
     with attacked.watched():
         links = [asked(attacked, path, "Connection: close") for _ in range(NUM_GETS)]
         assert {answer_of(link)[0] for link in links} == {200}
+
+
+async def turns(*work: Coroutine[Any, Any, Any]) -> int:
+    """Turns of the event loop until some work, begun at once, has ended."""
+    tasks, count = [asyncio.ensure_future(one) for one in work], 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(0)
+        count += 1
+    await asyncio.gather(*tasks)
+    return count
+
+
+def test_others_are_served_between_any_two_figures_and_any_two_pieces() -> None:
+    """Also where every client takes what it is sent at once."""
+    told, pieces, num_replies, num_pieces = [], [], 8, 3
+
+    def text() -> str:
+        told.append(len(told))
+        return "figures"
+
+    async def send(message: Any) -> None:
+        if message["body"]:
+            pieces.append(message["body"])
+
+    async def run() -> None:
+        service: Any = SimpleNamespace(metrics=SimpleNamespace(turn=asyncio.Lock(), text=text))
+        request: Any = None
+        assert await turns(*(metrics(request, service) for _ in range(num_replies))) >= num_replies
+        bodies = [bytes([number]) * (num_pieces * PIECE_BYTES) for number in range(num_replies)]
+        messages = [{"type": "http.response.body", "body": body} for body in bodies]
+        lock = asyncio.Lock()
+        sent = await turns(*(send_pieces(message, send, lock) for message in messages))
+        assert sent >= num_replies * num_pieces
+        assert b"".join(sorted(pieces)) == b"".join(bodies)
+        assert pieces[:num_replies] == [body[:PIECE_BYTES] for body in bodies], "each waits its turn"
+
+    asyncio.run(run())
+    assert len(told) == num_replies
 
 
 @pytest.mark.parametrize("path", KEPT)
