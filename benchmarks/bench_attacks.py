@@ -25,12 +25,13 @@ from connections import CONNECTIONS
 from harness import OURS, Arena, Figure, Target, parse_options, publish
 from servers import Served, our_program, serving
 
-MOST_MS = 100.0
+MOST_MS = 100.0  # over what honest clients do to the health
 MOST_GROWTH = 10.0  # percent of the memory before the attacks
 NUM_GAPS = 8  # between tokens, at least, of which a median is taken
 MESSAGES = [{"role": "user", "content": "the cat"}]
 LAYOUTS = {OURS: (), "an engine process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
 CONTROL = "20 completions at once"
+KV_BYTES = str(1 << 28)  # of which everything is in use before the memory is noted: it fills, whoever asks
 # Asks a port for the health and, from another address, for completions; prints a line once it has begun. When
 # its input ends, it prints the slowest answer of either, s.
 WATCHER = """
@@ -306,7 +307,8 @@ class Layout:
 def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
     """Send every attack in every round, to one server."""
     options = arena.options
-    with serving(our_program(arena.model_folder, "--max-logprobs", "20", *flags)) as served:
+    program = our_program(arena.model_folder, "--max-logprobs", "20", "--kv-bytes", KV_BYTES, *flags)
+    with serving(program) as served:
         for name in names:  # a first time, so that what is kept is there
             attack(served, name, Felt())
         before, felt = memory_bytes(served), {name: Felt() for name in names}
@@ -330,6 +332,9 @@ def main() -> None:
         layouts = {OURS: LAYOUTS[OURS]}
     with Arena(options) as arena:
         found = {name: measure(arena, flags, names) for name, flags in layouts.items()}
+    most_ms = {
+        layout: statistics.median(one.felt[CONTROL].health_ms) + MOST_MS for layout, one in found.items()
+    }
     figures = []
     for name in names:
         felt = {layout: one.felt[name] for layout, one in found.items()}
@@ -339,7 +344,7 @@ def main() -> None:
                 unit="ms",
                 better="lower",
                 samples={layout: one.health_ms for layout, one in felt.items()},
-                targets=[] if name == CONTROL else [Target(against=one, at_most=MOST_MS) for one in felt],
+                targets=[Target(against=layout, at_most=round(most)) for layout, most in most_ms.items()],
                 notes=[f"{name}: answered after {max(felt[OURS].seconds):.2f} s at most"]
                 if name in ATTACKS
                 else [],

@@ -30,27 +30,34 @@ def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
     return dict(sorted(found.items()))
 
 
+ELSEWHERE = {"attacks"}
+"""Whose figures docs/reliability.md shows."""
+
+
 def without_gone(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The results of benchmarks whose script is still here: old files keep those of others."""
-    scripts = {path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")}
+    """The results of benchmarks whose script is still here, and whose page this is: old files keep others."""
+    scripts = {
+        path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")
+    } - ELSEWHERE
     return {
         bench: one for bench, one in results.items() if bench.split()[0].removeprefix("bench_") in scripts
     }
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure in three digits, or whole."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _spread(spread: Mapping[str, float]) -> str:
-    median, low, high = (_number(spread[key]) for key in ("median", "minimum", "maximum"))
+    median, low, high = (number(spread[key]) for key in ("median", "minimum", "maximum"))
     return median if low == high else f"{median} ({low} - {high})"
 
 
 def figure_line(figure: Mapping[str, Any]) -> str:
     """One figure as a line of the table."""
     spreads, ratios, targets = figure["spreads"], figure["ratios"], figure["targets"]
-    others = [f"{name}: {_number(spread['median'])}" for name, spread in spreads.items() if name != OURS]
+    others = [f"{name}: {number(spread['median'])}" for name, spread in spreads.items() if name != OURS]
     cells = (
         f"{figure['name']}, {figure['unit']}",
         "<br>".join(target["text"] for target in targets),
@@ -62,7 +69,8 @@ def figure_line(figure: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _machine(facts: Mapping[str, Any]) -> str:
+def machine(facts: Mapping[str, Any]) -> str:
+    """Where something was measured, in a line."""
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     return (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB, load average "
@@ -85,7 +93,7 @@ def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"\nNote: {note}." for note in notes)
     if misses_any(content):
         yield f"\nMissed: {REASONS[bench]}"
-    yield f"\nMeasured on {_machine(content['machine'])}."
+    yield f"\nMeasured on {machine(content['machine'])}."
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:

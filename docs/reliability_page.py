@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from report import newest_results, section
+from report import machine, newest_results, number
 
 from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
@@ -24,7 +24,7 @@ from logprobe.server.openai.items import MAX_LISTED
 from logprobe.server.reply.answer import QUICK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 BENCH = "bench_attacks"
 
@@ -409,6 +409,26 @@ NOT_COVERED = """
 """
 
 
+MEASURED = """
+## What others felt
+
+Printed by `benchmarks/bench_attacks.py`, on two cores that the attacker shares: what a second client waited
+for at most while the first one did as the row says, ms, median of the rounds, in each layout of the server: an
+engine on a thread (the default), an engine process, two replicas. The first row is what honest clients do.
+
+{attacks}
+The memory of all processes after them, more than before: {memory}.
+
+How long a neighbour's next token took while a heavy request ran, ms:
+
+{beside}
+Measured on {on}.
+"""
+LAYOUT_NAMES = {"logprobe": "thread", "an engine process": "process", "two replicas": "replicas"}
+HEALTH, COMPLETION = "slowest health during ", "another client's slowest completion during "
+MEMORY, NEIGHBOUR = "memory after all of them", "a neighbour's next token beside "
+
+
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A row of heads, and rows of as many columns."""
     lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
@@ -430,8 +450,31 @@ def audit() -> str:
 
 
 def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The figures of the newest run."""
-    return "\n".join(section(BENCH, results[BENCH])) + "\n" if BENCH in results else ""
+    """The figures of the newest run, an attack or a neighbour a row."""
+    if BENCH not in results:
+        return ""
+    figures = {figure["name"]: figure["spreads"] for figure in results[BENCH]["figures"]}
+    layouts = list(next(iter(figures.values())))
+
+    def medians(figure: str) -> list[str]:
+        return [number(figures[figure][layout]["median"]) for layout in layouts]
+
+    def rows(*beginnings: str) -> Iterator[list[str]]:
+        for name in figures:
+            if name.startswith(beginnings[0]):
+                attack = name.removeprefix(beginnings[0])
+                yield [attack, *(cell for begin in beginnings for cell in medians(begin + attack))]
+
+    heads = [f"`/health`, {LAYOUT_NAMES[name]}" for name in layouts]
+    heads += [f"a completion, {LAYOUT_NAMES[name]}" for name in layouts]
+    attacks = table(("attack", *heads), rows(HEALTH, COMPLETION))
+    beside = table(("beside", *(LAYOUT_NAMES[name] for name in layouts)), rows(NEIGHBOUR))
+    memory = ", ".join(
+        f"{cell} % ({LAYOUT_NAMES[name]})" for name, cell in zip(layouts, medians(MEMORY), strict=True)
+    )
+    return MEASURED.format(
+        attacks=attacks, beside=beside, memory=memory, on=machine(results[BENCH]["machine"])
+    )
 
 
 def page() -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from logprobe import LLM, AsyncLM, SamplingParams
@@ -50,7 +51,7 @@ class RaiseOneArgs(msgspec.Struct):
 
 
 class RaiseOneLogitsProcessor(LogitsProcessor):
-    """Raises one token's logit; says which process it runs in by refusing the token 3."""
+    """Raises one token's logit; a refusal says where it runs, of the token 3 and of 100."""
 
     Args = RaiseOneArgs
 
@@ -68,7 +69,8 @@ class RaiseOneLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         for place, row in enumerate(self.rows):
             others = [thread.name for thread in threading.enumerate() if "tell" in thread.name]
-            require(row.args.by < 100, "by", f"is too much, beside {' '.join(others)}")
+            found = f"{' '.join(others)} with {torch.get_num_threads()} threads"
+            require(row.args.by < 100, "by", f"is too much, beside {found}")
             logits[place, row.args.raised] += row.args.by
         return logits
 
@@ -151,9 +153,11 @@ def other(start: Any) -> Iterator[ProcessEngine]:
     """One with a registered processor and overlapped steps, whose shared memory is full."""
     resource = pytest.importorskip("resource")  # only POSIX limits a process
     limit = 1 << 20  # bytes of a file, fewer than the pages take
-    with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
-        resource.prlimit(one._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
-        yield one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKL_NUM_THREADS", "1" if torch.get_num_threads() > 1 else "2")
+        with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
+            resource.prlimit(one._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+            yield one
 
 
 def test_steps_overlap_over_there_with_the_same_numbers(
@@ -169,6 +173,7 @@ def test_steps_overlap_over_there_with_the_same_numbers(
             assert (one.token_ids, one.logprobs) == (want.token_ids, want.logprobs)
     told = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
     assert "beside logprobe-tell" in str(told.__cause__)
+    assert f"with {torch.get_num_threads()} threads" in str(told.__cause__), "its share, whatever MKL is told"
 
 
 def test_wide_rows_share_memory_and_where_that_is_full_they_come_in_messages(

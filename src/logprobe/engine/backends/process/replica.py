@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.process.orders import Asked, Order
     from logprobe.transport.messages import Admitted, News
 
+THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
 CLOSE_S: Final = 5.0  # for the step in progress when it is stopped
 FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
@@ -264,7 +265,8 @@ class Replica:
         return subprocess.Popen(  # noqa: S603 - this interpreter
             [sys.executable, "-P", "-c", MAIN, *arguments],
             pass_fds=(lifeline.fileno(), rows),
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(self._threads)},
+            # torch takes MKL's number where one is set, and replicas with more threads than cores spin.
+            env=os.environ | {"PYTHONPATH": path} | dict.fromkeys(THREAD_NUMBERS, str(self._threads)),
             stdin=subprocess.DEVNULL,
             stdout=STDERR,  # what comes on standard output is the front's
         )
