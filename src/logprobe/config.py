@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from logprobe.errors import ParameterError, UnknownParameterError, require
 
@@ -32,6 +32,8 @@ def strict_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
+ENGINES: Final = {"vllm": "logprobe.engine.backends.vllm.start:start_vllm_engine"}
+"""Engines beside the native one: name → what starts it, imported when it is asked for."""
 Weights = Literal["auto", "plain", "packed", "published"]
 
 
@@ -110,13 +112,12 @@ class EngineConfig:
         for name in ("overlap", "speculate", "process"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, f"must be True or False, got {value!r}")
-        engines = "native, vllm"
-        require(
-            self.engine in engines.split(", "), "engine", f"must be one of {engines}, got {self.engine!r}"
-        )
+        engines = ("native", *ENGINES)
+        require(self.engine in engines, "engine", f"must be one of {', '.join(engines)}, got {self.engine!r}")
         object.__setattr__(self, "engine_options", _options(self.engine_options))
-        is_vllm = self.engine == "vllm" or self.engine_options is None
-        require(is_vllm, "engine_options", "are options of vLLM; use engine='vllm', or leave them out")
+        has_options = self.engine in ENGINES or self.engine_options is None
+        remedy = f"use engine={' or '.join(map(repr, ENGINES))}, or leave them out"
+        require(has_options, "engine_options", f"are not for the native engine; {remedy}")
         require(_is_int(self.seed), "seed", f"must be an integer, got {self.seed!r}")
         is_name = isinstance(self.model, str) and self.model
         require(is_name, "model", "must be a name or a path", got=self.model)

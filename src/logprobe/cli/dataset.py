@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.settings import DataSettings, RaySettings
     from logprobe.scoring.data.sources import Source
     from logprobe.scoring.data.summary import Summary
+
+RAY_POOL: Final = "logprobe.scoring.ray:RayPool"
+"""Imported when `--engine ray` asks for it."""
 
 
 @contextmanager
@@ -52,9 +56,9 @@ def open_workers(
         is_there = find_spec("ray") is not None
         require(is_there, "engine", "'ray' needs Ray; pip install 'logprobe[ray]'")
     from logprobe.llm import LLM
-    from logprobe.scoring.ray import RayPool
 
-    yield RayPool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
+    new_pool = resolve_name(RAY_POOL)
+    yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
 
 
 class DataRun:

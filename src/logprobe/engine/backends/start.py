@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from logprobe.config import ENGINES
 from logprobe.engine.backends.thread import ThreadEngine
 from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer
@@ -69,10 +71,9 @@ def start_engine(config: EngineConfig) -> LoadedModel:
         ParameterError: the settings do not fit the model.
         EngineError: an engine process ended before it took requests.
     """
-    if config.engine == "vllm":
-        from logprobe.engine.backends.vllm.start import start_vllm_engine
-
-        return start_vllm_engine(config)
+    if config.engine in ENGINES:
+        start: Callable[[EngineConfig], LoadedModel] = resolve_name(ENGINES[config.engine])
+        return start(config)
     if not config.process and config.data_parallel == 1:
         return start_native_engine(config)
     from logprobe.engine.backends.process.engine import ProcessEngine

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
+from logprobe.config import ENGINES
 from logprobe.engine.forward import attention, masks
 from logprobe.engine.forward.attention import every_way, pooled_attention
 from logprobe.engine.forward.decoder import Decoder, DecoderPlace, OutputHead, WatchedRun
@@ -208,7 +209,7 @@ class watched_layers:  # noqa: N801 - used as a function
 def refusing(model: Any, act: Callable[[], Any]) -> Any:
     """What `act` gives; whatever the model's own code raises on the way says why it cannot be used here."""
     name = type(model).__name__
-    remedy = "load it with engine='vllm'"
+    remedy = f"load it with engine={' or '.join(map(repr, ENGINES))}"
     try:
         return act()
     except UnsupportedModelError as error:
