@@ -94,7 +94,7 @@ test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP and 
 	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py tests/integrations/test_lm_eval.py
 
 # genlm-control by itself: its import sets how vLLM starts.
-ON_VLLM := tests/engine/backends tests/next_token tests/docs/test_next_token_page.py
+ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/docs/test_next_token_page.py
 .PHONY: test-vllm
 test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every engine and what is vLLM's own, in vLLM's environment
 	$(BIN)/python benchmarks/rivals/install.py vllm

@@ -1,6 +1,6 @@
 """Exact token log-probabilities from open-weights language models.
 
-The way of the data is the order of the folders: `cli` → `llm`, `async_lm`, `virtual_lm`, `remote_lm` →
+The way of the data is the order of the folders: `cli` → `llm`, `async_lm`, `remote_lm` →
 `engine` → `models`, `sampling` → `kernels` → `records`. The names below load when first used, so that
 `import logprobe` stays quick.
 """
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     )
     from logprobe.errors import (
         LogprobeError as LogprobeError,
+    )
+    from logprobe.integrations.vllm.virtual_lm import (
+        AsyncVirtualLM as AsyncVirtualLM,
     )
     from logprobe.llm import (
         LLM as LLM,
@@ -81,9 +84,6 @@ if TYPE_CHECKING:
     from logprobe.scoring import (
         Score as Score,
     )
-    from logprobe.virtual_lm import (
-        AsyncVirtualLM as AsyncVirtualLM,
-    )
 
 __version__ = "0.1.0"
 
@@ -92,7 +92,7 @@ _HOMES = {
     "LLM": "logprobe.llm",
     "AsyncLM": "logprobe.async_lm",
     "RemoteLM": "logprobe.remote_lm",
-    "AsyncVirtualLM": "logprobe.virtual_lm",
+    "AsyncVirtualLM": "logprobe.integrations.vllm.virtual_lm",
     "EngineConfig": "logprobe.config",
     "LogprobeError": "logprobe.errors",
     "SamplingParams": "logprobe.sampling",

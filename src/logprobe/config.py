@@ -32,7 +32,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
     return cls
 
 
-ENGINES: Final = {"vllm": "logprobe.engine.backends.vllm.start:start_vllm_engine"}
+ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Engines beside the native one: name → what starts it, imported when it is asked for."""
 Weights = Literal["auto", "plain", "packed", "published"]
 

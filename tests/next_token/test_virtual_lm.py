@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-import logprobe.virtual_lm
+import logprobe.integrations.vllm.virtual_lm
 from logprobe import AsyncVirtualLM
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.processors import GlobalLogprobsCapture
@@ -119,7 +119,7 @@ def test_what_exists_stays_open_and_what_was_asked_too_late_is_told(
 
 
 def test_without_vllm_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobe.virtual_lm, "find_spec", lambda _: None)
+    monkeypatch.setattr(logprobe.integrations.vllm.virtual_lm, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install 'logprobe\[vllm\]'"):
         AsyncVirtualLM.from_name("smollm2")
     with pytest.raises(ImportError, match=r"pip install 'logprobe\[vllm\]'"):
@@ -141,7 +141,7 @@ def test_a_setting_out_of_range_is_named_before_a_model_is_loaded(
 ) -> None:
     with pytest.raises(ParameterError, match=name):
         new_virtual(**settings)
-    monkeypatch.setattr(logprobe.virtual_lm, "find_spec", lambda _: True)
+    monkeypatch.setattr(logprobe.integrations.vllm.virtual_lm, "find_spec", lambda _: True)
     with pytest.raises(ParameterError, match=name):
         AsyncVirtualLM.from_name("no such model", **settings)
     with pytest.raises(ParameterError, match="batch_size"):

@@ -17,7 +17,7 @@ from genlm.backend.tokenization import Token as GenlmToken
 
 from logprobe.async_lm import AsyncLM
 from logprobe.errors import UnknownParameterError, require
-from logprobe.virtual_lm import AsyncVirtualLM
+from logprobe.integrations.vllm.virtual_lm import AsyncVirtualLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

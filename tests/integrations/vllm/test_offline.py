@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.engine.backends.vllm.offline import OfflineClient
 from logprobe.errors import EngineClosedError
+from logprobe.integrations.vllm.offline import OfflineClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

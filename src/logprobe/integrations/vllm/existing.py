@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.backends.vllm.offline import OfflineClient
-from logprobe.engine.backends.vllm.orders import SETTINGS
-from logprobe.engine.backends.vllm.start import adopt, engine_args
 from logprobe.errors import require
+from logprobe.integrations.vllm.offline import OfflineClient
+from logprobe.integrations.vllm.orders import SETTINGS
+from logprobe.integrations.vllm.start import adopt, engine_args
 from logprobe.models import resolve
 
 if TYPE_CHECKING:

@@ -95,8 +95,8 @@ class TestTheSecondRunner:
         import torch
         from vllm import SamplingParams as VllmParams
 
-        from logprobe.engine.backends.vllm import worker
-        from logprobe.engine.backends.vllm.orders import TAG, WORK
+        from logprobe.integrations.vllm import worker
+        from logprobe.integrations.vllm.orders import TAG, WORK
 
         class Spy:
             def __init__(self) -> None:

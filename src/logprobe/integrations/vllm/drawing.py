@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.engine.drawing import Drawing, new_generator
 from logprobe.engine.plan.sample import Draw, Sample
 from logprobe.engine.processing import Processing
 from logprobe.engine.recorder import Recorder
 from logprobe.errors import EngineError, ForwardError, LogprobeError
+from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.records import LogprobsTensors, SamplerOutput
 from logprobe.sampling import Sampler
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.backends.vllm.orders import Work
+    from logprobe.integrations.vllm.orders import Work
     from logprobe.processors import ModelFacts
     from logprobe.text.edge import TextEdge
 

@@ -10,8 +10,8 @@ import pytest
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import start_engine
-from logprobe.engine.backends.vllm.start import CPU_BLOCK_SIZE, engine_args
 from logprobe.errors import ModelError, ParameterError, UnknownParameterError
+from logprobe.integrations.vllm.start import CPU_BLOCK_SIZE, engine_args
 from logprobe.models import resolve
 
 if TYPE_CHECKING:

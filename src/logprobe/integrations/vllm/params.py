@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.engine.backends.vllm.orders import BEFORE, TAG, WORK
-from logprobe.engine.backends.vllm.prompt import asked_of_vllm
+from logprobe.integrations.vllm.orders import BEFORE, TAG, WORK
+from logprobe.integrations.vllm.prompt import asked_of_vllm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.vllm
-PYPROJECT = Path(__file__).parents[4] / "pyproject.toml"
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
 def test_vllm_and_all_that_this_library_needs_stand_side_by_side() -> None:

@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import text_edge
-from logprobe.engine.backends.vllm.drawing import WorkerDraw
-from logprobe.engine.backends.vllm.orders import BEFORE, SETTINGS, TAG, WORK
+from logprobe.integrations.vllm.drawing import WorkerDraw
+from logprobe.integrations.vllm.orders import BEFORE, SETTINGS, TAG, WORK
 from logprobe.kernels import warm_up
 from logprobe.models import resolve
 from logprobe.processors import ModelFacts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from logprobe.engine.backends.vllm.drawing import Run
+    from logprobe.integrations.vllm.drawing import Run
 
 DRAWS: Final[dict[str, WorkerDraw]] = {}
 """By the name of the engine: a processor and its worker know each other by nothing else that is public."""

@@ -17,12 +17,12 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
-from logprobe.engine.backends.vllm.follow import Fetcher, Follow
-from logprobe.engine.backends.vllm.orders import WORKS, Work
-from logprobe.engine.backends.vllm.params import drawing_params, scoring_params
-from logprobe.engine.backends.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError, EngineError, LogprobeError, require
+from logprobe.integrations.vllm.follow import Fetcher, Follow
+from logprobe.integrations.vllm.orders import WORKS, Work
+from logprobe.integrations.vllm.params import drawing_params, scoring_params
+from logprobe.integrations.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
 from logprobe.transport.messages import Abort, Delta, Failure, Finish, Pause, Resume
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
-    from logprobe.engine.backends.vllm.loras import VllmLoras
     from logprobe.engine.fold import Describer
     from logprobe.engine.protocol import Capabilities
     from logprobe.engine.request import RequestOutput
+    from logprobe.integrations.vllm.loras import VllmLoras
     from logprobe.transport.messages import Admitted, Request
 
 logger = logging.getLogger("logprobe")

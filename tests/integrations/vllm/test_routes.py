@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.engine.backends.vllm import start
 from logprobe.engine.request import Requests
 from logprobe.errors import EngineError
+from logprobe.integrations.vllm import start
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

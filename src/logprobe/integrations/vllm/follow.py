@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, Ask
+from logprobe.integrations.vllm.orders import ANSWERS, ASKS, Ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -14,14 +14,14 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.process.admission import Admission, LoraNames, processor_names
 from logprobe.engine.backends.start import LoadedModel, text_edge
-from logprobe.engine.backends.vllm.engine import VllmEngine
-from logprobe.engine.backends.vllm.loras import VllmLoras
-from logprobe.engine.backends.vllm.orders import SETTINGS
-from logprobe.engine.backends.vllm.params import portable_params, portable_row
 from logprobe.engine.fold import Describer
 from logprobe.engine.protocol import Capabilities
 from logprobe.engine.request import Requests
 from logprobe.errors import EngineError, ModelError, ParameterError, UnknownParameterError, require
+from logprobe.integrations.vllm.engine import VllmEngine
+from logprobe.integrations.vllm.loras import VllmLoras
+from logprobe.integrations.vllm.orders import SETTINGS
+from logprobe.integrations.vllm.params import portable_params, portable_row
 from logprobe.models import load_config, resolve
 from logprobe.models.quiet import quiet_transformers
 from logprobe.processors import ModelFacts
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
     from logprobe.text.edge import TextEdge
 
-PROCESSOR: Final = "logprobe.engine.backends.vllm.worker:LogprobeLogitsProcessor"
-EXTENSION: Final = "logprobe.engine.backends.vllm.worker.RowsExtension"
+PROCESSOR: Final = "logprobe.integrations.vllm.worker:LogprobeLogitsProcessor"
+EXTENSION: Final = "logprobe.integrations.vllm.worker.RowsExtension"
 MISSING: Final = "engine='vllm' needs vLLM; pip install 'logprobe[vllm]' (docs/vllm.md: on a CPU)"
 OPTIONS: Final = "engine_options"
 # Set here, or against what this engine promises.

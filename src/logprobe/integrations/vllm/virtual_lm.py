@@ -117,7 +117,7 @@ class AsyncVirtualLM(LocalLM[torch.Tensor]):
         for name in settings.keys() - set(known):
             raise UnknownParameterError(name, known, of="AsyncVirtualLM")
         _check_settings(**settings)
-        from logprobe.engine.backends.vllm.start import start_vllm_engine
+        from logprobe.integrations.vllm.start import start_vllm_engine
 
         loaded = start_vllm_engine(_config(model_name, engine_opts))
         try:
@@ -138,7 +138,7 @@ class AsyncVirtualLM(LocalLM[torch.Tensor]):
             ParameterError: an option that does not exist, or cannot be set.
         """
         _need_vllm()
-        from logprobe.engine.backends.vllm.existing import options_of
+        from logprobe.integrations.vllm.existing import options_of
 
         return options_of(_config(model_name, engine_opts))
 
@@ -201,6 +201,6 @@ def _loaded(llm_engine: Any) -> tuple[LoadedModel, bool]:
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
         return loaded, False
     _need_vllm()
-    from logprobe.engine.backends.vllm.existing import existing_engine
+    from logprobe.integrations.vllm.existing import existing_engine
 
     return existing_engine(llm_engine), True

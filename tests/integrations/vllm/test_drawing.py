@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
-from logprobe.engine.backends.vllm.drawing import WorkerDraw
-from logprobe.engine.backends.vllm.orders import ANSWERS, ASKS, WORKS, Ask, Work
 from logprobe.errors import EngineError, NonFiniteLogitsError
+from logprobe.integrations.vllm.drawing import WorkerDraw
+from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Ask, Work
 from logprobe.processors import ModelFacts
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Admitted, Request
