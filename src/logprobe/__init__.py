@@ -1,8 +1,7 @@
 """Exact token log-probabilities from open-weights language models.
 
-The way of the data is the order of the folders: `cli` → `llm`, `async_lm`, `remote_lm` →
-`engine` → `models`, `sampling` → `kernels` → `records`. The names below load when first used, so that
-`import logprobe` stays quick.
+The way of the data is the order of the folders: `cli` → `llm`, `async_lm` → `engine` → `models`, `sampling` →
+`kernels` → `records`. The names below load when first used, so that `import logprobe` stays quick.
 """
 
 from __future__ import annotations
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     )
     from logprobe.errors import (
         LogprobeError as LogprobeError,
+    )
+    from logprobe.integrations.remote.lm import (
+        RemoteLM as RemoteLM,
     )
     from logprobe.integrations.vllm.virtual_lm import (
         AsyncVirtualLM as AsyncVirtualLM,
@@ -75,9 +77,6 @@ if TYPE_CHECKING:
     from logprobe.records import (
         create_sample_logprobs as create_sample_logprobs,
     )
-    from logprobe.remote_lm import (
-        RemoteLM as RemoteLM,
-    )
     from logprobe.sampling import (
         SamplingParams as SamplingParams,
     )
@@ -91,7 +90,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "logprobe.llm",
     "AsyncLM": "logprobe.async_lm",
-    "RemoteLM": "logprobe.remote_lm",
+    "RemoteLM": "logprobe.integrations.remote.lm",
     "AsyncVirtualLM": "logprobe.integrations.vllm.virtual_lm",
     "EngineConfig": "logprobe.config",
     "LogprobeError": "logprobe.errors",

@@ -20,8 +20,8 @@ from safetensors.numpy import save
 
 from fuzzing import fuzz
 from logprobe import RemoteLM
-from logprobe.engine.backends.remote.link import FULL
 from logprobe.errors import LogprobeError, ParameterError, ServerError
+from logprobe.integrations.remote.link import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

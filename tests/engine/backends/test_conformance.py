@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.engine.backends.remote.engine import HttpEngine
 from logprobe.engine.protocol import EngineBackend, RowEngine
 from logprobe.errors import ParameterError, PromptTooLongError
+from logprobe.integrations.remote.engine import HttpEngine
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-from logprobe.engine.backends.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError, require, shortened
+from logprobe.integrations.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Admitted
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.backends.bridge import LoopThread
-    from logprobe.engine.backends.remote.link import ServerFacts
     from logprobe.engine.protocol import Capabilities
+    from logprobe.integrations.remote.link import ServerFacts
     from logprobe.transport.messages import Request
 
 ROW_EXCHANGES: Final = 4  # at once: some are computed while others travel

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import final
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.backends.remote.engine import HttpEngine
-from logprobe.engine.backends.remote.text import RemoteText
+from logprobe.integrations.remote.engine import HttpEngine
+from logprobe.integrations.remote.text import RemoteText
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import Row, RowCache
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import msgspec
 
-from logprobe.engine.backends.remote.link import decoded, printable
 from logprobe.errors import ServerError
+from logprobe.integrations.remote.link import decoded, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

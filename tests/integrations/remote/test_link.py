@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import save
 
 from logprobe import RemoteLM
-from logprobe.engine.backends.remote.link import as_error, retry_after_s
 from logprobe.errors import (
     EngineClosedError,
     EngineError,
@@ -26,6 +25,7 @@ from logprobe.errors import (
     ServerError,
     UnreachableError,
 )
+from logprobe.integrations.remote.link import as_error, retry_after_s
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
