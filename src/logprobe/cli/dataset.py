@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.sources import Source
     from logprobe.scoring.data.summary import Summary
 
-RAY_POOL: Final = "logprobe.scoring.ray:RayPool"
+RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
 """Imported when `--engine ray` asks for it."""
 
 

@@ -61,7 +61,7 @@ class Workers(Protocol):
 
 @runtime_checkable
 class Pool(Protocol):
-    """Many models elsewhere, such as `scoring.ray.RayPool`."""
+    """Many models elsewhere, such as `integrations.ray.RayPool`."""
 
     def workers(self, sources: Sequence[Source], settings: DataSettings) -> Workers:
         """What scores the rows of some files."""

@@ -57,7 +57,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture
 def pool(cluster: None, tiny_model_folder: Path) -> Callable[..., Any]:
     """A pool of one actor with the tiny model, unless other settings are given."""
-    from logprobe.scoring.ray import RayPool
+    from logprobe.integrations.ray import RayPool
 
     del cluster
 

@@ -33,7 +33,7 @@ try:
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as missing:
-    raise ImportError("logprobe.scoring.ray needs Ray; pip install 'logprobe[ray]'") from missing
+    raise ImportError("logprobe.integrations.ray needs Ray; pip install 'logprobe[ray]'") from missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
