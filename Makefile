@@ -86,7 +86,7 @@ rivals: $(VENV)/.base  ## build the environments that the benchmarks compare wit
 .PHONY: test-genlm
 test-genlm: $(VENV)/.base  ## genlm-backend and genlm-control, unchanged, with their own tests, on this library
 	$(BIN)/python benchmarks/rivals/install.py genlm
-	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/test_genlm.py tests/integrations/test_genlm_own.py
+	.rivals/genlm/bin/python -m pytest -q -o filterwarnings=default tests/integrations/genlm
 
 .PHONY: test-lm-eval
 test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP and in process; the harness in an environment of its own
@@ -99,7 +99,7 @@ ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/
 test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every engine and what is vLLM's own, in vLLM's environment
 	$(BIN)/python benchmarks/rivals/install.py vllm
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm $(ON_VLLM)
-	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm tests/integrations/test_genlm.py
+	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm tests/integrations/genlm/test_genlm.py
 
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`

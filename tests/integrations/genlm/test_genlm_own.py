@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 HERE: Final = Path(__file__).parent
-SOURCES: Final = HERE.parents[1] / ".rivals" / "genlm" / "sources"
+SOURCES: Final = HERE.parents[2] / ".rivals" / "genlm" / "sources"
 LIMIT_S: Final = 1200
 
 TREE: Final = "looks into genlm-backend's own cache, a tree of Python objects; the engine's is another"

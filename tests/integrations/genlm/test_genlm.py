@@ -248,7 +248,7 @@ def test_genlm_backends_own_lines_of_the_page_run(
 
     from genlm.backend.llm import AsyncTransformer
 
-    page = Path(__file__).parents[2] / "docs" / "coming-from.md"
+    page = Path(__file__).parents[3] / "docs" / "coming-from.md"
     section = page.read_text(encoding="utf-8").split("## genlm-backend\n")[1].split("\n## ")[0]
     lines = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert len(lines) == 10
