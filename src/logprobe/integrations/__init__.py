@@ -1,3 +1,6 @@
-"""Other people's interfaces on this library's public one; each module needs the package it is named after."""
+"""Plug-ins: what has its own users and needs a package of its own; nothing else imports them.
+
+A door finds one by name: an engine in `config.ENGINES`, a language model in the lazy names of `logprobe`.
+"""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where an engine runs: on a thread of this process, or behind a server."""
+"""Where an engine runs: on a thread of this process, or in processes of its own."""

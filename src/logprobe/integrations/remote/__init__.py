@@ -1,1 +1,1 @@
-"""A server of this project as an engine."""
+"""A server of this project as an engine, and `RemoteLM` on it; needs httpx."""
