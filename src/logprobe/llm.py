@@ -157,7 +157,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids.
             params: one for all, or one a prompt; the default is `SamplingParams()`.
-            sampling_params: vLLM's name for `params`.
+            sampling_params: `params` by its longer name; give one of them.
             progress: show a progress bar on stderr.
             on_error: `raise` a `BatchError` once all have ended if any failed, or `return` each failure,
                 also of a prompt that can never be served, as its output's `.error`.
@@ -195,7 +195,7 @@ class LLM:
             messages: one conversation (a list of messages with role and content), many, or what one user
                 says: a text, or a list of content parts.
             params: one for all, or one a conversation; the default is `SamplingParams()`.
-            sampling_params: vLLM's name for `params`.
+            sampling_params: `params` by its longer name; give one of them.
             tools: what the model may call, as OpenAI describes it; the template must take tools, and calls
                 come as text, as the model writes them.
             add_generation_prompt: end where the assistant's turn begins; the default, unless:

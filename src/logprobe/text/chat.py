@@ -36,7 +36,7 @@ PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that come
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a conversation is laid out, beside its messages; names are those of vLLM and transformers."""
+    """How a conversation is laid out, beside its messages; names are those of transformers and of servers."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = None  # None: where the last message is not continued

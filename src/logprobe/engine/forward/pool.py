@@ -66,9 +66,8 @@ def resident_bytes() -> int | None:
 def keep_out_of_collections() -> None:
     """Let the garbage collector walk no more through what is there now, a million objects of the libraries.
 
-    A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. vLLM's
-    server does the same once it is up. What is there now is still freed when nothing refers to it; a cycle
-    of it stays until `give_back_memory`.
+    A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. What
+    is there now is still freed when nothing refers to it; a cycle of it stays until `give_back_memory`.
     """
     gc.collect()
     gc.freeze()

@@ -80,7 +80,7 @@ class AllowedTokensLogitsProcessor(LogitsProcessor):
 class MinTokensLogitsProcessor(LogitsProcessor):
     """Makes the tokens that end a text impossible before `min_tokens` were generated.
 
-    These are the model's end-of-sequence tokens and the request's `stop_token_ids`, as in vLLM.
+    These are the model's end-of-sequence tokens and the request's `stop_token_ids`.
     """
 
     Args = MinTokensArgs

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @final
 class PenaltiesLogitsProcessor(LogitsProcessor):
-    """Makes tokens that were seen already less likely, as vLLM and OpenAI define it.
+    """Makes tokens that were seen already less likely.
 
     First `repetition_penalty` r (Keskar et al. 2019): the logit of a token of the prompt or the completion
     is divided by r where it is positive, else multiplied by it. Then, for tokens of the completion alone,
-    `frequency_penalty` times their count and `presence_penalty` are subtracted.
+    `frequency_penalty` times their count and `presence_penalty` are subtracted, as OpenAI defines them.
     """
 
     Args = PenaltiesArgs

@@ -49,7 +49,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
-    # Extensions: the form of the text, in vLLM's words; `response_format` says the same.
+    # Extensions: the form of the text, in other words than `response_format` (`structured`).
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

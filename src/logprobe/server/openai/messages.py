@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MESSAGE_FIELDS: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"}
     | {"annotations", "parsed", "phase"}
-    # What other servers' replies have: vLLM, OpenRouter, LiteLLM.
+    # What other servers' replies have.
     | {"reasoning", "reasoning_content", "reasoning_details", "images", "provider_specific_fields"}
 )
 PART_FIELDS: Final = frozenset(
