@@ -36,35 +36,31 @@ KV_BYTES = str(1 << 28)  # of which everything is in use before the memory is no
 # its input ends, it prints the slowest answer of either, s.
 WATCHER = """
 import http.client, json, sys, threading, time
-stop = threading.Event()
-def worst_of(source, pause_s, *request):
+from concurrent.futures import ThreadPoolExecutor
+stop, begun = threading.Event(), threading.Barrier(3, timeout=60)
+def slowest(source, pause_s, *request):
     link, worst = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), source_address=(source, 0)), 0.0
-    while worst == 0.0 or not stop.wait(pause_s):
+    while not stop.wait(pause_s if worst else 0):
         start = time.perf_counter()
         link.request(*request)
         reply = link.getresponse()
         data = reply.read()
         assert reply.status == 200, (reply.status, data)
-        worst = max(worst, time.perf_counter() - start)
-        yield worst
+        took = time.perf_counter() - start
+        if not worst:
+            begun.wait()
+        worst = max(worst, took)
+    return worst
 body = json.dumps({"prompt": "a dog", "max_tokens": 4, "ignore_eos": True})
-health = worst_of("127.0.0.1", 0.005, "GET", "/health")
-asked = ("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-completion = worst_of("127.0.0.2", 0.1, *asked)
-watches = health, completion
-slowest = [*map(next, watches)]
-print(*slowest, flush=True)
-def follow(number):
-    for slowest[number] in watches[number]:
-        pass
-threads = [threading.Thread(target=follow, args=(number,)) for number in range(2)]
-for thread in threads:
-    thread.start()
-sys.stdin.read()
-stop.set()
-for thread in threads:
-    thread.join()
-print(*slowest)
+with ThreadPoolExecutor() as threads:
+    asked = ("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    others = threads.submit(slowest, "127.0.0.2", 0.1, *asked)
+    health = threads.submit(slowest, "127.0.0.1", 0.005, "GET", "/health")
+    begun.wait()
+    print("begun", flush=True)
+    sys.stdin.read()
+    stop.set()
+print(health.result(), others.result())
 """
 
 Body = dict[str, Any]

@@ -413,8 +413,8 @@ MEASURED = """
 ## What others felt
 
 Printed by `benchmarks/bench_attacks.py`, on two cores that the attacker shares: what a second client waited
-for at most while the first one did as the row says, ms, median of the rounds, in each layout of the server: an
-engine on a thread (the default), an engine process, two replicas. The first row is what honest clients do.
+for at most while the first one did as the row says, ms, median of the rounds, in each layout of the server:
+an engine on a thread (the default), an engine process, two replicas. The first row is what honest clients do.
 
 {attacks}
 The memory of all processes after them, more than before: {memory}.

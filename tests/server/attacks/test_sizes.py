@@ -121,6 +121,14 @@ def test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up(attack
     assert told in reply.error["message"]
 
 
+def test_what_a_long_text_took_is_returned(attacked: Any) -> None:
+    """Tokenising takes hundreds of times its bytes, which the worker's part of the heap would keep."""
+    data = json.dumps({"prompt": "the cat " * 120_000}).encode()
+    with attacked.watched():
+        replies = [attacked.send("/tokenize", data) for _ in range(2)]
+    assert [reply.status for reply in replies] == [200, 200]
+
+
 def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -> None:
     flags = ("--max-logprob-token-ids", "-1", "--max-logprob-bytes", "4000000")
     with serve_process(*flags) as server:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from logprobe.engine.forward.pool import return_freed
 from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.sse import ClientGoneError
@@ -41,6 +42,9 @@ SLOW_FIELDS: Final = (
     "previous_response_id",
 )  # may hold a grammar, or stand for a long conversation
 
+LARGE_BYTES: Final = 1 << 18
+"""Of a body that takes hundreds of times its size to understand, in memory that each worker else keeps."""
+
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
@@ -61,7 +65,15 @@ async def read(
         body = _checked(data, body_type, service.settings)
         if _is_quick(body):
             return understand(body, service)
-    return await service.workers.run(lambda: understand(_checked(data, body_type, service.settings), service))
+
+    def understood() -> T:
+        try:
+            return understand(_checked(data, body_type, service.settings), service)
+        finally:
+            if len(data) > LARGE_BYTES:
+                return_freed()
+
+    return await service.workers.run(understood)
 
 
 def _is_quick(body: msgspec.Struct) -> bool:
