@@ -12,6 +12,7 @@ import msgspec
 
 from logprobe.engine.request import RequestOutput, end_with_error, keep_best
 from logprobe.records import FlatLogprobs
+from logprobe.records.rows import EXTRAS
 from logprobe.transport.messages import Failure
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Fold:
     def __init__(self, request: Request, describer: Describer) -> None:
         self.output = describer.open(request)
         self._params = request.params
+        # What a flag of the same name asks for, and what nobody has to ask for.
+        self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
 
     def is_wide(self, width: int) -> bool:
         """Whether a row of this request holds so many alternatives that none should wait long."""
@@ -147,14 +150,14 @@ class Fold:
     def _append(self, record: FlatLogprobs, rows: LogprobsLists) -> None:
         # Other rows of the step may have asked for more than these.
         given = rows.given if self._params.logprob_token_ids else None
+        columns = {name: getattr(rows, name) for name in self._extras}
         record.append_rows(
             rows.token_ids,
             rows.logprobs,
             rows.ranks,
-            entropy=rows.entropy if self._params.entropy else None,
             given=None if given is None else given.columns(),
-            log_kept_mass=rows.log_kept_mass,
             kept=(rows.kept.offsets, rows.kept.token_ids) if self._params.kept_ids and rows.kept else None,
+            **{name: values for name, values in columns.items() if values is not None},
         )
 
     def _end(self, completion: CompletionOutput, finish: Finish) -> None:

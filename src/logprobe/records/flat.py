@@ -7,7 +7,7 @@ streams, files and user code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -67,12 +67,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         *,
         given: Rows | None = None,
         kept: tuple[Array, Array] | None = None,
+        extras: Mapping[str, Array] | None = None,
         info: LogprobsInfo | None = None,
-        **numbers: Array | None,
     ) -> FlatLogprobs:
-        """Wrap rows and the columns beside them (of one number a position: `NUMBERS`), without a copy."""
+        """Wrap rows and what stands beside them (`extras`: columns of `EXTRAS`), without a copy."""
         record = cls(info=info)
-        record.rows, record._side = rows, Side(numbers, given, None if kept is None else IdRuns(*kept))
+        record.rows, record._side = rows, Side(extras, given, None if kept is None else IdRuns(*kept))
         return record
 
     @classmethod
@@ -140,31 +140,29 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         logprobs: npt.ArrayLike,
         ranks: npt.ArrayLike,
         *,
-        entropy: npt.ArrayLike | None = None,
         given: Sequence[npt.ArrayLike] | None = None,
-        log_kept_mass: npt.ArrayLike | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+        **extras: npt.ArrayLike | None,
     ) -> None:
         """Add n positions from a step's arrays.
 
         `token_ids` and `logprobs` are (n, k + 1), column 0 the chosen token and then the k best; `ranks` (n,)
-        are the chosen tokens'. A chosen token that is among the k best is kept once. `entropy` (n,) is in
-        nats, as is `log_kept_mass` (n,); `given` holds offsets (n + 1,), ids, logprobs and ranks (N,) of ids
-        that the caller named, `kept` offsets and ascending ids of what was kept.
+        are the chosen tokens'. A chosen token that is among the k best is kept once. `given` holds offsets
+        (n + 1,), ids, logprobs and ranks (N,) of ids that the caller named, `kept` offsets and ascending ids
+        of what was kept. Further columns (n,) come by name: `entropy` and `log_kept_mass`, both in nats.
 
         Raises:
-            ParameterError: shapes that do not agree, negative ids or ranks, +inf. Nothing is added then.
+            ParameterError: shapes that do not agree, negative ids or ranks, +inf, no such column. Nothing is
+                added then.
         """
-        # By name, not in a loop, which would cost a third of the row: this is called once a token.
-        is_bare = entropy is None and log_kept_mass is None and given is None and kept is None
+        is_bare = not extras and given is None and kept is None  # no more of it: this is called once a token
         has_side = not (is_bare and self._side.is_empty)
         if not has_side and self.rows.append_one(token_ids, logprobs, ranks):
             return
         rows = checked(step_rows(token_ids, logprobs, ranks))
         if has_side:
             named = None if given is None else given_columns(given)
-            numbers = {"entropy": entropy, "log_kept_mass": log_kept_mass}
-            self._side.append(len(self), len(rows.ranks), numbers, named, kept)
+            self._side.append(len(self), len(rows.ranks), extras, named, kept)
         self.rows.append_step(rows)
 
     def append_entries(self, entries: Entries) -> None:
@@ -181,9 +179,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         added = values[:]
         beside = added._side  # noqa: SLF001 - of this class
         if not (self._side.is_empty and beside.is_empty):
-            numbers, given, kept = beside.columns(len(added))
+            extras, given, kept = beside.columns(len(added))
             named = None if given is None else given.entries(0, given.num_rows)
-            self._side.append(len(self), len(added), numbers, named, kept)
+            self._side.append(len(self), len(added), extras, named, kept)
         self.rows.extend(added.rows)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -277,7 +275,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             InputError: not such bytes, a later version, or bytes cut short.
         """
         parts = wire.decode(data)
-        return cls.of(parts.rows, given=parts.given, kept=parts.kept, info=parts.info, **parts.numbers)
+        return cls.of(parts.rows, given=parts.given, kept=parts.kept, extras=parts.extras, info=parts.info)
 
     def to_arrow(self) -> pa.Table:
         """One row a position with the texts of tokens, for people (`records.to_arrow` is for files)."""
@@ -339,9 +337,14 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return entry_view(self.rows, lambda entries: entries.text_list(self.table))
 
     @property
+    def extras(self) -> dict[str, Array]:
+        """The further columns that were given, by name: (T,) each, NaN where a position has none."""
+        return self._side.extras(len(self))
+
+    @property
     def entropy(self) -> Array | None:
         """Entropy of each position's whole distribution, (T,) float32, nats; NaN where it was not given."""
-        return self._side.number("entropy", len(self))
+        return self._side.column("entropy", len(self))
 
     @property
     def log_kept_mass(self) -> Array | None:
@@ -350,7 +353,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         (T,) float32; None for raw records. Where masks and truncation alone changed the row, a kept token's
         raw logprob at that temperature (1 for a greedy request) is its processed one plus this.
         """
-        return self._side.number("log_kept_mass", len(self))
+        return self._side.column("log_kept_mass", len(self))
 
     @property
     def kept(self) -> IdRuns | None:

@@ -5,12 +5,13 @@ Before it: the records of completions or scores. After it: a trainer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from logprobe.errors import require
+from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,15 +32,26 @@ class PaddedLogprobs:
     token_ids: torch.Tensor  # (B, T) int64, the padding's id where masked
     logprobs: torch.Tensor  # (B, T) float32, nats
     mask: torch.Tensor  # (B, T) bool
-    log_kept_mass: torch.Tensor | None = None  # (B, T) float32, nats; None where a record has none
-    entropy: torch.Tensor | None = None  # (B, T) float32, nats; None where a record has none
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # (B, T) each, the columns that all have
+
+    @property
+    def entropy(self) -> torch.Tensor | None:
+        """(B, T) float32, nats; None where a record has none."""
+        return self.extras.get("entropy")
+
+    @property
+    def log_kept_mass(self) -> torch.Tensor | None:
+        """(B, T) float32, nats; None where a record has none."""
+        return self.extras.get("log_kept_mass")
 
     def to(self, device: torch.device | str) -> PaddedLogprobs:
         """The same on another device."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            values[name] = None if value is None else value.to(device)
-        return PaddedLogprobs(**values)
+        return PaddedLogprobs(
+            token_ids=self.token_ids.to(device),
+            logprobs=self.logprobs.to(device),
+            mask=self.mask.to(device),
+            extras={name: values.to(device) for name, values in self.extras.items()},
+        )
 
 
 def to_padded(
@@ -76,15 +88,15 @@ def to_padded(
             row[slice(len(values)) if side == "right" else slice(width - len(values), None)] = values
         return torch.from_numpy(table)
 
-    def beside(columns: list[Array | None]) -> torch.Tensor | None:
-        present = [column for column in columns if column is not None]
-        return tensor(present, np.float32) if present and len(present) == len(columns) else None
-
+    extras = [record.extras for record in records]
     chosen = [record.chosen_entries() for record in records]
     return PaddedLogprobs(
         token_ids=tensor([entries.token_ids for entries in chosen], np.int64, pad_token_id),
         logprobs=tensor([entries.logprobs for entries in chosen], np.float32),
         mask=tensor([np.ones(len(record), np.bool_) for record in records], np.bool_),
-        log_kept_mass=beside([record.log_kept_mass for record in records]),
-        entropy=beside([record.entropy for record in records]),
+        extras={
+            name: tensor([columns[name] for columns in extras], dtype)
+            for name, dtype in EXTRAS.items()
+            if extras and all(name in columns for columns in extras)
+        },
     )

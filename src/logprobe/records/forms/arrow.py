@@ -26,10 +26,10 @@ from logprobe.records.forms.arrow_validity import (
     valid_column,
 )
 from logprobe.records.info import LogprobsInfo
+from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import narrowed
 from logprobe.records.store.entries import NO_RANK, Entries, StepRows
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import NUMBERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -42,21 +42,22 @@ if TYPE_CHECKING:
 
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 16_384
-LATER = ("log_kept_mass", "kept_ids")  # columns that older files lack
 
-_FIELDS = [
+_CHOSEN = [
     pa.field("request_id", pa.string(), nullable=False),
     pa.field("position", pa.int64(), nullable=False),
     pa.field("token_id", pa.int64()),  # the chosen token; null where the position has none
     pa.field("logprob", pa.float32()),  # nats
     pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
-    pa.field("entropy", pa.float32()),  # nats; null where it was not asked for
+]
+_ENTRIES = [
     pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the entries
     pa.field("top_ids", pa.list_(pa.int32())),  # the k best
     pa.field("top_logprobs", pa.list_(pa.float32())),
     pa.field("byte_start", pa.int64()),
     pa.field("byte_end", pa.int64()),
-    pa.field("log_kept_mass", pa.float32()),  # nats; null where the row is not processed
+]
+_LISTS = [
     pa.field("given_ids", pa.list_(pa.int64())),
     pa.field("given_logprobs", pa.list_(pa.float64())),
     pa.field("given_ranks", pa.list_(pa.int64())),
@@ -68,9 +69,21 @@ _FIELDS = [
 ]
 
 
+def _fields() -> list[pa.Field]:
+    """The columns in their order; the further ones (null where nothing was given) are those of `EXTRAS`."""
+    first, *later = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
+    # The first stands behind the rank in every file; those that came later do not move what was there.
+    return [*_CHOSEN, first, *_ENTRIES, *later, *_LISTS]
+
+
+def _later() -> set[str]:
+    """Columns that older files lack."""
+    return {*[*EXTRAS][1:], "kept_ids"}
+
+
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
     """The columns of a record in Arrow, `info` in the metadata under `logprobe.info`."""
-    return pa.schema(_FIELDS, None if info is None else {INFO_KEY: info.to_json().encode()})
+    return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
 
 
 def to_arrow(
@@ -92,8 +105,7 @@ def to_arrow(
         "token_id": _spread(chosen.token_ids, has_chosen),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
-        "entropy": _numbers(record.entropy, length),
-        "log_kept_mass": _numbers(record.log_kept_mass, length),
+        **{name: pa.array(values, mask=np.isnan(values)) for name, values in record.extras.items()},
         "other_logprob": pa.array(record.other_logprob, mask=_none_of(entries)),
         **_top_columns(record, entries),
         **_byte_columns(byte_offsets, length),
@@ -111,7 +123,8 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
     Raises:
         InputError: a column is missing, or the rows belong to several requests.
     """
-    fields = [field for field in _FIELDS if field.name not in LATER or field.name in batch.schema.names]
+    later = _later()
+    fields = [field for field in _fields() if field.name not in later or field.name in batch.schema.names]
     check_names(batch.schema, fields)
     with as_input_error("the record"):
         columns = {field.name: valid_column(batch.column(field.name), field) for field in fields}
@@ -153,7 +166,8 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
     """
     waiting: list[pa.RecordBatch] = []
     with as_input_error(path), pq.ParquetFile(path) as file:
-        check_names(file.schema_arrow, [field for field in _FIELDS if field.name not in LATER])
+        later = _later()
+        check_names(file.schema_arrow, [field for field in _fields() if field.name not in later])
         check_counts(file.metadata)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
             for request_id, part in _split(batch):
@@ -218,10 +232,6 @@ def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.A
     if missing is not None:
         is_null |= spread == missing
     return pa.array(spread, mask=is_null)
-
-
-def _numbers(values: Array | None, length: int) -> pa.Array:
-    return pa.nulls(length, pa.float32()) if values is None else pa.array(values, mask=np.isnan(values))
 
 
 def _kept_column(record: FlatLogprobs) -> dict[str, pa.Array]:
@@ -303,14 +313,12 @@ def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatL
     if ids is not None and ids.null_count < len(is_none):
         widths = np.asarray(ids.value_lengths().fill_null(0))
         kept = (np.concatenate([[0], np.cumsum(widths, dtype=np.int64)]), np.asarray(ids.flatten()))
-    numbers = {name: _numbers_of(columns.get(name)) for name in NUMBERS}
-    return FlatLogprobs.of(record.rows, given=given, kept=kept, info=info, **numbers)
-
-
-def _numbers_of(column: pa.Array | None) -> Array | None:
-    if column is None or column.null_count == len(column):
-        return None
-    return np.asarray(column.fill_null(np.nan))
+    extras = {
+        name: np.asarray(columns[name].fill_null(np.nan))
+        for name in EXTRAS
+        if name in columns and columns[name].null_count < len(columns[name])
+    }
+    return FlatLogprobs.of(record.rows, given=given, kept=kept, extras=extras, info=info)
 
 
 def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none: Array) -> None:

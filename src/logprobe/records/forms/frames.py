@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.errors import ParameterError
 from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
+from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -19,10 +20,8 @@ if TYPE_CHECKING:
     from logprobe.records.flat import FlatLogprobs
 
 ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
-# Shown where a position has something there; `entry_*` says the same again for records of any shape.
+# Shown behind `EXTRAS` where a position has something there; `entry_*` says the same again for any shape.
 OFTEN: Final = (
-    "entropy",
-    "log_kept_mass",
     "other_logprob",
     "top_ids",
     "top_tokens",
@@ -36,7 +35,7 @@ OFTEN: Final = (
 
 
 def table(record: FlatLogprobs) -> pa.Table:
-    """One row a position: `ALWAYS`, and what there is of `OFTEN`; `info` in the metadata."""
+    """One row a position: `ALWAYS`, and what there is of `EXTRAS` and `OFTEN`; `info` in the metadata."""
     import pyarrow as pa
 
     from logprobe.records.forms.arrow import to_arrow
@@ -44,7 +43,7 @@ def table(record: FlatLogprobs) -> pa.Table:
     batch = to_arrow(record)
     columns = {name: batch.column(name) for name in batch.schema.names}
     columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(record, columns).items()}
-    names = [name for name in OFTEN if name in columns and _holds_something(columns[name])]
+    names = [name for name in (*EXTRAS, *OFTEN) if name in columns and _holds_something(columns[name])]
     shown = pa.table({name: columns[name] for name in (*ALWAYS, *names)})
     return shown.replace_schema_metadata(batch.schema.metadata)
 

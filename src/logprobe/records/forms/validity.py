@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from logprobe.errors import InputError
+from logprobe.records.rows import EXTRAS
 from logprobe.records.store.entries import NO_RANK
 
 if TYPE_CHECKING:
@@ -85,12 +86,8 @@ def _known_columns() -> Columns:
         for name, dtypes in columns.items():
             store[name] = tuple({*store.get(name, ()), *dtypes})
     store |= {f"{name}.scale": ("<f4",) for name in SCALED}
-    beside: Columns = {
-        "entropy": ("<f4",),
-        "log_kept_mass": ("<f4",),
-        "kept.offsets": ("<i8",),
-        "kept.token_ids": IDS,
-    }
+    beside: Columns = {name: (dtype.newbyteorder("<").str,) for name, dtype in EXTRAS.items()}
+    beside |= {"kept.offsets": ("<i8",), "kept.token_ids": IDS}
     return store | {f"given.{name}": dtypes for name, dtypes in store.items()} | beside
 
 

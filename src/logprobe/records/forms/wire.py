@@ -25,8 +25,8 @@ from logprobe.records.forms.validity import (
     require,
 )
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
+from logprobe.records.rows import EXTRAS
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import NUMBERS
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     """What of a record travels."""
 
     rows: Rows
-    numbers: dict[str, Array | None]  # of `NUMBERS`, (T,) float32, nats
+    extras: dict[str, Array]  # of `EXTRAS`, (T,) each
     given: Rows | None
     kept: tuple[Array, Array] | None  # offsets (T + 1,) and ids
     info: LogprobsInfo | None
@@ -71,7 +71,7 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     """
     scalars, columns = _carried(parts.rows).state()
     given_header = None
-    columns |= {name: column for name, column in parts.numbers.items() if column is not None}
+    columns |= parts.extras
     if parts.kept is not None:
         columns |= dict(zip(KEPT, parts.kept, strict=True))
     if parts.given is not None:
@@ -110,10 +110,9 @@ def decode(data: bytes | memoryview) -> Parts:
     header, body = read_header(data)
     check_places(header.columns, len(body), ALIGNMENT)
     columns = _restore(_read_columns(header, body))
-    numbers = {name: columns.pop(name, None) for name in NUMBERS}
-    for name, values in numbers.items():
-        is_fitting = values is None or values.shape == (header.rows.num_rows,)
-        require(is_fitting, f"{name} of another number than the rows")
+    extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
+    for name, values in extras.items():
+        require(values.shape == (header.rows.num_rows,), f"{name} of another number than the rows")
     kept = _kept_of(columns, header.rows.num_rows)
     named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
     require(not named or header.given is not None, "columns of named ids, but none were named")
@@ -121,7 +120,7 @@ def decode(data: bytes | memoryview) -> Parts:
     if header.given is not None:
         require(header.given.num_rows == header.rows.num_rows, "named ids of another number than the rows")
         given = _rows_from(header.given, named, "given.")
-    return Parts(rows, numbers, given, kept, header.info)
+    return Parts(rows, extras, given, kept, header.info)
 
 
 def _kept_of(columns: dict[str, Array], num_rows: int) -> tuple[Array, Array] | None:

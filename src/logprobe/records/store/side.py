@@ -1,4 +1,4 @@
-"""What stands beside a record's positions: single numbers, ids that the caller named, ids that were kept.
+"""What stands beside a record's positions: further columns, ids that the caller named, ids that were kept.
 
 Before it: a step's arrays. After it: `FlatLogprobs`; none of it costs anything until it is given.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from logprobe.errors import ParameterError
+from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import Column
 from logprobe.records.store.rows import Rows
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import Entries
-
-NUMBERS = ("entropy", "log_kept_mass")
-"""The columns of one number a position, (T,) float32, nats; NaN where it was not given."""
 
 
 class IdRuns:
@@ -85,39 +83,37 @@ class IdRuns:
 class Side:
     """The columns beside the rows of one record, as many positions as these."""
 
-    __slots__ = ("_numbers", "given", "is_empty", "kept")
+    __slots__ = ("_extras", "given", "is_empty", "kept")
 
     def __init__(
         self,
-        numbers: Mapping[str, Array | None] | None = None,
+        extras: Mapping[str, Array] | None = None,
         given: Rows | None = None,
         kept: IdRuns | None = None,
     ) -> None:
-        self._numbers = {
-            name: Column.of(values) for name, values in (numbers or {}).items() if values is not None
-        }
+        self._extras = {name: Column.of(values) for name, values in (extras or {}).items()}
         self.given = given  # the named ids, position by position; None: none so far
         self.kept = kept  # the ids that truncation and masks kept; None: none so far
-        self.is_empty = not self._numbers and given is None and kept is None
+        self.is_empty = not self._extras and given is None and kept is None
 
-    def number(self, name: str, length: int) -> Array | None:
-        """One of `NUMBERS` for the first `length` positions; None where none was given."""
-        column = self._numbers.get(name)
+    def column(self, name: str, length: int) -> Array | None:
+        """One of `EXTRAS` for the first `length` positions; None where none was given."""
+        column = self._extras.get(name)
         return None if column is None else column.read(0, length)
 
-    def numbers(self, length: int) -> dict[str, Array | None]:
-        """All of `NUMBERS` for the first `length` positions."""
-        return {name: self.number(name, length) for name in NUMBERS}
+    def extras(self, length: int) -> dict[str, Array]:
+        """Those of `EXTRAS` that were given, for the first `length` positions."""
+        present = self._extras.copy()  # the writer may add one meanwhile
+        return {name: present[name].read(0, length) for name in EXTRAS if name in present}
 
-    def columns(self, length: int) -> tuple[dict[str, Array | None], Rows | None, tuple[Array, Array] | None]:
-        """The numbers of the first `length` positions, the named ids, and the kept ids."""
-        return self.numbers(length), self.given, None if self.kept is None else self.kept.arrays()
+    def columns(self, length: int) -> tuple[dict[str, Array], Rows | None, tuple[Array, Array] | None]:
+        """The further columns of the first `length` positions, the named ids, and the kept ids."""
+        return self.extras(length), self.given, None if self.kept is None else self.kept.arrays()
 
     def nbytes(self, length: int) -> int:
         """Bytes of the values held."""
-        numbers, given, kept = self.columns(length)
-        arrays = [*numbers.values(), *(kept or ())]
-        own = sum(int(array.nbytes) for array in arrays if array is not None)
+        extras, given, kept = self.columns(length)
+        own = sum(int(array.nbytes) for array in [*extras.values(), *(kept or ())])
         return own if given is None else own + given.store.nbytes
 
     def append_nothing(self, at: int, num_new: int) -> None:
@@ -129,17 +125,19 @@ class Side:
         self,
         at: int,
         num_new: int,
-        numbers: Mapping[str, npt.ArrayLike | None],
+        extras: Mapping[str, npt.ArrayLike | None],
         given: Entries | None = None,
         kept: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> None:
         """Add what belongs to `num_new` positions from `at` on; None: nothing was given for them.
 
         Raises:
-            ParameterError: another number of values than of positions. Nothing is added then.
+            ParameterError: no such column, another number of values than of positions. Nothing is added then.
         """
+        for name in extras.keys() - EXTRAS.keys():
+            raise ParameterError(name, f"is no further column; there are {', '.join(EXTRAS)}")
         values = {
-            name: np.asarray(column, np.float32) for name, column in numbers.items() if column is not None
+            name: np.asarray(column, EXTRAS[name]) for name, column in extras.items() if column is not None
         }
         for name, column in values.items():
             if column.shape != (num_new,):
@@ -151,7 +149,7 @@ class Side:
                     name, f"{len(np.asarray(offsets))} offsets for {num_new} positions; give n + 1"
                 )
         self.is_empty = self.is_empty and not values and given is None and kept is None
-        self._append_numbers(at, num_new, values)
+        self._append_extras(at, num_new, values)
         if given is not None or self.given is not None:
             named = self.given or Rows()
             named.append_none(at + (num_new if given is None else 0) - named.num_rows)
@@ -166,20 +164,17 @@ class Side:
                 runs.append(*kept)
             self.kept = runs
 
-    def _append_numbers(self, at: int, num_new: int, values: Mapping[str, Array]) -> None:
-        for name in self._numbers.keys() | values.keys():
-            column = self._numbers.get(name) or Column.of(np.full(at, np.nan, np.float32))
-            column.write(at, values.get(name, np.full(num_new, np.nan, np.float32)))
-            self._numbers[name] = column
+    def _append_extras(self, at: int, num_new: int, values: Mapping[str, Array]) -> None:
+        for name in self._extras.keys() | values.keys():
+            column = self._extras.get(name) or Column.of(np.full(at, np.nan, EXTRAS[name]))
+            column.write(at, values.get(name, np.full(num_new, np.nan, EXTRAS[name])))
+            self._extras[name] = column
 
     def cut(self, places: range, length: int) -> Side:
         """What belongs to the positions named, of the `length` that there are."""
         picked = np.array(places, np.intp)
         return Side(
-            {
-                name: None if values is None else values[picked]
-                for name, values in self.numbers(length).items()
-            },
+            {name: values[picked] for name, values in self.extras(length).items()},
             None if self.given is None else self.given.cut(places),
             None if self.kept is None else self.kept.cut(places),
         )

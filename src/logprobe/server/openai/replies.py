@@ -51,7 +51,7 @@ def chat_logprobs(service: Service, generation: Generation, piece: CompletionPie
     other = piece.completion.processed_logprobs
     if other is not None:
         found["processed_content"] = service.encoder.rows(other, rows, top)
-        found |= _kept_mass(other, rows)
+        found |= _extras(other, rows)
     return found | _beside(record, rows, service)
 
 
@@ -68,7 +68,7 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
     other = piece.completion.processed_logprobs
     if other is not None:
         found["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
-        found |= _kept_mass(other, range(piece.start, piece.stop))
+        found |= _extras(other, range(piece.start, piece.stop))
     return found | _beside(record, range(piece.start, piece.stop), service)
 
 
@@ -121,21 +121,16 @@ def encode(service: Service, reply: dict[str, Any]) -> bytes:
 
 
 def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
-    """Entropy, kept mass and named ids of the rows, parallel to them; nothing where there is none."""
-    found = _kept_mass(record, rows)
-    if record.entropy is not None:
-        found["entropy"] = finite(record.entropy[list(rows)])
+    """Further columns and named ids of the rows, parallel to them; nothing where there is none."""
+    found = _extras(record, rows)
     if record.given is not None:
         vocabulary = service.text.vocabulary
         found["given"] = _written(entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows)
     return found
 
 
-def _kept_mass(record: FlatLogprobs, rows: Any) -> dict[str, Any]:
-    """What truncation kept of each processed row; nothing where the record is raw."""
-    if record.log_kept_mass is None:
-        return {}
-    return {"log_kept_mass": finite(record.log_kept_mass[list(rows)])}
+def _extras(record: FlatLogprobs, rows: Any) -> dict[str, Any]:
+    return {name: finite(values[list(rows)]) for name, values in record.extras.items()}
 
 
 def _explanations(piece: CompletionPiece) -> list[Any]:

@@ -1,0 +1,71 @@
+"""A further column is named in one table; records, bytes, files and tables learn of it from there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.records import FlatLogprobs, from_arrow, read_parquet, to_arrow, to_padded, write_parquet
+from logprobe.records.rows import EXTRAS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MARGINS = np.float32([0.5, 2.5, np.nan])
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> FlatLogprobs:
+    """Two positions with a column that nobody has heard of, and one without."""
+    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    flat = FlatLogprobs()
+    flat.append_rows([[7, 1], [8, 2]], [[-1.0, -0.5], [-3.0, -0.5]], [2, 2], margin=[0.5, 2.5])
+    flat.append_rows([[9, 3]], [[-3.0, -0.5]], [2], entropy=[1.5])
+    return flat
+
+
+def test_records_hold_it_beside_the_others(record: FlatLogprobs) -> None:
+    assert list(record.extras) == ["entropy", "margin"]
+    np.testing.assert_array_equal(record.extras["margin"], MARGINS)
+    np.testing.assert_array_equal(record.extras["entropy"], np.float32([np.nan, np.nan, 1.5]))
+    np.testing.assert_array_equal(record[1::-1].extras["margin"], [2.5, 0.5])
+    np.testing.assert_array_equal((record + record).extras["margin"], [*MARGINS, *MARGINS])
+
+
+def test_bytes_and_files_carry_it(record: FlatLogprobs, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", {"r": record})
+    for back in (
+        FlatLogprobs.from_bytes(record.to_bytes()),
+        from_arrow(to_arrow(record)),
+        read_parquet(tmp_path / "a.parquet")["r"],
+    ):
+        assert back == record
+        np.testing.assert_array_equal(back.extras["margin"], MARGINS)
+
+
+def test_files_from_before_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2])
+    data, batch = flat.to_bytes(), to_arrow(flat)
+    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    for back in (FlatLogprobs.from_bytes(data), from_arrow(batch)):
+        assert back == flat
+        assert back.extras == {}
+
+
+def test_tables_and_tensors_show_it(record: FlatLogprobs) -> None:
+    assert [row["margin"] for row in record.to_dict()["positions"]] == [0.5, 2.5, None]
+    assert [row["margin"] for row in msgspec.json.decode(record.to_json())["positions"]] == [0.5, 2.5, None]
+    assert to_padded([record[:2], record[:1]]).extras["margin"].tolist() == [[0.5, 2.5], [0.5, 0.0]]
+
+
+def test_a_column_that_is_in_no_table_is_refused_by_name() -> None:
+    flat = FlatLogprobs()
+    with pytest.raises(ParameterError) as error:
+        flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2], margins=[0.5])
+    assert error.value.parameter == "margins"
+    assert len(flat) == 0
