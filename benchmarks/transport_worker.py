@@ -10,21 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.records.lists import LogprobsLists
+from logprobe.records.rows import HostRows
 from logprobe.transport.messages import Delta
 
 
 @functools.cache
-def rows(num_rows: int, k: int) -> LogprobsLists:
+def rows(num_rows: int, k: int) -> HostRows:
     """Rows with k alternatives each, whose numbers differ."""
     generator = np.random.default_rng(k)
-    return LogprobsLists.of_rows(
-        token_ids=np.tile(np.arange(k + 1, dtype=np.int32), (num_rows, 1)),
-        logprobs=np.sort(-generator.exponential(5, (num_rows, k + 1)).astype(np.float32))[:, ::-1],
-        ranks=np.ones(num_rows, np.int32),
-        lse=np.zeros(num_rows, np.float32),
-        num_logprobs=np.full(num_rows, k, np.int32),
-        is_valid=np.ones(num_rows, np.bool_),
+    return HostRows(
+        np.tile(np.arange(k + 1, dtype=np.int32), (num_rows, 1)),
+        np.sort(-generator.exponential(5, (num_rows, k + 1)).astype(np.float32))[:, ::-1],
+        np.ones(num_rows, np.int32),
     )
 
 
@@ -33,15 +30,15 @@ def step(num_rows: int, k: int) -> list[Delta]:
     """What one step says of so many requests."""
     whole = rows(num_rows, k)
     return [
-        Delta(request_id=f"request-{row}", index=0, token_ids=[7], raw=whole.rows(row, row + 1, k))
+        Delta(request_id=f"request-{row}", index=0, token_ids=[7], raw=whole.rows(row, row + 1))
         for row in range(num_rows)
     ]
 
 
-def as_dicts(lists: LogprobsLists) -> list[dict[int, tuple[float, int | None]]]:
+def as_dicts(whole: HostRows) -> list[dict[int, tuple[float, int | None]]]:
     """The same rows as a list of dicts: token id → log-probability and rank."""
     made = []
-    for ids, logprobs in zip(lists.token_ids.tolist(), lists.logprobs.tolist(), strict=True):
+    for ids, logprobs in zip(whole.token_ids.tolist(), whole.logprobs.tolist(), strict=True):
         ranks = (1, *range(1, len(ids)))
         entries = zip(ids, logprobs, ranks, strict=True)
         made.append({token_id: (logprob, rank) for token_id, logprob, rank in entries})
@@ -52,10 +49,10 @@ def send_by_queue(queue: Any, orders: Any) -> None:
     """Answer each order (rows a step, k, steps) by that many steps; None ends it."""
     while (order := orders.get()) is not None:
         num_rows, k, num_steps = order
-        lists = rows(num_rows, k)
+        whole = rows(num_rows, k)
         for _ in range(num_steps):
             # Made anew for each step, as an engine has to; the queue pickles them.
-            queue.put(as_dicts(lists))
+            queue.put(as_dicts(whole))
 
 
 def send_by_channel(folder: str, lifeline: Any, file: Any, orders: Any) -> None:

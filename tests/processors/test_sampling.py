@@ -43,7 +43,7 @@ def test_changed_rows_are_drawn_from_and_reported_as_processed(num_changed: int,
         assert want.processed_logprobs is not None
         assert got.sampled_token_ids[row] == want.sampled_token_ids[0]
         assert got.is_valid[row]
-        width = int(want.processed_logprobs.num_logprobs[0]) + 1
+        width = int(want.num_logprobs[0]) + 1
         ours, theirs = got.processed_logprobs.logprobs[row], want.processed_logprobs.logprobs[0]
         assert np.array_equal(ours[:width], theirs[:width])
         expected = raw[row, got.sampled_token_ids[row]] - raw[row].double().logsumexp(0)

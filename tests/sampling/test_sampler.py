@@ -23,15 +23,15 @@ def report(rows: Any, row: int, stage: str) -> dict[str, Any] | None:
     """What one row of a step reports at one stage."""
     is_raw = stage == "raw"
     places = rows.logprobs_rows if is_raw else rows.processed_rows
-    lists = rows.logprobs if is_raw else rows.processed_logprobs
+    found = rows.logprobs if is_raw else rows.processed_logprobs
     place = int(places[row])
     if place < 0:
         return None
-    width = int(lists.num_logprobs[place]) + 1
+    width = int(rows.num_logprobs[row]) + 1
     return {
-        "ids": lists.token_ids[place, :width].tolist(),
-        "logprobs": lists.logprobs[place, :width].tolist(),
-        "rank": int(lists.ranks[place]),
+        "ids": found.token_ids[place, :width].tolist(),
+        "logprobs": found.logprobs[place, :width].tolist(),
+        "rank": int(found.ranks[place]),
     }
 
 

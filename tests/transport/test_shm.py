@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import EngineError, ParameterError
-from logprobe.records.lists import GivenLists, KeptLists, LogprobsLists
+from logprobe.records.rows import GivenLists, HostRows, KeptLists
 from logprobe.transport import codec as codecs
 from logprobe.transport import shm
 from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
@@ -22,17 +22,6 @@ from logprobe.transport.shm import NUM_PAGES, PAGE_BYTES, PageReader, PageWriter
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-COLUMNS = (
-    "token_ids",
-    "logprobs",
-    "ranks",
-    "lse",
-    "num_logprobs",
-    "is_valid",
-    "entropy",
-    "log_kept_mass",
-)
-
 
 @pytest.fixture
 def file() -> Iterator[int]:
@@ -41,9 +30,7 @@ def file() -> Iterator[int]:
     os.close(descriptor)
 
 
-def some_rows(
-    num_rows: int, k: int, *, entropy: bool = False, given: int = 0, seed: int = 0
-) -> LogprobsLists:
+def some_rows(num_rows: int, k: int, *, entropy: bool = False, given: int = 0, seed: int = 0) -> HostRows:
     random = np.random.default_rng(seed)
 
     def ids(*shape: int) -> Any:
@@ -61,29 +48,29 @@ def some_rows(
             logprobs=floats(num_rows * given),
             ranks=ids(num_rows * given),
         )
-    return LogprobsLists.of_rows(
-        token_ids=ids(num_rows, k + 1),
-        logprobs=floats(num_rows, k + 1),
-        ranks=ids(num_rows),
-        lse=floats(num_rows),
-        num_logprobs=np.full(num_rows, k, np.int32),
-        is_valid=random.random(num_rows) < 0.9,
-        entropy=floats(num_rows) if entropy else None,
-        given=named,
-        log_kept_mass=floats(num_rows) if given else None,
-        kept=KeptLists.of([np.arange(row % 5, dtype=np.uint16) for row in range(num_rows)])
-        if given
-        else None,
+    extras = {"entropy": floats(num_rows)} if entropy else {}
+    if given:
+        extras["log_kept_mass"] = floats(num_rows)
+    return HostRows(
+        ids(num_rows, k + 1),
+        floats(num_rows, k + 1),
+        ids(num_rows),
+        extras,
+        named,
+        KeptLists.of([np.arange(row % 5, dtype=np.uint16) for row in range(num_rows)]) if given else None,
     )
 
 
-def assert_same(got: LogprobsLists, want: LogprobsLists) -> None:
-    for name in COLUMNS:
-        mine, theirs = getattr(got, name), getattr(want, name)
-        assert (mine is None) == (theirs is None), name
-        if mine is not None:
-            assert mine.dtype == theirs.dtype
-            np.testing.assert_array_equal(mine, theirs)
+def assert_same(got: HostRows, want: HostRows) -> None:
+    assert got.extras.keys() == want.extras.keys()
+    for mine, theirs in (
+        (got.token_ids, want.token_ids),
+        (got.logprobs, want.logprobs),
+        (got.ranks, want.ranks),
+        *((got.extras[name], want.extras[name]) for name in want.extras),
+    ):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
     assert (got.given is None) == (want.given is None)
     if got.given is not None and want.given is not None:
         for mine, theirs in zip(got.given.columns(), want.given.columns(), strict=True):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.sample import Draw
     from logprobe.engine.processing import Processing
-    from logprobe.records import SamplerOutput
     from logprobe.records.store.columns import Array
     from logprobe.sampling import Sampler
+    from logprobe.sampling.sampled import SampledRows
     from logprobe.transport.messages import Request
 
 
@@ -30,7 +30,7 @@ class Drawing:
         self._processing = processing
         self._sampler = sampler
 
-    def draw(self, chunk: list[Draw], logits: Tensor) -> SamplerOutput:
+    def draw(self, chunk: list[Draw], logits: Tensor) -> SampledRows:
         """A token for each row of (rows, V) float32 logits, which stay raw; see `Processing.chunks`."""
         params = [draw.sample.request.params for draw in chunk]
         uniforms = np.array([draw.sample.uniform(draw.ahead) for draw in chunk])
@@ -40,7 +40,7 @@ class Drawing:
             logits, params, uniforms, None if changed is None else changed.logits, forced
         )
         if any(one.explain for one in params):
-            output = output.on_host()  # an explanation names the tokens that the rows list
+            output = output.to_host()  # an explanation names the tokens that the rows list
         self._processing.record(chunk, logits, changed, output)
         output.whole_rows.update(_whole_rows(chunk, logits))
         return output

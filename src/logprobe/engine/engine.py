@@ -26,8 +26,8 @@ from logprobe.engine.succession import Succession
 from logprobe.errors import ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
-from logprobe.records import SamplerOutput
 from logprobe.sampling import Sampler
+from logprobe.sampling.sampled import SampledRows
 from logprobe.transport.messages import (
     Abort,
     AddLora,
@@ -312,23 +312,23 @@ class Engine:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Draw]) -> tuple[list[Draw], list[SamplerOutput]]:
+    def _draw(self, draws: list[Draw]) -> tuple[list[Draw], list[SampledRows]]:
         """A row for each draw, in the order of the draws that comes with them."""
         ordered: list[Draw] = []
-        parts: list[SamplerOutput] = []
+        parts: list[SampledRows] = []
         for chunk in self.processing.chunks(draws, default_chunk_rows(self.forward.vocab_size)):
             ordered += chunk
             parts.append(self._draw_chunk(chunk))
         return ordered, parts
 
-    def _arrival(self, parts: list[SamplerOutput]) -> Callable[[], SamplerOutput] | None:
+    def _arrival(self, parts: list[SampledRows]) -> Callable[[], SampledRows] | None:
         """What waits until a step's numbers are on the host; their copies begin now."""
         if not parts:
             return None
         arriving = [part.arriving(self.send) for part in parts]
-        return lambda: SamplerOutput.joined([one() for one in arriving])
+        return lambda: SampledRows.joined([one() for one in arriving])
 
-    def _draw_chunk(self, chunk: list[Draw]) -> SamplerOutput:
+    def _draw_chunk(self, chunk: list[Draw]) -> SampledRows:
         last_slots = np.array([draw.slot for draw in chunk], dtype=np.int32)
         return self.drawing.draw(chunk, self.forward.head(self.forward.hidden_rows(last_slots)))
 

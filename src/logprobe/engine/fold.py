@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.request import CompletionOutput
-    from logprobe.records import LogprobsInfo, LogprobsLists, TokenTable
+    from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.records.info import Stage
+    from logprobe.records.rows import HostRows
     from logprobe.sampling import SamplingParams
     from logprobe.transport.messages import Delta, Finish, News, Request
 
@@ -147,17 +148,16 @@ class Fold:
             if is_alone:
                 completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, news.processed)
 
-    def _append(self, record: FlatLogprobs, rows: LogprobsLists) -> None:
+    def _append(self, record: FlatLogprobs, rows: HostRows) -> None:
         # Other rows of the step may have asked for more than these.
         given = rows.given if self._params.logprob_token_ids else None
-        columns = {name: getattr(rows, name) for name in self._extras}
         record.append_rows(
             rows.token_ids,
             rows.logprobs,
             rows.ranks,
             given=None if given is None else given.columns(),
             kept=(rows.kept.offsets, rows.kept.token_ids) if self._params.kept_ids and rows.kept else None,
-            **{name: values for name, values in columns.items() if values is not None},
+            **{name: rows.extras[name] for name in self._extras if name in rows.extras},
         )
 
     def _end(self, completion: CompletionOutput, finish: Finish) -> None:
@@ -169,7 +169,7 @@ class Fold:
             keep_best(self.output, self._params)
 
 
-def _plus_chosen(total: float | None, rows: LogprobsLists) -> float:
+def _plus_chosen(total: float | None, rows: HostRows) -> float:
     # One by one, so that the sum is the same however many came at once.
     result = total or 0.0
     for logprob in rows.logprobs[:, 0].tolist():

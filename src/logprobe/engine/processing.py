@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from logprobe.errors import ProcessorError
 from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import Pipeline
-from logprobe.records import LogprobsLists
+from logprobe.records.rows import HostRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ActiveSample, ProcessedRows
-    from logprobe.records import SamplerOutput
     from logprobe.sampling import SamplingParams
+    from logprobe.sampling.sampled import SampledRows
 
 
 class Processing:
@@ -77,10 +77,9 @@ class Processing:
         return self.pipeline.apply(logits[:num_active]) if num_active else None
 
     def record(
-        self, chunk: list[Draw], logits: Tensor, run: ProcessedRows | None, output: SamplerOutput
+        self, chunk: list[Draw], logits: Tensor, run: ProcessedRows | None, output: SampledRows
     ) -> None:
         """Note which draws a processor failed, and the effects on the others."""
-        assert output.is_valid is not None
         for row, draw in enumerate(chunk):
             if run is not None and row < len(run.logits):
                 draw.error = run.errors.get(row) or self._dead_end(draw.sample, row, logits, output)
@@ -89,10 +88,9 @@ class Processing:
                 draw.effects = _explained(effects, output, row)
 
     def _dead_end(
-        self, sample: Sample, row: int, logits: Tensor, output: SamplerOutput
+        self, sample: Sample, row: int, logits: Tensor, output: SampledRows
     ) -> ProcessorError | None:
         """Several processors may leave no token where each alone leaves some."""
-        assert output.is_valid is not None
         if output.is_valid[row] or not bool(logits[row].amax().cpu().isfinite()):
             return None
         name = sample.request.request_id
@@ -107,18 +105,13 @@ def _active(draw: Draw) -> ActiveSample | None:
     return active.after(draw.sample.draft_ids[: draw.ahead])
 
 
-def _explained(effects: list[RowEffect], output: SamplerOutput, row: int) -> list[ProcessorEffect]:
+def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[ProcessorEffect]:
     listed = {int(output.sampled_token_ids[row])}
+    width = int(output.num_logprobs[row]) + 1
     reports = ((output.logprobs, output.logprobs_rows), (output.processed_logprobs, output.processed_rows))
-    for lists, rows in reports:
-        if isinstance(lists, LogprobsLists) and rows is not None and rows[row] >= 0:
-            listed.update(_listed(lists, int(rows[row])))
+    for rows, places in reports:
+        if isinstance(rows, HostRows) and (place := int(places[row])) >= 0:
+            listed.update(rows.token_ids[place, :width].tolist())
+            if rows.given is not None:
+                listed.update(rows.given.rows(place, place + 1).token_ids.tolist())
     return [effect.among(listed) for effect in effects]
-
-
-def _listed(lists: LogprobsLists, row: int) -> list[int]:
-    width = int(lists.num_logprobs[row]) + 1
-    ids: list[int] = lists.token_ids[row, :width].tolist()
-    if lists.given is not None:
-        ids += lists.given.rows(row, row + 1).token_ids.tolist()
-    return ids

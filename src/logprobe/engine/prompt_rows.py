@@ -14,7 +14,7 @@ import torch
 
 from logprobe.kernels import head_extract
 from logprobe.kernels.extraction.head import default_chunk_rows
-from logprobe.records import LogprobsLists
+from logprobe.records.rows import EXTRAS, HostRows
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.protocol import ForwardBackend
+    from logprobe.records.store.columns import Array
     from logprobe.records.values import IntArray
 
 KNOWN_WIDTH = 20  # alternatives kept a slot
@@ -34,8 +35,7 @@ class KnownRows:
         self._next_ids = np.full(num_slots, -1, dtype=np.int32)
         self._ks = np.empty(num_slots, dtype=np.int32)
         self._ranks = np.empty(num_slots, dtype=np.int32)
-        self._lse = np.empty(num_slots, dtype=np.float32)
-        self._entropy = np.empty(num_slots, dtype=np.float32)  # NaN: not computed
+        self._extras: dict[str, Array] = {}  # of EXTRAS, those that were ever asked for; NaN: not computed
         self._token_ids = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.int32)
         self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
 
@@ -43,33 +43,32 @@ class KnownRows:
         """These slots hold other tokens now."""
         self._next_ids[slots] = -1
 
-    def covers(self, slots: IntArray, next_ids: IntArray, k: int, *, entropy: bool) -> bool:
+    def covers(self, slots: IntArray, next_ids: IntArray, k: int, extras: Sequence[str]) -> bool:
         """Whether every one of these positions can be answered from memory."""
         is_known = (self._next_ids[slots] == next_ids) & (self._ks[slots] >= k)
-        if entropy:
-            is_known &= ~np.isnan(self._entropy[slots])
+        for name in extras:
+            is_known &= name in self._extras and ~np.isnan(self._extras[name][slots])
         return bool(is_known.all())
 
-    def recall(self, slots: IntArray, k: int) -> LogprobsLists:
+    def recall(self, slots: IntArray, k: int, extras: Sequence[str]) -> HostRows:
         """The numbers of slots that `covers` said yes to."""
-        return LogprobsLists.of_rows(
-            token_ids=self._token_ids[slots, : k + 1],
-            logprobs=self._logprobs[slots, : k + 1],
-            ranks=self._ranks[slots],
-            lse=self._lse[slots],
-            num_logprobs=np.full(len(slots), k, dtype=np.int32),
-            is_valid=np.ones(len(slots), dtype=np.bool_),
-            entropy=self._entropy[slots],
+        return HostRows(
+            self._token_ids[slots, : k + 1],
+            self._logprobs[slots, : k + 1],
+            self._ranks[slots],
+            {name: self._extras[name][slots] for name in extras},
         )
 
-    def remember(self, slots: IntArray, rows: LogprobsLists) -> None:
+    def remember(self, slots: IntArray, rows: HostRows) -> None:
         """Keep what was computed, where it is valid and narrow enough."""
         width = min(rows.token_ids.shape[1], KNOWN_WIDTH + 1)
         self._next_ids[slots] = np.where(rows.is_valid, rows.token_ids[:, 0], -1)
         self._ks[slots] = width - 1
         self._ranks[slots] = rows.ranks
-        self._lse[slots] = rows.lse
-        self._entropy[slots] = np.nan if rows.entropy is None else rows.entropy
+        for name in rows.extras.keys() - self._extras.keys():
+            self._extras[name] = np.full(len(self._ks), np.nan, EXTRAS[name])
+        for name, column in self._extras.items():
+            column[slots] = rows.extras.get(name, np.nan)
         self._token_ids[slots, :width] = rows.token_ids[:, :width]
         self._logprobs[slots, :width] = rows.logprobs[:, :width]
 
@@ -86,26 +85,27 @@ class PromptScorer:
         """These slots are being filled anew."""
         self._known.forget(slots)
 
-    def score(self, spans: Sequence[Span]) -> list[LogprobsLists]:
+    def score(self, spans: Sequence[Span]) -> list[HostRows]:
         """The numbers of each span; all raw ones that must be computed share the head's chunks."""
         answers = [self._recall(span) for span in spans]
         missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
         computed = iter(self._compute(missing) if missing else ())
         return [next(computed) if answer is None else answer for answer in answers]
 
-    def _recall(self, span: Span) -> LogprobsLists | None:
+    def _recall(self, span: Span) -> HostRows | None:
         request = span.sample.request
         if request.scores_processed:
             return self._processed(span)
         params = request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
-        if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, entropy=params.entropy):
+        extras = [name for name in EXTRAS if getattr(params, name, False)]
+        if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, extras):
             return None
-        return self._known.recall(slots, k)
+        return self._known.recall(slots, k, extras)
 
     @torch.inference_mode()
-    def _processed(self, span: Span) -> LogprobsLists:
+    def _processed(self, span: Span) -> HostRows:
         """The numbers of the distribution that the request would draw from; none of them is kept."""
         params, size = span.sample.request.params, default_chunk_rows(self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span).tolist()
@@ -117,9 +117,9 @@ class PromptScorer:
             output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced)
             assert output.processed_logprobs is not None
             parts.append(output.processed_logprobs)
-        return LogprobsLists.joined(parts)
+        return HostRows.joined(parts)
 
-    def _compute(self, spans: Sequence[Span]) -> list[LogprobsLists]:
+    def _compute(self, spans: Sequence[Span]) -> list[HostRows]:
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
@@ -132,10 +132,10 @@ class PromptScorer:
             given_ids=given if any(given) else None,
             entropy=any(span.sample.request.params.entropy for span in spans),
         )
-        lists = tensors.to_lists()
+        whole = tensors.to_host()
         starts = np.cumsum([0, *lengths]).tolist()
         rows = [
-            lists.rows(start, start + length, width)
+            whole.rows(start, start + length).narrowed(width)
             for start, length, width in zip(starts, lengths, widths, strict=False)
         ]
         for span, scored in zip(spans, rows, strict=True):

@@ -11,7 +11,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from logprobe.errors import NonFiniteLogitsError
-from logprobe.records import LogprobsTensors
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.engine.plan.scheduler import Span
-    from logprobe.records import LogprobsLists, SamplerOutput
+    from logprobe.records.rows import HostRows
     from logprobe.records.store.columns import Array
+    from logprobe.sampling.sampled import SampledRows
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import News
 
@@ -31,7 +31,7 @@ class StepNews:
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
     rows: list[tuple[Delta, int]] = field(default_factory=list)  # of the step's output, for its first token
-    arrive: Callable[[], SamplerOutput] | None = None  # waits for that output; None: nothing was drawn
+    arrive: Callable[[], SampledRows] | None = None  # waits for that output; None: nothing was drawn
     others: Sequence[News] = ()  # of requests that were not in the step
 
     def drop(self, samples: Iterable[Sample]) -> None:
@@ -54,9 +54,9 @@ class Recorder:
 
     def record(
         self,
-        scored: Iterable[tuple[Span, LogprobsLists]],
+        scored: Iterable[tuple[Span, HostRows]],
         draws: Sequence[Draw],
-        parts: Sequence[SamplerOutput],
+        parts: Sequence[SampledRows],
     ) -> StepNews:
         """What a step found, one delta a sample; the `parts` together hold a row for each of `draws`."""
         news = StepNews()
@@ -73,8 +73,9 @@ class Recorder:
         """Everything that a step found, with the rows of its tokens; waits until these are on the host."""
         if news.arrive is not None:
             output = news.arrive()
-            raw = _Cutter(output.logprobs, output.logprobs_rows)
-            processed = _Cutter(output.processed_logprobs, output.processed_rows)
+            ks = output.num_logprobs.tolist()
+            raw = _Cutter(output.raw_on_host, output.logprobs_rows, ks)
+            processed = _Cutter(output.processed_logprobs, output.processed_rows, ks)
             for delta, row in news.rows:
                 count = len(delta.token_ids)
                 delta.raw, delta.processed = raw.rows(row, count), processed.rows(row, count)
@@ -92,7 +93,7 @@ class Recorder:
             for sample in samples
         ]
 
-    def _add_prompt_rows(self, delta: Delta, span: Span, rows: LogprobsLists) -> None:
+    def _add_prompt_rows(self, delta: Delta, span: Span, rows: HostRows) -> None:
         sample = span.sample
         if not rows.is_valid.all():
             position = span.start + 1 + int(rows.is_valid.argmin())
@@ -102,7 +103,7 @@ class Recorder:
         if not sample.wants_sample and span.end == sample.num_prompt_rows:
             sample.finish(Finish("length"))
 
-    def _add_tokens(self, draws: Sequence[Draw], parts: Sequence[SamplerOutput], news: StepNews) -> None:
+    def _add_tokens(self, draws: Sequence[Draw], parts: Sequence[SampledRows], news: StepNews) -> None:
         token_ids = chain.from_iterable(part.sampled_token_ids.tolist() for part in parts)
         whole_rows = chain.from_iterable(map(_drawn_rows, parts))
         for row, (draw, token_id, (is_valid, whole)) in enumerate(
@@ -160,24 +161,26 @@ class Recorder:
 
 
 class _Cutter:
-    """Cuts the rows of single samples out of a step's, as wide as they were asked."""
+    """Cuts the rows of single samples out of a step's, as ranges of one block for each width asked for."""
 
-    def __init__(self, lists: LogprobsLists | LogprobsTensors | None, rows: Array | None) -> None:
-        assert not isinstance(lists, LogprobsTensors), "a step's numbers are on the host by now"
-        self._lists = lists
-        self._rows: list[int] = [] if rows is None else rows.tolist()
-        self._ks: list[int] = [] if lists is None else lists.num_logprobs.tolist()
+    def __init__(self, whole: HostRows | None, places: Array, ks: list[int]) -> None:
+        self._whole = whole
+        self._places: list[int] = places.tolist()
+        self._ks = ks
+        self._blocks: dict[int, HostRows] = {}
 
-    def rows(self, first: int, count: int) -> LogprobsLists | None:
+    def rows(self, first: int, count: int) -> HostRows | None:
         """The rows of one sample, which lie together; None where it asked for none."""
-        if self._lists is None or (row := self._rows[first]) < 0:
+        if self._whole is None or (place := self._places[first]) < 0:
             return None
-        return self._lists.rows(row, row + count, self._ks[row])
+        k = self._ks[first]
+        if k not in self._blocks:
+            self._blocks[k] = self._whole.narrowed(k)
+        return self._blocks[k].rows(place, place + count)
 
 
-def _drawn_rows(part: SamplerOutput) -> Iterable[tuple[bool, Array | None]]:
+def _drawn_rows(part: SampledRows) -> Iterable[tuple[bool, Array | None]]:
     """Whether each row is valid, and the whole distribution of those that want one."""
-    assert part.is_valid is not None
     return ((is_valid, part.whole_rows.get(row)) for row, is_valid in enumerate(part.is_valid.tolist()))
 
 

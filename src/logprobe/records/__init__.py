@@ -8,14 +8,10 @@ from logprobe._lazy import lazy_names
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
-from logprobe.records.lists import GivenLists, LogprobsLists
+from logprobe.records.lists import LogprobsLists
 from logprobe.records.padded import PaddedLogprobs, to_padded
-from logprobe.records.steps import (
-    GivenLogprobs,
-    LogprobsTensors,
-    ModelRunnerOutput,
-    SamplerOutput,
-)
+from logprobe.records.rows import DeviceRows, GivenLists, GivenLogprobs, HostRows
+from logprobe.records.steps import LogprobsTensors, ModelRunnerOutput, SamplerOutput
 from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
 from logprobe.records.verbs import (
     PromptLogprobs,
@@ -44,9 +40,11 @@ _LATER = dict.fromkeys(
 
 __all__ = [
     "ChatEncoder",
+    "DeviceRows",
     "FlatLogprobs",
     "GivenLists",
     "GivenLogprobs",
+    "HostRows",
     "Logprob",
     "LogprobsInfo",
     "LogprobsLists",

@@ -1,6 +1,6 @@
 """Tensors → arrays on the host: at once, or in two so that other work goes on meanwhile.
 
-Before it: `LogprobsTensors` on whatever device. After it: `LogprobsLists`.
+Before it: `DeviceRows` on whatever device. After it: `HostRows`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""`LogprobsLists`: the numbers of rows on the host, a step's or those of several sequences.
+"""`LogprobsLists`: the numbers of several sequences on the host, position by position.
 
-Before it: `LogprobsTensors`, or a producer of single positions. After it: the records of requests, messages,
-and replies that want values.
+Before it: `LogprobsTensors`, or a producer of single positions. After it: user code.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,88 +12,17 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
+from logprobe.records.rows import EXTRAS
 from logprobe.records.values import TokenLogprob, TopLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.records.rows import GivenLists
     from logprobe.records.store.columns import Array
 
 LEAST_ROWS = 16  # that appending makes room for
 COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenLists:
-    """Log-probabilities of ids that the caller named, any number a row, on the host."""
-
-    offsets: Array  # (N + 1,) int64: row n owns entries [offsets[n], offsets[n + 1])
-    token_ids: Array  # (M,) int32
-    logprobs: Array  # (M,) float32, nats
-    ranks: Array  # (M,) int32: 1 + number of strictly greater logits
-
-    def rows(self, start: int, stop: int) -> GivenLists:
-        """Rows [start, stop); shares memory."""
-        offsets = self.offsets[start : stop + 1]
-        entries = slice(int(offsets[0]), int(offsets[-1]))
-        return GivenLists(
-            offsets=offsets - offsets[0],
-            token_ids=self.token_ids[entries],
-            logprobs=self.logprobs[entries],
-            ranks=self.ranks[entries],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence[LogprobsLists]) -> GivenLists:
-        """The named ids of several parts of a step; a part without any has rows without any."""
-        empty = [np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32)]
-        columns = [empty if part.given is None else part.given.columns()[1:] for part in parts]
-        counts = [
-            np.zeros(part.total_tokens(), np.int64) if part.given is None else np.diff(part.given.offsets)
-            for part in parts
-        ]
-        ids, logprobs, ranks = (np.concatenate(column) for column in zip(*columns, strict=True))
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
-        return cls(offsets=offsets, token_ids=ids, logprobs=logprobs, ranks=ranks)
-
-    def columns(self) -> list[Array]:
-        """Offsets, ids, logprobs and ranks, as `FlatLogprobs.append_rows` takes them."""
-        return [self.offsets, self.token_ids, self.logprobs, self.ranks]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptLists:
-    """The ids that masks and truncation kept of each row's distribution, on the host."""
-
-    offsets: Array  # (N + 1,) int64: row n owns entries [offsets[n], offsets[n + 1])
-    token_ids: Array  # (M,) ascending within a row; the narrowest integers that hold the vocabulary
-
-    @classmethod
-    def of(cls, runs: Sequence[Array]) -> KeptLists:
-        """One run of ids a row."""
-        return cls(offsets=np.cumsum([0, *map(len, runs)]), token_ids=np.concatenate(runs))
-
-    @classmethod
-    def joined(cls, parts: Sequence[LogprobsLists]) -> KeptLists:
-        """The kept ids of several parts of a step; a part without any has rows without any."""
-        runs = [
-            run
-            for part in parts
-            for run in (
-                [np.empty(0, np.uint16)] * part.total_tokens() if part.kept is None else part.kept.runs()
-            )
-        ]
-        return cls.of(runs)
-
-    def runs(self) -> list[Array]:
-        """The ids of each row."""
-        return np.split(self.token_ids, self.offsets[1:-1])
-
-    def rows(self, start: int, stop: int) -> KeptLists:
-        """Rows [start, stop); shares no memory, so that one row does not keep a step."""
-        offsets = self.offsets[start : stop + 1]
-        ids = self.token_ids[int(offsets[0]) : int(offsets[-1])]
-        return KeptLists(offsets=offsets - offsets[0], token_ids=ids.copy())
 
 
 class LogprobsLists:
@@ -106,8 +33,7 @@ class LogprobsLists:
 
     __slots__ = (
         "_lock", "_num_sequences", "_positions", "_sequences", "_size", "_texts",
-        "entropy", "given", "is_valid", "kept", "log_kept_mass", "logprobs", "lse", "num_logprobs", "ranks",
-        "token_ids",
+        "extras", "given", "is_valid", "logprobs", "lse", "num_logprobs", "ranks", "token_ids",
     )  # fmt: skip
 
     token_ids: Array  # (N, k + 1) int32; row n holds num_logprobs[n] + 1 entries, column 0 the chosen token
@@ -116,10 +42,8 @@ class LogprobsLists:
     lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN where it is not known
     num_logprobs: Array  # (N,) int32, k of each row
     is_valid: Array  # (N,) bool; False where the row held NaN or +inf, or nothing but -inf
-    entropy: Array | None  # (N,) float32, nats; None where it was not asked for
+    extras: dict[str, Array]  # (N,) each, the columns of EXTRAS that there are
     given: GivenLists | None  # ids that the caller named; None where there are none
-    log_kept_mass: Array | None  # (N,) float32, nats, of processed rows; None where they are raw
-    kept: KeptLists | None  # the ids that masks and truncation kept; None where they were not asked for
 
     def __init__(self, num_sequences: int = 1) -> None:
         if num_sequences < 0:
@@ -133,7 +57,13 @@ class LogprobsLists:
         self.token_ids, self.logprobs = np.zeros((0, 1), np.int32), np.zeros((0, 1))
         self.ranks, self.lse = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self.num_logprobs, self.is_valid = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-        self.entropy = self.given = self.log_kept_mass = self.kept = None
+        self.extras, self.given = {}, None
+
+    def __getattr__(self, name: str) -> Array | None:
+        """A column of EXTRAS; None where it was not asked for."""
+        if name in EXTRAS:
+            return self.extras.get(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"<LogprobsLists: {self._size} rows, k = {self.token_ids.shape[1] - 1}>"
@@ -148,50 +78,23 @@ class LogprobsLists:
         lse: Array,
         num_logprobs: Array,
         is_valid: Array,
-        entropy: Array | None = None,
         given: GivenLists | None = None,
-        log_kept_mass: Array | None = None,
-        kept: KeptLists | None = None,
+        **extras: Array | None,
     ) -> Self:
         """Wrap a step's arrays, one row a sequence; nothing is copied."""
-        lists = cls.__new__(cls)  # each row of each step is one: no empty columns are made to be replaced
-        lists._begin(len(ranks))  # noqa: SLF001 - of this class
+        lists = cls(len(ranks))
+        lists._size = lists._num_sequences
+        lists._sequences = lists._positions = lists._texts = None
         lists.token_ids, lists.logprobs, lists.ranks, lists.lse = token_ids, logprobs, ranks, lse
-        lists.num_logprobs, lists.is_valid, lists.entropy, lists.given = (
-            num_logprobs,
-            is_valid,
-            entropy,
-            given,
-        )
-        lists.log_kept_mass, lists.kept = log_kept_mass, kept
+        lists.num_logprobs, lists.is_valid, lists.given = num_logprobs, is_valid, given
+        lists.extras = {name: column for name, column in extras.items() if column is not None}
         return lists
-
-    @classmethod
-    def joined(cls, parts: Sequence[LogprobsLists]) -> LogprobsLists:
-        """The rows of several parts of a step, one after another; narrow parts are filled up with zeros."""
-        if len(parts) == 1:
-            return parts[0]
-        width = max(part.token_ids.shape[1] for part in parts)
-        columns = {
-            name: np.concatenate([_widened(getattr(part, name), width) for part in parts]) for name in COLUMNS
-        }
-        return cls.of_rows(
-            **columns,
-            entropy=_joined_numbers(parts, "entropy"),
-            given=GivenLists.joined(parts) if any(part.given is not None for part in parts) else None,
-            log_kept_mass=_joined_numbers(parts, "log_kept_mass"),
-            kept=KeptLists.joined(parts) if any(part.kept is not None for part in parts) else None,
-        )
-
-    def _begin(self, num_rows: int) -> None:
-        self._lock = Lock()
-        self._num_sequences = self._size = num_rows
-        self._sequences = self._positions = self._texts = None
 
     def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
         """These rows of a step with `num_positions` positions a sequence, sequence after sequence."""
         columns = {name: getattr(self, name)[rows] for name in COLUMNS}
-        lists = self.of_rows(**columns, entropy=None if self.entropy is None else self.entropy[rows])
+        lists = self.of_rows(**columns)
+        lists.extras = {name: column[rows] for name, column in self.extras.items()}
         lists._place(num_sequences, *np.divmod(rows, max(num_positions, 1)))  # noqa: SLF001 - of this class
         return lists
 
@@ -205,28 +108,6 @@ class LogprobsLists:
         texts = iter(token_texts([token_id for row in ids for token_id in row], tokenizer))
         self._texts = [[next(texts) for _ in row] for row in ids]
         return self
-
-    def rows(self, start: int, stop: int, k: int) -> Self:
-        """Rows [start, stop) of a step with `k` alternatives each.
-
-        Memory is shared only where nothing is cut away, so that a narrow row never keeps a wide step.
-        """
-        own = slice(start, stop)
-        ids, logprobs = self.token_ids[own, : k + 1], self.logprobs[own, : k + 1]
-        if k + 1 < self.token_ids.shape[1]:
-            ids, logprobs = ids.copy(), logprobs.copy()
-        return self.of_rows(
-            token_ids=ids,
-            logprobs=logprobs,
-            ranks=self.ranks[own],
-            lse=self.lse[own],
-            num_logprobs=self.num_logprobs[own],
-            is_valid=self.is_valid[own],
-            entropy=None if self.entropy is None else self.entropy[own],
-            given=None if self.given is None else self.given.rows(start, stop),
-            log_kept_mass=None if self.log_kept_mass is None else self.log_kept_mass[own],
-            kept=None if self.kept is None else self.kept.rows(start, stop),
-        )
 
     def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
         """Add a position to a sequence; a sequence beyond the last makes room up to it.
@@ -324,25 +205,6 @@ class LogprobsLists:
                 grown[tuple(map(slice, column.shape))] = column
                 setattr(self, name, grown)
         return size
-
-
-def _joined_numbers(parts: Sequence[LogprobsLists], name: str) -> Array | None:
-    """A column of one number a row; NaN in parts without it, None where no part has it."""
-    columns = [getattr(part, name) for part in parts]
-    if all(column is None for column in columns):
-        return None
-    return np.concatenate(
-        [
-            np.full(part.total_tokens(), np.nan, np.float32) if column is None else column
-            for part, column in zip(parts, columns, strict=True)
-        ]
-    )
-
-
-def _widened(column: Array, width: int) -> Array:
-    if column.ndim == 1 or column.shape[1] == width:
-        return column
-    return np.pad(column, ((0, 0), (0, width - column.shape[1])))
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:

@@ -1,41 +1,31 @@
-"""What one engine step found: `LogprobsTensors` on the device, and what a step hands on.
+"""`LogprobsTensors`, `SamplerOutput`, `ModelRunnerOutput`: a step as engines hold it that are built on them.
 
-Before it: the extraction kernels and the sampler. After it: `LogprobsLists` on the host, the records of
-requests.
+Before them: such an engine. After them: `LogprobsLists` on the host.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.host import arriving, on_host
-from logprobe.records.lists import GivenLists, LogprobsLists, token_texts
+from logprobe.records.host import on_host
+from logprobe.records.lists import LogprobsLists, token_texts
+from logprobe.records.rows import GivenLists
 from logprobe.records.values import TokenLogprob, TopLogprobs, top_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
     import torch
     from torch import Tensor
 
     from logprobe.records.flat import FlatLogprobs
-    from logprobe.records.host import Send
+    from logprobe.records.rows import GivenLogprobs
     from logprobe.records.store.columns import Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenLogprobs:
-    """Log-probabilities of token ids that the caller named, any number a row."""
-
-    offsets: Tensor  # (B + 1,) int64: row b owns entries [offsets[b], offsets[b + 1])
-    token_ids: Tensor  # (N,) int32
-    logprobs: Tensor  # (N,) float32, nats
-    ranks: Tensor  # (N,) int32: 1 + number of strictly greater logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +138,6 @@ class LogprobsTensors:
         """
         return self._as_lists(on_host(list(self._parts().values())), tokenizer)
 
-    def arriving(self, send: Send) -> Callable[[], LogprobsLists]:
-        """`to_lists` in two: the copy begins now, and what is returned waits for it."""
-        arrive = arriving(list(self._parts().values()), send)
-        return lambda: self._as_lists(arrive(), None)
-
     def _parts(self) -> dict[str, Tensor]:
         names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
         tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names}
@@ -214,9 +199,6 @@ class LogprobsTensors:
         )
 
 
-PER_ROW = ("sampled_token_ids", "is_valid", "temperature", "top_p", "top_k")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
     """Tokens that one step sampled, one row a sequence.
@@ -242,39 +224,6 @@ class SamplerOutput:
     def __repr__(self) -> str:
         reported = "no logprobs" if self.logprobs is None else repr(self.logprobs)
         return f"<SamplerOutput: {self.batch_size} sequences, {reported}>"
-
-    @classmethod
-    def joined(cls, parts: Sequence[SamplerOutput]) -> SamplerOutput:
-        """Several parts of a step, one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        raw, raw_rows = _joined_rows([(part.logprobs, part.logprobs_rows) for part in parts])
-        processed, rows = _joined_rows([(part.processed_logprobs, part.processed_rows) for part in parts])
-        starts = np.cumsum([0, *(part.batch_size for part in parts)]).tolist()
-        columns: dict[str, Any] = {
-            name: np.concatenate([getattr(part, name) for part in parts]) for name in PER_ROW
-        }
-        return cls(
-            **columns,
-            logprobs=raw,
-            logprobs_rows=raw_rows,
-            processed_logprobs=processed,
-            processed_rows=rows,
-            whole_rows={
-                start + row: whole
-                for start, part in zip(starts, parts, strict=False)
-                for row, whole in part.whole_rows.items()
-            },
-        )
-
-    def on_host(self) -> SamplerOutput:
-        """The same with the raw numbers on the host."""
-        return self.arriving(None)()
-
-    def arriving(self, send: Send | None) -> Callable[[], SamplerOutput]:
-        """`on_host` in two: copies begin now where they can be sent, and what is returned waits for them."""
-        raw = _arriving(self.logprobs, send)
-        return lambda: replace(self, logprobs=raw())
 
     @property
     def batch_size(self) -> int:
@@ -355,23 +304,3 @@ def _integers(token_ids: npt.ArrayLike) -> Array:
     if ids.size and ids.dtype.kind not in "iu":
         raise ParameterError("sampled_token_ids", f"{ids.dtype} values where integers belong")
     return ids
-
-
-def _joined_rows(parts: Sequence[tuple[Any, Array | None]]) -> tuple[LogprobsLists | None, Array]:
-    """Reports of some rows of each part → one report, and for each row of all parts its place there."""
-    present = [lists for lists, _ in parts if lists is not None]
-    starts = np.cumsum([0, *(0 if lists is None else lists.total_tokens() for lists, _ in parts)]).tolist()
-    places = [
-        np.where(rows < 0, -1, rows + start)
-        for (_, rows), start in zip(parts, starts, strict=False)
-        if rows is not None
-    ]
-    return LogprobsLists.joined(present) if present else None, np.concatenate(places)
-
-
-def _arriving(
-    rows: LogprobsLists | LogprobsTensors | None, send: Send | None
-) -> Callable[[], LogprobsLists | None]:
-    if not isinstance(rows, LogprobsTensors):
-        return lambda: rows
-    return rows.to_lists if send is None else rows.arriving(send)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from logprobe.kernels import extract
-from logprobe.records.lists import KeptLists
+from logprobe.records.rows import KeptLists
 from logprobe.records.store.columns import narrowest_id_dtype
 
 if TYPE_CHECKING:

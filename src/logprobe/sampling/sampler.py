@@ -14,8 +14,9 @@ import torch
 from logprobe.kernels import extract
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
-from logprobe.records import SamplerOutput
+from logprobe.records.rows import HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
+from logprobe.sampling.sampled import SampledRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.records import LogprobsTensors
+    from logprobe.records.rows import DeviceRows
     from logprobe.sampling.params import SamplingParams
 
 
@@ -57,13 +58,13 @@ class Sampler:
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
         forced: Sequence[int | None] = (),
-    ) -> SamplerOutput:
+    ) -> SampledRows:
         """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
 
         `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw. `forced` names
         the token of a row whose draw does not count.
         """
-        return self.draw(logits, params, uniforms, changed, forced).on_host()
+        return self.draw(logits, params, uniforms, changed, forced).to_host()
 
     def draw(
         self,
@@ -72,7 +73,7 @@ class Sampler:
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
         forced: Sequence[int | None] = (),
-    ) -> SamplerOutput:
+    ) -> SampledRows:
         """`sample`, of which the raw log-probabilities stay where the logits are."""
         settings = _draw_params(params, uniforms)
         drawn = _draw(logits, changed, settings)
@@ -90,25 +91,28 @@ class Sampler:
             temperatures = np.array([asked.temperature for asked in params], dtype=np.float32)
             part = _copied(logits, changed, processed_rows)
             part = truncated_(part, drawn, processed_rows, temperatures)
-            processed = _report(part, drawn, processed_rows, params).to_lists()
+            found = _report(part, drawn, processed_rows, params).to_host()
             num_changed = 0 if changed is None else len(changed)
             rows = np.array(processed_rows)
             is_touched = (drawn.cut_logits[rows] > -np.inf) | (rows < num_changed)
-            processed.log_kept_mass = log_kept_mass(
-                logits[processed_rows], part, temperatures[rows], is_touched
-            )
+            mass = log_kept_mass(logits[processed_rows], part, temperatures[rows], is_touched)
             asks = np.array([params[row].kept_ids for row in processed_rows])
-            processed.kept = kept_ids(part, asks) if asks.any() else None
-        return SamplerOutput(
+            processed = HostRows(
+                found.token_ids,
+                found.logprobs,
+                found.ranks,
+                {**found.extras, "log_kept_mass": mass},
+                found.given,
+                kept_ids(part, asks) if asks.any() else None,
+            )
+        return SampledRows(
             sampled_token_ids=drawn.token_ids,
             is_valid=drawn.is_valid,
+            num_logprobs=_num_logprobs(params, logits.shape[1]),
             logprobs=raw,
             logprobs_rows=_places(raw_rows, len(params)),
             processed_logprobs=processed,
             processed_rows=_places(processed_rows, len(params)),
-            temperature=settings.temperatures,
-            top_p=settings.top_ps,
-            top_k=settings.top_ks,
         )
 
 
@@ -117,6 +121,12 @@ def _places(rows: list[int], num_rows: int) -> NDArray[np.int64]:
     places = np.full(num_rows, -1)
     places[rows] = np.arange(len(rows))
     return places
+
+
+def _num_logprobs(params: Sequence[SamplingParams], vocab_size: int) -> NDArray[np.int64]:
+    """The alternatives of each row: what it asks for, at most the whole vocabulary (-1)."""
+    asked = np.array([one.logprobs or 0 for one in params])
+    return np.where(asked < 0, vocab_size, np.minimum(asked, vocab_size))
 
 
 def _wants_raw(params: SamplingParams) -> bool:
@@ -161,9 +171,7 @@ def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]
     return DrawParams(temperatures, top_ks, top_ps, min_ps, uniforms)
 
 
-def _report(
-    logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]
-) -> LogprobsTensors:
+def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]) -> DeviceRows:
     asked = [params[row] for row in rows]
     given = [one.logprob_token_ids for one in asked]
     return extract(

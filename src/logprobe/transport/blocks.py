@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from logprobe.errors import EngineError
-from logprobe.records.lists import COLUMNS, GivenLists, KeptLists, LogprobsLists
+from logprobe.records.rows import EXTRAS, GivenLists, HostRows, KeptLists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,11 @@ DTYPES: Final = tuple(map(np.dtype, ("<i4", "<f4", "<i8", "?", "<f8", "<u2", "u1
 ABSENT: Final = [-1, -1, -1]
 LINE: Final = 3 * 8  # bytes of an array's line in the table
 PADDING: Final = [np.zeros(count, np.uint8) for count in range(8)]
-NUM_GIVEN, NUM_KEPT = 4, 2  # arrays of the ids that were named, and of those that were kept
+NUM_OWN, NUM_GIVEN, NUM_KEPT = (
+    3,
+    4,
+    2,
+)  # arrays of all rows, of the ids that were named, of those that were kept
 
 
 def parts_of_array(array: Array) -> Parts:
@@ -36,7 +40,7 @@ def parts_of_array(array: Array) -> Parts:
     return _parts_of([array])
 
 
-def parts_of_rows(rows: LogprobsLists) -> Parts:
+def parts_of_rows(rows: HostRows) -> Parts:
     """The rows of a step, or of one of its requests."""
     given: list[Array | None] = [None] * NUM_GIVEN
     if rows.given is not None:
@@ -44,8 +48,8 @@ def parts_of_rows(rows: LogprobsLists) -> Parts:
     kept: list[Array | None] = [None] * NUM_KEPT
     if rows.kept is not None:
         kept = [rows.kept.offsets, rows.kept.token_ids]
-    own = [getattr(rows, name) for name in COLUMNS]
-    return _parts_of([*own, rows.entropy, rows.log_kept_mass, *given, *kept])
+    extras = [rows.extras.get(name) for name in EXTRAS]
+    return _parts_of([rows.token_ids, rows.logprobs, rows.ranks, *extras, *given, *kept])
 
 
 def num_bytes(parts: Parts) -> int:
@@ -63,22 +67,19 @@ def array_of(block: Array) -> Array:
     return _there(array)
 
 
-def rows_of(block: Array) -> LogprobsLists:
+def rows_of(block: Array) -> HostRows:
     """The rows in a block of bytes, (n,) uint8; they share its memory. Raises as `array_of`."""
-    arrays = _arrays_of(block, len(COLUMNS) + 2 + NUM_GIVEN + NUM_KEPT)
+    arrays = _arrays_of(block, NUM_OWN + len(EXTRAS) + NUM_GIVEN + NUM_KEPT)
     kept, given = arrays[-NUM_KEPT:], arrays[-NUM_KEPT - NUM_GIVEN : -NUM_KEPT]
-    entropy, log_kept_mass = arrays[len(COLUMNS) : len(COLUMNS) + 2]
-    return LogprobsLists.of_rows(
-        **{name: _there(array) for name, array in zip(COLUMNS, arrays, strict=False)},
-        entropy=entropy,
-        log_kept_mass=log_kept_mass,
-        given=None if given[0] is None else _given(*map(_there, given)),
-        kept=None if kept[0] is None else KeptLists(offsets=kept[0], token_ids=_there(kept[1])),
+    token_ids, logprobs, ranks = map(_there, arrays[:NUM_OWN])
+    return HostRows(
+        token_ids,
+        logprobs,
+        ranks,
+        {name: array for name, array in zip(EXTRAS, arrays[NUM_OWN:], strict=False) if array is not None},
+        None if given[0] is None else GivenLists.of(*map(_there, given)),
+        None if kept[0] is None else KeptLists(offsets=kept[0], token_ids=_there(kept[1])),
     )
-
-
-def _given(offsets: Array, token_ids: Array, logprobs: Array, ranks: Array) -> GivenLists:
-    return GivenLists(offsets=offsets, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
 
 
 def _parts_of(arrays: Sequence[Array | None]) -> Parts:

@@ -19,7 +19,7 @@ import numpy as np
 
 from logprobe import errors
 from logprobe.errors import EngineError, LogprobeError, ParameterError
-from logprobe.records.lists import LogprobsLists
+from logprobe.records.rows import HostRows
 from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
 from logprobe.transport.messages import LoraNumber, NumberedLora
 from logprobe.transport.shm import Span
@@ -116,7 +116,7 @@ class Codec(Generic[T]):
         return b"".join(part.data for part in parts)
 
     def _made(self, kind: Any, value: Any) -> Any:
-        if kind is LogprobsLists:
+        if kind is HostRows:
             return self._rows_at(*msgspec.convert(value, Place))
         if get_origin(kind) is np.ndarray:
             return self._array_at(msgspec.convert(value, int))
@@ -125,15 +125,15 @@ class Codec(Generic[T]):
         assert kind is NumberedLora
         return msgspec.convert(value, LoraNumber)
 
-    def _rows_at(self, block: int, start: int, stop: int) -> LogprobsLists:
+    def _rows_at(self, block: int, start: int, stop: int) -> HostRows:
         known = self._present.rows
         if block not in known:
             known[block] = rows_of(self._block(block))
         rows = known[block]
-        size = rows.total_tokens()
+        size = len(rows)
         if not 0 <= start <= stop <= size:
             raise EngineError(f"a block of {size} rows has no rows {start} to {stop}; please report this")
-        return rows if stop - start == size else rows.rows(start, stop, rows.token_ids.shape[1] - 1)
+        return rows if stop - start == size else rows.rows(start, stop)
 
     def _array_at(self, block: int) -> Array:
         array = array_of(self._block(block))
@@ -159,20 +159,20 @@ class _Present(threading.local):
 
     def __init__(self) -> None:
         self.blocks: Sequence[bytes | Span] = ()
-        self.rows: dict[int, LogprobsLists] = {}  # in these blocks
+        self.rows: dict[int, HostRows] = {}  # in these blocks
 
 
 class _Numbers:
     """The rows and arrays of one message, gathered while its value is encoded."""
 
     def __init__(self) -> None:
-        self._blocks: list[list[LogprobsLists] | Array] = []
+        self._blocks: list[list[HostRows] | Array] = []
         self._num_rows: list[int] = []  # of each block
         self._kinds: dict[Any, int] = {}  # the kind of narrow rows → their block
 
     def plain(self, value: Any) -> Any:
         """What msgpack does not know, as what it knows."""
-        if isinstance(value, LogprobsLists):
+        if isinstance(value, HostRows):
             return self._place_of(value)
         if isinstance(value, np.ndarray):
             self._blocks.append(value)
@@ -188,11 +188,11 @@ class _Numbers:
     def blocks(self) -> list[Parts]:
         """What the places that `plain` gave stand for."""
         return [
-            parts_of_rows(LogprobsLists.joined(block)) if isinstance(block, list) else parts_of_array(block)
+            parts_of_rows(HostRows.joined(block)) if isinstance(block, list) else parts_of_array(block)
             for block in self._blocks
         ]
 
-    def _place_of(self, rows: LogprobsLists) -> Place:
+    def _place_of(self, rows: HostRows) -> Place:
         """The end of the block of such rows; wide ones have one of their own."""
         number, kind = len(self._blocks), _narrow_kind(rows)
         if kind is not None:
@@ -203,16 +203,16 @@ class _Numbers:
         block, start = self._blocks[number], self._num_rows[number]
         assert isinstance(block, list)
         block.append(rows)
-        self._num_rows[number] = stop = start + rows.total_tokens()
+        self._num_rows[number] = stop = start + len(rows)
         return number, start, stop
 
 
-def _narrow_kind(rows: LogprobsLists) -> tuple[Any, ...] | None:
+def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
     """What rows have in common that lie well in one block; None where they are better alone."""
     if 2 * rows.token_ids.nbytes > NARROW_BYTES or rows.given is not None or rows.kept is not None:
         return None
-    columns = (rows.token_ids, rows.logprobs, rows.entropy, rows.log_kept_mass)
-    return (rows.token_ids.shape[1], *(None if column is None else column.dtype for column in columns))
+    columns = (rows.token_ids, rows.logprobs, *rows.extras.values())
+    return (rows.k, *rows.extras, *(column.dtype for column in columns))
 
 
 def _told(error: BaseException, most_causes: int = MOST_CAUSES) -> list[Any]:

@@ -14,7 +14,7 @@ import msgspec
 # msgspec reads the annotations when messages cross to another process.
 from logprobe.errors import LogprobeError  # noqa: TC001
 from logprobe.processors.effects import ProcessorEffect  # noqa: TC001
-from logprobe.records.lists import LogprobsLists  # noqa: TC001
+from logprobe.records.rows import HostRows  # noqa: TC001
 from logprobe.records.store.columns import Array  # noqa: TC001
 from logprobe.records.values import IntArray  # noqa: TC001
 from logprobe.sampling import SamplingParams  # noqa: TC001
@@ -146,9 +146,9 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     request_id: str
     index: int  # of the completion
     token_ids: list[int] = []  # drawn
-    raw: LogprobsLists | None = None  # a row for each of them; None where none were asked
-    processed: LogprobsLists | None = None
-    prompt: LogprobsLists | None = None  # rows of the next prompt positions
+    raw: HostRows | None = None  # a row for each of them; None where none were asked
+    processed: HostRows | None = None
+    prompt: HostRows | None = None  # rows of the next prompt positions
     effects: list[list[ProcessorEffect]] | None = None  # of the processors on each; None where not asked
     row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
     finish: Finish | None = None  # None while it goes on

@@ -100,7 +100,7 @@ def test_numbers_are_those_of_the_row_that_came(worker: WorkerDraw) -> None:
     assert delta.raw.token_ids[0, 1:].tolist() == best.tolist()
     np.testing.assert_allclose(delta.raw.logprobs[0, 1:], want[best], atol=1e-5)
     assert delta.raw.given.ranks.tolist() == [1 + int((want > want[one]).sum()) for one in (4, 9)]
-    np.testing.assert_allclose(delta.raw.entropy, -(np.exp(want) * want).sum(), atol=1e-4)
+    np.testing.assert_allclose(delta.raw.extras["entropy"], -(np.exp(want) * want).sum(), atol=1e-4)
 
 
 def test_a_whole_row_ends_its_request(worker: WorkerDraw) -> None:

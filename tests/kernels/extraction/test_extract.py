@@ -12,7 +12,7 @@ from torch import Tensor
 from logprobe.errors import ParameterError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction import reference
-from logprobe.records.steps import LogprobsTensors
+from logprobe.records.rows import DeviceRows
 from logprobe.records.values import top_indices
 
 VOCABS = [1, 2, 100, 1023, 1024, 1025, 8193, 50272]
@@ -54,7 +54,7 @@ def huge(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 FILLINGS = [normal, heavy_ties, masked, signed_zeros, subnormals, huge]
 
 
-def assert_same(got: LogprobsTensors, want: LogprobsTensors) -> None:
+def assert_same(got: DeviceRows, want: DeviceRows) -> None:
     assert torch.equal(got.is_valid, want.is_valid)
     assert torch.equal(got.ranks, want.ranks)
     assert torch.equal(got.num_logprobs, want.num_logprobs)

@@ -9,7 +9,7 @@ may be drawn again, from the same random number.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from logprobe.engine.recorder import Recorder
 from logprobe.errors import EngineError, ForwardError, LogprobeError
 from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.kernels.extraction.head import default_chunk_rows
-from logprobe.records import LogprobsTensors, SamplerOutput
 from logprobe.sampling import Sampler
+from logprobe.sampling.sampled import SampledRows
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.integrations.vllm.orders import Work
     from logprobe.processors import ModelFacts
+    from logprobe.records.rows import HostRows
+    from logprobe.records.store.columns import Array
     from logprobe.text.edge import TextEdge
 
 
@@ -41,7 +43,7 @@ class Drawn:
     """A draw that does not count yet."""
 
     draw: Draw
-    part: SamplerOutput
+    part: SampledRows
     row: int  # of the part
 
 
@@ -166,19 +168,17 @@ class WorkerDraw:
         run.deltas.append(Delta(request_id=sample.request.request_id, index=sample.index, finish=finish))
 
 
-def _row_of(drawn: Drawn) -> SamplerOutput:
+def _row_of(drawn: Drawn) -> SampledRows:
     """One row of a step, its numbers on the host."""
-    part, row = drawn.part, drawn.row
-    if isinstance(part.logprobs, LogprobsTensors):
-        part = part.on_host()
+    part, row = drawn.part.to_host(), drawn.row
     own = slice(row, row + 1)
-    assert part.is_valid is not None
     whole = part.whole_rows.get(row)
-    raw, raw_rows = _cut(part.logprobs, part.logprobs_rows, row)
-    processed, rows = _cut(part.processed_logprobs, part.processed_rows, row)
-    return SamplerOutput(
+    raw, raw_rows = _cut(part.raw_on_host, int(part.logprobs_rows[row]))
+    processed, rows = _cut(part.processed_logprobs, int(part.processed_rows[row]))
+    return SampledRows(
         sampled_token_ids=part.sampled_token_ids[own],
         is_valid=part.is_valid[own],
+        num_logprobs=part.num_logprobs[own],
         logprobs=raw,
         logprobs_rows=raw_rows,
         processed_logprobs=processed,
@@ -187,12 +187,11 @@ def _row_of(drawn: Drawn) -> SamplerOutput:
     )
 
 
-def _cut(lists: Any, rows: Any, row: int) -> tuple[Any, Any]:
-    """The rows that a step reports of one of its rows: one or none."""
-    if lists is None or rows[row] < 0:
+def _cut(whole: HostRows | None, place: int) -> tuple[HostRows | None, Array]:
+    """The row that a step reports of one of its rows, if there is one, and its place."""
+    if whole is None or place < 0:
         return None, np.array([-1])
-    place = int(rows[row])
-    return lists.rows(place, place + 1, int(lists.num_logprobs[place])), np.array([0])
+    return whole.rows(place, place + 1), np.array([0])
 
 
 def _as_ours(error: BaseException, what: str) -> LogprobeError:

@@ -15,7 +15,7 @@ import torch
 from logprobe.errors import EngineError, NonFiniteLogitsError, ParameterError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
-from logprobe.records import LogprobsLists
+from logprobe.records.rows import HostRows
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_prompt(request: Request, vocab_size: int) -> None:
         )
 
 
-def prompt_rows(flat: Any, request: Request, vocab_size: int) -> LogprobsLists:
+def prompt_rows(flat: Any, request: Request, vocab_size: int) -> HostRows:
     """The rows of prompt positions from the first that is wanted on.
 
     Raises:
@@ -86,27 +86,23 @@ def _width(request: Request, vocab_size: int) -> int:
     return 1 + (vocab_size if asked == -1 else min(asked or 0, vocab_size))
 
 
-def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> LogprobsLists:
+def _narrow(token_ids: Array, logprobs: Array, ranks: Array) -> HostRows:
     """Rows as vLLM gives them, but for ties: alternatives by ascending id, the chosen one's rank the best."""
     order = np.lexsort((token_ids[:, 1:], -logprobs[:, 1:]), axis=1) + 1
     best = np.take_along_axis(logprobs, order, axis=1)
-    num_rows, k = best.shape
     chosen = logprobs[:, :1]
     # Where it stands among the alternatives, all that are greater are there too.
     is_listed = (best <= chosen).any(axis=1)
     ranks = np.where(is_listed, 1 + (best > chosen).sum(axis=1), ranks).astype(np.int32)
-    return LogprobsLists.of_rows(
-        token_ids=np.hstack([token_ids[:, :1], np.take_along_axis(token_ids, order, axis=1)]),
-        logprobs=np.hstack([chosen, best]),
-        ranks=ranks,
-        lse=np.full(num_rows, np.nan, np.float32),
-        num_logprobs=np.full(num_rows, k, np.int32),
-        is_valid=np.ones(num_rows, np.bool_),
+    return HostRows(
+        np.hstack([token_ids[:, :1], np.take_along_axis(token_ids, order, axis=1)]),
+        np.hstack([chosen, best]),
+        ranks,
     )
 
 
 @torch.inference_mode()
-def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_size: int) -> LogprobsLists:
+def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_size: int) -> HostRows:
     """What is asked, from rows of the whole vocabulary in descending order."""
     params, size = request.params, default_chunk_rows(vocab_size)
     parts = []
@@ -115,10 +111,10 @@ def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_
         dense = np.full((len(token_ids[own]), vocab_size), -np.inf, np.float32)
         np.put_along_axis(dense, token_ids[own, 1:], logprobs[own, 1:], axis=1)
         parts.append(_extracted(torch.from_numpy(dense), token_ids[own, 0], request, params))
-    return LogprobsLists.joined(parts)
+    return HostRows.joined(parts)
 
 
-def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: SamplingParams) -> LogprobsLists:
+def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: SamplingParams) -> HostRows:
     count = len(dense)
     if request.scores_processed:
         forced = chosen.tolist()
@@ -133,4 +129,4 @@ def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: Sam
         params.prompt_logprobs,
         given_ids=[given] * count if given else None,
         entropy=params.entropy,
-    ).to_lists()
+    ).to_host()

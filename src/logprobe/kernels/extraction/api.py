@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
-    from logprobe.records.steps import LogprobsTensors
+    from logprobe.records.rows import DeviceRows
 
 _MODULES = {
     "numba": "logprobe.kernels.extraction.numba",
@@ -31,7 +31,7 @@ def extract(
     *,
     given_ids: GivenLike = None,
     entropy: bool = False,
-) -> LogprobsTensors:
+) -> DeviceRows:
     """Reduces each row of logits to the log-probabilities asked for, in nats.
 
     Ranks are 1 + the number of strictly greater logits; top-k is descending, ties by ascending token id.
@@ -56,6 +56,6 @@ def extract(
     return output
 
 
-def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
     import_module(_MODULES[kernel_of(logits.device.type)]).fill(logits, requests, output)

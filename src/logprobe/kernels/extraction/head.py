@@ -11,7 +11,7 @@ import torch
 
 from logprobe.errors import ParameterError
 from logprobe.kernels.extraction.api import fill
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows, output_rows
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike
-    from logprobe.records.steps import LogprobsTensors
+    from logprobe.records.rows import DeviceRows
 
 CHUNK_BYTES = 8 * 2**20
 MIN_CHUNK_ROWS = 32  # fewer would read the head's weights too often
@@ -37,7 +37,7 @@ def head_extract(
     entropy: bool = False,
     chunk_rows: int | None = None,
     transform: Callable[[Tensor, slice], Tensor] | None = None,
-) -> LogprobsTensors:
+) -> DeviceRows:
     """The same as `extract(head(hidden), ...)`, without ever holding more than one chunk of logits.
 
     Args:
@@ -72,7 +72,7 @@ def head_extract(
             requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, entropy=entropy)
             output = allocate(requests, logits.device)
             size = chunk_rows or default_chunk_rows(shape[1])
-        fill(logits, requests.rows(rows.start, rows.stop), output_rows(output, rows.start, rows.stop))
+        fill(logits, requests.rows(rows.start, rows.stop), output.rows(rows.start, rows.stop))
         start = rows.stop
         del logits  # or two chunks would be held while the next one is made
     return output

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import RowRequests
-    from logprobe.records.steps import LogprobsTensors
+    from logprobe.records.rows import DeviceRows
 
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it
 MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
@@ -67,7 +67,7 @@ PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     """Writes what `requests` ask of `logits` (B, V) into `output`; all on the CPU."""
     logits = logits.detach()
     if logits.stride(1) != 1:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows, output_rows
+from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
-    from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+    from logprobe.records.rows import DeviceRows, GivenLogprobs
 
 
 def extract(
@@ -26,7 +26,7 @@ def extract(
     given_ids: GivenLike = None,
     entropy: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> LogprobsTensors:
+) -> DeviceRows:
     """The same numbers as `logprobe.kernels.extract`, computed and returned in `dtype`."""
     requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
     output = allocate(requests, logits.device, dtype=dtype)
@@ -34,7 +34,7 @@ def extract(
     return output
 
 
-def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     """Writes what `requests` ask of `logits` (B, V) into `output`, in the precision of its logprobs.
 
     Rows of another device are copied to the host once, and their numbers back.
@@ -46,21 +46,21 @@ def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None
         return
     for row, chosen_id in enumerate(requests.chosen_ids.tolist()):
         values = logits[row].detach().to(output.logprobs.dtype)
-        _fill_row(values, chosen_id, output_rows(output, row, row + 1))
+        _fill_row(values, chosen_id, output.rows(row, row + 1))
 
 
-def _copy(source: LogprobsTensors, target: LogprobsTensors) -> None:
+def _copy(source: DeviceRows, target: DeviceRows) -> None:
     """Copies what `fill` writes, across devices."""
     for name in ("token_ids", "logprobs", "ranks", "lse", "is_valid"):
         getattr(target, name).copy_(getattr(source, name))
-    if source.entropy is not None and target.entropy is not None:
-        target.entropy.copy_(source.entropy)
+    for name, column in source.extras.items():
+        target.extras[name].copy_(column)
     if source.given is not None and target.given is not None:
         target.given.logprobs.copy_(source.given.logprobs)
         target.given.ranks.copy_(source.given.ranks)
 
 
-def _fill_row(values: Tensor, chosen_id: int, output: LogprobsTensors) -> None:
+def _fill_row(values: Tensor, chosen_id: int, output: DeviceRows) -> None:
     highest = values.max()  # NaN if any value is
     is_valid = bool(highest.isfinite())
     lse = highest + (values - highest).exp().sum().log() if is_valid else highest * torch.nan

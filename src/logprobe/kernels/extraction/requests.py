@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+from logprobe.records.rows import DeviceRows, GivenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +124,7 @@ def check_requests(
 
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
-) -> LogprobsTensors:
+) -> DeviceRows:
     """Uninitialised output rows for `requests`: only the columns that a kernel writes are ever touched."""
     num_rows = len(requests.chosen_ids)
     given = None
@@ -135,36 +135,14 @@ def allocate(
             logprobs=torch.empty(len(requests.given_ids), dtype=dtype, device=device),
             ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
         )
-    return LogprobsTensors(
+    return DeviceRows(
         token_ids=torch.empty((num_rows, requests.width), dtype=torch.int32, device=device),
         logprobs=torch.empty((num_rows, requests.width), dtype=dtype, device=device),
         ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
         lse=torch.empty(num_rows, dtype=dtype, device=device),
         num_logprobs=requests.num_logprobs.to(device),
         is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
-        entropy=torch.empty(num_rows, dtype=dtype, device=device) if requests.entropy else None,
-        given=given,
-    )
-
-
-def output_rows(output: LogprobsTensors, start: int, stop: int) -> LogprobsTensors:
-    """Views of rows [start, stop) of `output`; the given ids keep their absolute offsets."""
-    given = output.given
-    if given is not None:
-        given = GivenLogprobs(
-            offsets=given.offsets[start : stop + 1],
-            token_ids=given.token_ids,
-            logprobs=given.logprobs,
-            ranks=given.ranks,
-        )
-    return LogprobsTensors(
-        token_ids=output.token_ids[start:stop],
-        logprobs=output.logprobs[start:stop],
-        ranks=output.ranks[start:stop],
-        lse=output.lse[start:stop],
-        num_logprobs=output.num_logprobs[start:stop],
-        is_valid=output.is_valid[start:stop],
-        entropy=None if output.entropy is None else output.entropy[start:stop],
+        extras={"entropy": torch.empty(num_rows, dtype=dtype, device=device)} if requests.entropy else {},
         given=given,
     )
 

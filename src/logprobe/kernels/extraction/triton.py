@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import RowRequests
-    from logprobe.records.steps import GivenLogprobs, LogprobsTensors
+    from logprobe.records.rows import DeviceRows, GivenLogprobs
 
 BLOCK = 1024
 MAX_TOP = 512  # power of two, at most BLOCK
@@ -28,7 +28,7 @@ NOTHING = tl.constexpr(-(2**63))  # below every packed pair
 LOW_BITS = tl.constexpr(2**31 - 1)
 
 
-def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None:
+def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     """Writes what `requests` ask of `logits` (B, V) into `output`, on the device of the logits."""
     logits = logits.detach()
     if len(logits) == 0:
@@ -60,7 +60,7 @@ def fill(logits: Tensor, requests: RowRequests, output: LogprobsTensors) -> None
         _fill_given(logits, output.given, output.lse)
 
 
-def _sort_rows(logits: Tensor, output: LogprobsTensors) -> None:
+def _sort_rows(logits: Tensor, output: DeviceRows) -> None:
     step = max(1, SORT_BYTES // (4 * logits.shape[1]))
     num = output.token_ids.shape[1] - 1
     for start in range(0, len(logits), step):
