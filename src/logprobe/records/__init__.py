@@ -5,24 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from logprobe._lazy import lazy_names
+from logprobe.records.cut import cut_to_mass
 from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.records.info import LogprobsInfo
-from logprobe.records.lists import LogprobsLists
 from logprobe.records.padded import PaddedLogprobs, to_padded
 from logprobe.records.rows import DeviceRows, GivenLists, GivenLogprobs, HostRows
-from logprobe.records.steps import LogprobsTensors, ModelRunnerOutput, SamplerOutput
-from logprobe.records.values import Logprob, LogprobsOnePosition, TokenLogprob, TokenTable, TopLogprobs
-from logprobe.records.verbs import (
-    PromptLogprobs,
-    SampleLogprobs,
-    append_logprobs_for_next_position,
-    create_prompt_logprobs,
-    create_sample_logprobs,
-    cut_to_mass,
-)
+from logprobe.records.values import Logprob, LogprobsOnePosition, TokenTable
 
 if TYPE_CHECKING:
+    from logprobe.records.compat import (
+        LogprobsLists,
+        LogprobsTensors,
+        ModelRunnerOutput,
+        PromptLogprobs,
+        SampleLogprobs,
+        SamplerOutput,
+        TokenLogprob,
+        TopLogprobs,
+        append_logprobs_for_next_position,
+        create_prompt_logprobs,
+        create_sample_logprobs,
+    )
     from logprobe.records.forms.arrow import (
         ParquetWriter,
         from_arrow,
@@ -32,10 +36,25 @@ if TYPE_CHECKING:
         write_parquet,
     )
 
-# Names whose modules need pyarrow -> the module; they load when first used.
+# Names whose modules load when first used (what needs pyarrow, what no step needs) -> the module.
 _LATER = dict.fromkeys(
     ("ParquetWriter", "from_arrow", "iter_parquet", "read_parquet", "to_arrow", "write_parquet"),
     "logprobe.records.forms.arrow",
+) | dict.fromkeys(
+    (
+        "LogprobsLists",
+        "LogprobsTensors",
+        "ModelRunnerOutput",
+        "PromptLogprobs",
+        "SampleLogprobs",
+        "SamplerOutput",
+        "TokenLogprob",
+        "TopLogprobs",
+        "append_logprobs_for_next_position",
+        "create_prompt_logprobs",
+        "create_sample_logprobs",
+    ),
+    "logprobe.records.compat",
 )
 
 __all__ = [

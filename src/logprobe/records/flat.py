@@ -1,6 +1,6 @@
 """One request's log-probabilities as flat typed arrays that read like a list of dicts.
 
-Before it: a step's arrays (`LogprobsTensors`), or a drop-in user's columns and dicts. After it: replies,
+Before it: a step's arrays (`HostRows`), or a drop-in user's columns and dicts. After it: replies,
 streams, files and user code.
 """
 

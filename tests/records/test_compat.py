@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from logprobe.errors import ParameterError
+from logprobe.kernels import extract
 from logprobe.records import (
     LogprobsLists,
     LogprobsTensors,
@@ -142,6 +143,22 @@ def test_what_does_not_fit_is_refused_by_name(arguments: Any, parameter: Any) ->
 def test_a_size_that_cannot_be_is_refused(sizes: Any) -> None:
     with pytest.raises(ParameterError):
         LogprobsTensors.create_empty(*sizes)
+
+
+def test_rows_of_a_kernel_have_the_verbs_too() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, torch.nan, 0.0]])
+    tensors = LogprobsTensors.of(extract(logits, [2, 0], 2, entropy=True, given_ids=[0]))
+    sound, flagged = (rows[0] for rows in tensors.to_lists().get_all())
+    want = logits[0].double().log_softmax(0)
+    assert (sound.token_id, sound.rank, [entry.token_id for entry in sound.top_k]) == (2, 2, [1, 2])
+    assert sound.logprob == pytest.approx(float(want[2]), abs=1e-6)
+    assert (flagged.rank, flagged.top_k) == (0, [])
+    lists = tensors.to_lists()
+    assert lists.entropy is not None
+    assert float(lists.entropy[0]) == pytest.approx(float(-(want.exp() * want).sum()), abs=1e-6)
+    assert lists.log_kept_mass is None
+    assert lists.given is not None
+    assert lists.given.token_ids.tolist() == [0, 0]
 
 
 def test_room_for_whole_rows_costs_nothing_until_written() -> None:

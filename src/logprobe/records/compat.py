@@ -1,0 +1,633 @@
+"""The drop-in classes and verbs of other engines' log-probabilities, complete and by their names.
+
+A program that fills and reads them position by position goes on as it is. No engine of this library rests on
+them: its steps hold rows (`rows`), its requests records (`FlatLogprobs`).
+
+Before them: the caller's own engine. After them: user code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import msgspec
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.host import on_host
+from logprobe.records.rows import EXTRAS, GivenLists
+from logprobe.records.store.inputs import row_from_columns
+from logprobe.records.values import Logprob, LogprobsOnePosition, top_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+    import torch
+    from torch import Tensor
+
+    from logprobe.records.rows import DeviceRows, GivenLogprobs
+    from logprobe.records.store.columns import Array
+
+LEAST_ROWS = 16  # that appending makes room for
+COLUMNS = ("token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid")
+PromptLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition | None]
+SampleLogprobs: TypeAlias = FlatLogprobs | list[LogprobsOnePosition]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
+    """A token and its log-probability (nats); sorting puts the most likely first."""
+
+    token_id: int
+    token: str
+    logprob: float
+
+    def __lt__(self, other: TokenLogprob) -> bool:
+        return self.logprob > other.logprob
+
+
+class TopLogprobs(msgspec.Struct, frozen=True):
+    """The chosen token of one position, its 1-based rank, and the k best tokens, best first (nats)."""
+
+    position: int
+    token_id: int
+    token: str
+    logprob: float
+    rank: int
+    top_k: list[TokenLogprob] = []
+
+    @classmethod
+    def from_array(
+        cls,
+        position: int,
+        logprobs: npt.ArrayLike,
+        token_ids: npt.ArrayLike,
+        tokens: Sequence[str | None] | None,
+        selected_idx: int,
+        k: int = 5,
+    ) -> TopLogprobs:
+        """Rank one row of candidates: logprobs (n,) nats, token_ids (n,), tokens up to n texts.
+
+        Ties come by ascending token id; `k >= n` gives all; a missing text shows as `<id>`. The rank is
+        1 + the number of strictly greater candidates.
+
+        Raises:
+            ParameterError: shapes that differ, NaN or +inf, k or selected_idx out of range.
+        """
+        values, ids = np.asarray(logprobs), np.asarray(token_ids)
+        _check_candidates(values, ids, selected_idx, k)
+        best = top_indices(values, k, ids)
+        texts = tokens or ()
+
+        def text(index: int) -> str:
+            given = texts[index] if index < len(texts) else None
+            return f"<{int(ids[index])}>" if given is None else given
+
+        return cls(
+            position=position,
+            token_id=int(ids[selected_idx]),
+            token=text(selected_idx),
+            logprob=float(values[selected_idx]),
+            rank=1 + int(np.count_nonzero(values > values[selected_idx])),
+            top_k=[
+                TokenLogprob(int(ids[index]), text(index), float(values[index])) for index in best.tolist()
+            ],
+        )
+
+
+def _check_candidates(values: npt.NDArray[Any], ids: npt.NDArray[Any], selected_idx: int, k: int) -> None:
+    if values.ndim != 1 or ids.shape != values.shape:
+        raise ParameterError(
+            "token_ids", f"logprobs {values.shape} and token_ids {ids.shape} must be 1-D, one id a value"
+        )
+    if not 0 <= selected_idx < len(values):
+        raise ParameterError("selected_idx", f"{selected_idx} lies outside the {len(values)} candidates")
+    if k < 0:
+        raise ParameterError("k", f"{k} is negative; 0 keeps the chosen token alone")
+    if np.isnan(values).any() or np.isposinf(values).any():
+        raise ParameterError("logprobs", "a candidate is NaN or +inf; mask or drop the row first")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobsTensors:
+    """One row of logits each, reduced to the numbers asked for; column 0 is the chosen token.
+
+    Rows that hold several positions of each sequence (`create_empty`) stand sequence by sequence: position p
+    of sequence b is row b * max_seq_len + p.
+    """
+
+    token_ids: Tensor  # (B, k + 1) int32; row b holds num_logprobs[b] + 1 entries, the rest is undefined
+    logprobs: Tensor  # (B, k + 1) float32, nats
+    ranks: Tensor  # (B,) int32, of the chosen token: 1 + number of strictly greater logits
+    lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
+    num_logprobs: Tensor  # (B,) int32, k of each row
+    is_valid: Tensor  # (B,) bool; False where the row held NaN or +inf, or nothing but -inf
+    entropy: Tensor | None = None  # (B,) float32, nats; None where it was not asked for
+    given: GivenLogprobs | None = None
+    max_seq_len: int = 1  # rows of each sequence
+    is_set: Tensor | None = None  # (B,) bool, rows that hold a position; None: all
+    dense_logprobs: Tensor | None = None  # (B, V) float32, nats: whole rows; None: sparse
+
+    def __repr__(self) -> str:
+        return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether rows hold the chosen token and the k best alone, or also the whole vocabulary."""
+        return self.dense_logprobs is None
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return len(self.ranks) // self.max_seq_len
+
+    @classmethod
+    def of(cls, rows: DeviceRows) -> LogprobsTensors:
+        """What a kernel gives, one row a sequence; shares memory."""
+        return cls(
+            token_ids=rows.token_ids,
+            logprobs=rows.logprobs,
+            ranks=rows.ranks,
+            lse=rows.lse,
+            num_logprobs=rows.num_logprobs,
+            is_valid=rows.is_valid,
+            entropy=rows.entropy,
+            given=rows.given,
+        )
+
+    @classmethod
+    def create_empty(
+        cls,
+        batch_size: int,
+        max_seq_len: int,
+        vocab_size: int,
+        top_k: int = 5,
+        sparse: bool = False,
+        *,
+        device: torch.device | str | None = None,
+    ) -> LogprobsTensors:
+        """Room on `device` for `max_seq_len` positions of each sequence, to be filled by `set_position`.
+
+        Raises:
+            ParameterError: a negative size, or a vocabulary of none.
+        """
+        import torch
+
+        sizes = {"batch_size": batch_size, "max_seq_len": max_seq_len, "top_k": top_k}
+        for name, size in {**sizes, "vocab_size": vocab_size - 1}.items():
+            if size < 0:
+                raise ParameterError(
+                    name, "it is too small: vocab_size needs 1 or more, the others 0 or more"
+                )
+        num_rows, width = batch_size * max_seq_len, min(top_k, vocab_size) + 1
+        with torch.device("cpu" if device is None else device):
+            return cls(
+                token_ids=torch.zeros((num_rows, width), dtype=torch.int32),
+                logprobs=torch.full((num_rows, width), -torch.inf),
+                ranks=torch.zeros(num_rows, dtype=torch.int32),
+                lse=torch.zeros(num_rows),
+                num_logprobs=torch.full((num_rows,), width - 1, dtype=torch.int32),
+                is_valid=torch.zeros(num_rows, dtype=torch.bool),
+                max_seq_len=max_seq_len,
+                is_set=torch.zeros(num_rows, dtype=torch.bool),
+                # Untouched pages cost no memory; is_set says which rows mean anything.
+                dense_logprobs=None if sparse else torch.empty((num_rows, vocab_size)),
+            )
+
+    def set_position(
+        self, batch_idx: int, position: int, logprobs: npt.ArrayLike | Tensor, token_id: int
+    ) -> None:
+        """Store one row of log-probabilities (V,) nats, on any device, and its chosen token.
+
+        A row with NaN is flagged.
+
+        Raises:
+            ParameterError: an index or id out of range, a row of another width, +inf.
+        """
+        import torch
+
+        row = self._row_of(batch_idx, position)
+        host_row = logprobs.detach().cpu() if isinstance(logprobs, torch.Tensor) else logprobs
+        values = np.asarray(host_row, np.float32)
+        self._check_row(values, token_id)
+        is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
+        best = top_indices(values, int(self.num_logprobs[row]) if is_valid else 0)
+        columns = np.array([token_id, *best], np.int32)
+        entries = values[columns] if is_valid else np.full(len(columns), np.nan, np.float32)
+        self.token_ids[row, : len(columns)] = torch.from_numpy(columns)
+        self.logprobs[row, : len(columns)] = torch.from_numpy(entries)
+        self.ranks[row] = 1 + int(np.count_nonzero(values > values[token_id])) if is_valid else 0
+        self.lse[row] = float(np.log(np.exp(values, dtype=np.float64).sum())) if is_valid else float("nan")
+        self.is_valid[row] = is_valid
+        if self.dense_logprobs is not None:
+            self.dense_logprobs[row] = torch.from_numpy(values)
+        if self.is_set is not None:
+            self.is_set[row] = True
+
+    def to_lists(self, tokenizer: Any = None) -> LogprobsLists:
+        """The positions set so far on the host, sequence by sequence; texts from `tokenizer`.
+
+        From a GPU all arrays come in one copy. A flagged row keeps its place: its logprob is NaN, its rank 0,
+        its top list empty.
+        """
+        return self._as_lists(on_host(list(self._parts().values())), tokenizer)
+
+    def _parts(self) -> dict[str, Tensor]:
+        names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names}
+        if self.entropy is not None:
+            tensors["entropy"] = self.entropy
+        if self.given is not None:
+            for name in ("offsets", "token_ids", "logprobs", "ranks"):
+                tensors[f"given.{name}"] = getattr(self.given, name)
+        return tensors
+
+    def _as_lists(self, values: Sequence[Array], tokenizer: Any) -> LogprobsLists:
+        arrays: dict[str, Any] = dict(zip(self._parts(), values, strict=True))
+        given = {name[6:]: arrays.pop(name) for name in list(arrays) if name.startswith("given.")}
+        lists = LogprobsLists.of_rows(**arrays, given=GivenLists(**given) if given else None)
+        if self.is_set is not None or self.max_seq_len != 1:
+            lists = lists.in_sequences(np.flatnonzero(self._set_rows()), self.batch_size, self.max_seq_len)
+        return lists if tokenizer is None else lists.with_texts(tokenizer)
+
+    def latest(self, batch_idx: int, tokenizer: Any = None) -> TopLogprobs | None:
+        """The last position set of one sequence, None where there is none; other sequences are not read."""
+        first = self._row_of(batch_idx, 0) if self.max_seq_len else 0
+        rows = np.flatnonzero(self._set_rows()[first : first + self.max_seq_len])
+        return self._top_of(first + int(rows[-1]), tokenizer) if len(rows) else None
+
+    def _row_of(self, batch_idx: int, position: int) -> int:
+        if not 0 <= batch_idx < self.batch_size:
+            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+        if not 0 <= position < self.max_seq_len:
+            raise ParameterError("position", f"{position} lies outside the {self.max_seq_len} positions")
+        return batch_idx * self.max_seq_len + position
+
+    def _check_row(self, values: Array, token_id: int) -> None:
+        width = values.shape[-1] if self.dense_logprobs is None else self.dense_logprobs.shape[1]
+        if values.shape != (width,) or not width:
+            raise ParameterError("logprobs", f"one row of {width} values belongs here, not {values.shape}")
+        if not 0 <= token_id < width:
+            raise ParameterError("token_id", f"{token_id} lies outside the vocabulary of {width}")
+        if np.isposinf(values).any():
+            raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+
+    def _set_rows(self) -> Array:
+        is_set: Array = (
+            np.ones(len(self.ranks), np.bool_) if self.is_set is None else self.is_set.cpu().numpy()
+        )
+        return is_set
+
+    def _top_of(self, row: int, tokenizer: Any) -> TopLogprobs:
+        k = int(self.num_logprobs[row]) if self.is_valid[row] else 0
+        ids = self.token_ids[row, : k + 1].tolist()
+        logprobs = self.logprobs[row, : k + 1].tolist()
+        texts = _token_texts(ids, tokenizer)
+        return TopLogprobs(
+            position=row % self.max_seq_len,
+            token_id=ids[0],
+            token=texts[0],
+            logprob=logprobs[0],
+            rank=int(self.ranks[row]),
+            top_k=[TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)],
+        )
+
+
+class LogprobsLists:
+    """Rows of log-probabilities in host arrays, each as wide as its own k; any thread may append or read.
+
+    The rows of a step stand one a sequence. Appended positions go to the end, whatever their sequence.
+    """
+
+    __slots__ = (
+        "_lock", "_num_sequences", "_positions", "_sequences", "_size", "_texts",
+        "extras", "given", "is_valid", "logprobs", "lse", "num_logprobs", "ranks", "token_ids",
+    )  # fmt: skip
+
+    token_ids: Array  # (N, k + 1) int32; row n holds num_logprobs[n] + 1 entries, column 0 the chosen token
+    logprobs: Array  # (N, k + 1) float32, nats; float64 where positions are appended
+    ranks: Array  # (N,) int32, of the chosen token: 1 + number of strictly greater logits
+    lse: Array  # (N,) float32, log-sum-exp of the row's logits; NaN where it is not known
+    num_logprobs: Array  # (N,) int32, k of each row
+    is_valid: Array  # (N,) bool; False where the row held NaN or +inf, or nothing but -inf
+    extras: dict[str, Array]  # (N,) each, the columns of EXTRAS that there are
+    given: GivenLists | None  # ids that the caller named; None where there are none
+
+    def __init__(self, num_sequences: int = 1) -> None:
+        if num_sequences < 0:
+            raise ParameterError("num_sequences", f"{num_sequences} is negative")
+        self._lock = Lock()
+        self._num_sequences = num_sequences
+        self._size = 0
+        self._sequences: Array | None = np.zeros(0, np.int64)  # (N,); None: row n is sequence n
+        self._positions: Array | None = np.zeros(0, np.int64)  # (N,); None: all are 0
+        self._texts: list[list[str]] | None = []  # of each row's entries; None: `<id>`
+        self.token_ids, self.logprobs = np.zeros((0, 1), np.int32), np.zeros((0, 1))
+        self.ranks, self.lse = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        self.num_logprobs, self.is_valid = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+        self.extras, self.given = {}, None
+
+    def __getattr__(self, name: str) -> Array | None:
+        """A column of EXTRAS; None where it was not asked for."""
+        if name in EXTRAS:
+            return self.extras.get(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"<LogprobsLists: {self._size} rows, k = {self.token_ids.shape[1] - 1}>"
+
+    @classmethod
+    def of_rows(
+        cls,
+        *,
+        token_ids: Array,
+        logprobs: Array,
+        ranks: Array,
+        lse: Array,
+        num_logprobs: Array,
+        is_valid: Array,
+        given: GivenLists | None = None,
+        **extras: Array | None,
+    ) -> Self:
+        """Wrap a step's arrays, one row a sequence; nothing is copied."""
+        lists = cls(len(ranks))
+        lists._size = lists._num_sequences
+        lists._sequences = lists._positions = lists._texts = None
+        lists.token_ids, lists.logprobs, lists.ranks, lists.lse = token_ids, logprobs, ranks, lse
+        lists.num_logprobs, lists.is_valid, lists.given = num_logprobs, is_valid, given
+        lists.extras = {name: column for name, column in extras.items() if column is not None}
+        return lists
+
+    def in_sequences(self, rows: Array, num_sequences: int, num_positions: int) -> Self:
+        """These rows of a step with `num_positions` positions a sequence, sequence after sequence."""
+        columns = {name: getattr(self, name)[rows] for name in COLUMNS}
+        lists = self.of_rows(**columns)
+        lists.extras = {name: column[rows] for name, column in self.extras.items()}
+        lists._place(num_sequences, *np.divmod(rows, max(num_positions, 1)))  # noqa: SLF001 - of this class
+        return lists
+
+    def _place(self, num_sequences: int, sequences: Array, positions: Array) -> None:
+        self._num_sequences, self._sequences, self._positions = num_sequences, sequences, positions
+
+    def with_texts(self, tokenizer: Any) -> Self:
+        """The same rows with the texts of their tokens, all decoded in one call."""
+        counts = np.where(self.is_valid, self.num_logprobs, 0)[: self._size] + 1
+        ids = [row[:count] for row, count in zip(self.token_ids.tolist(), counts.tolist(), strict=False)]
+        texts = iter(_token_texts([token_id for row in ids for token_id in row], tokenizer))
+        self._texts = [[next(texts) for _ in row] for row in ids]
+        return self
+
+    def append(self, seq_idx: int, logprobs: TopLogprobs) -> None:
+        """Add a position to a sequence; a sequence beyond the last makes room up to it.
+
+        Raises:
+            ParameterError: a negative sequence index.
+        """
+        if seq_idx < 0:
+            raise ParameterError("seq_idx", f"{seq_idx} is negative")
+        entries = [TokenLogprob(logprobs.token_id, logprobs.token, logprobs.logprob), *logprobs.top_k]
+        with self._lock:
+            row = self._make_room(len(entries))
+            assert self._sequences is not None
+            assert self._positions is not None
+            assert self._texts is not None
+            self._sequences[row], self._positions[row] = seq_idx, logprobs.position
+            self.token_ids[row, : len(entries)] = [entry.token_id for entry in entries]
+            self.logprobs[row, : len(entries)] = [entry.logprob for entry in entries]
+            self.ranks[row], self.lse[row] = logprobs.rank, np.nan
+            self.num_logprobs[row], self.is_valid[row] = len(entries) - 1, True
+            self._texts.append([entry.token for entry in entries])
+            self._num_sequences = max(self._num_sequences, seq_idx + 1)
+            self._size = row + 1
+
+    def get_sequence(self, seq_idx: int) -> list[TopLogprobs]:
+        """Positions of one sequence in the order in which they came; empty beyond the last sequence."""
+        with self._lock:
+            return [self._top_of(row) for row in self._rows_of(seq_idx)]
+
+    def get_all(self) -> list[list[TopLogprobs]]:
+        """Positions of every sequence."""
+        return [self.get_sequence(seq_idx) for seq_idx in range(len(self))]
+
+    def latest(self, seq_idx: int) -> TopLogprobs | None:
+        """The last position of one sequence, None where there is none; no other position is read."""
+        with self._lock:
+            rows = self._rows_of(seq_idx)
+            return self._top_of(rows[-1]) if rows else None
+
+    def slice_request(self, row: int) -> FlatLogprobs:
+        """One sequence as a record, each position as wide as its own k.
+
+        Raises:
+            ParameterError: no such sequence.
+        """
+        if not 0 <= row < len(self):
+            raise ParameterError("row", f"{row} lies outside the {len(self)} sequences")
+        record = FlatLogprobs()
+        with self._lock:
+            for place in self._rows_of(row):
+                top = self._top_of(place)
+                entries = [TokenLogprob(top.token_id, top.token, top.logprob), *top.top_k]
+                texts = None if self._texts is None else [entry.token for entry in entries]
+                record.append_fast(
+                    [entry.token_id for entry in entries],
+                    [entry.logprob for entry in entries],
+                    [top.rank, *range(1, len(entries))],
+                    texts or [None] * len(entries),
+                )
+        return record
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def total_tokens(self) -> int:
+        """Number of positions of all sequences."""
+        return self._size
+
+    def _rows_of(self, seq_idx: int) -> list[int]:
+        if not 0 <= seq_idx < self._num_sequences:
+            return []
+        if self._sequences is None:
+            return [seq_idx]
+        rows: list[int] = np.flatnonzero(self._sequences[: self._size] == seq_idx).tolist()
+        return rows
+
+    def _top_of(self, row: int) -> TopLogprobs:
+        k = int(self.num_logprobs[row]) if self.is_valid[row] else 0
+        ids: list[int] = self.token_ids[row, : k + 1].tolist()
+        logprobs: list[float] = self.logprobs[row, : k + 1].tolist()
+        texts = _token_texts(ids) if self._texts is None else self._texts[row]
+        position = 0 if self._positions is None else int(self._positions[row])
+        top = [TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)]
+        return TopLogprobs(position, ids[0], texts[0], logprobs[0], int(self.ranks[row]), top)
+
+    def _make_room(self, width: int) -> int:
+        """The next free row, with columns for `width` entries; arrays grow by half again."""
+        size, old_width = self._size, self.token_ids.shape[1]
+        if size == len(self.ranks) or width > old_width:
+            length = max(LEAST_ROWS, size * 3 // 2 + 1) if size == len(self.ranks) else len(self.ranks)
+            for name in (*COLUMNS, "_sequences", "_positions"):
+                column = getattr(self, name)
+                shape = (length, max(width, old_width)) if column.ndim == 2 else (length,)
+                grown = np.zeros(shape, column.dtype)
+                grown[tuple(map(slice, column.shape))] = column
+                setattr(self, name, grown)
+        return size
+
+
+def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
+    """The text of each id: `<id>` without a tokenizer; one that can is asked for all at once."""
+    if tokenizer is None:
+        return [f"<{token_id}>" for token_id in token_ids]
+    if hasattr(tokenizer, "batch_decode"):
+        texts: list[str] = tokenizer.batch_decode([[token_id] for token_id in token_ids])
+        return texts
+    return [tokenizer.decode([token_id]) for token_id in token_ids]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerOutput:
+    """Tokens that one step sampled, one row a sequence.
+
+    A step may report numbers of some of its rows only: `logprobs_rows` then names the row of `logprobs` that
+    belongs to each, -1 where none does.
+    """
+
+    sampled_token_ids: Array  # (B,) or (B, n) integers
+    logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None: not asked for
+    prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
+    num_samples: int = 1
+    temperature: float | Array = 1.0  # of all rows, or (B,)
+    top_p: float | Array = 1.0
+    top_k: int | Array | None = None  # None: not cut
+    spec_decode_accepted: Array | None = None  # (B,) integers: drafted tokens kept
+    logprobs_rows: Array | None = None  # (B,) integers; None: row b is row b
+    processed_logprobs: LogprobsLists | None = None  # of what the tokens were drawn from
+    processed_rows: Array | None = None  # (B,) integers
+    is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
+    whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
+
+    def __repr__(self) -> str:
+        reported = "no logprobs" if self.logprobs is None else repr(self.logprobs)
+        return f"<SamplerOutput: {self.batch_size} sequences, {reported}>"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences."""
+        return int(self.sampled_token_ids.shape[0])
+
+    def get_token_ids(self, batch_idx: int) -> Array:
+        """Token ids sampled for one sequence, (n,).
+
+        Raises:
+            ParameterError: no such sequence.
+        """
+        if not 0 <= batch_idx < self.batch_size:
+            raise ParameterError("batch_idx", f"{batch_idx} lies outside the {self.batch_size} sequences")
+        return np.atleast_1d(self.sampled_token_ids[batch_idx])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRunnerOutput:
+    """One step's sampled tokens by request, and what the step cost."""
+
+    sampler_output: SamplerOutput
+    req_ids: list[str]  # row b belongs to req_ids[b]
+    req_id_to_index: dict[str, int] = field(default_factory=dict)
+    hidden_states: Any = None  # (B, d), where they were asked for
+    forward_time_ns: int = 0
+    sample_time_ns: int = 0
+    peak_memory_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return f"<ModelRunnerOutput: {len(self.req_ids)} requests, {self.sampler_output!r}>"
+
+    @classmethod
+    def create(
+        cls,
+        sampled_token_ids: npt.ArrayLike,
+        req_ids: Sequence[str],
+        logprobs: LogprobsTensors | LogprobsLists | None = None,
+    ) -> ModelRunnerOutput:
+        """Tie rows to requests: sampled_token_ids (B,) or (B, n), one request id a row.
+
+        Raises:
+            ParameterError: rows of different lengths, ids that are no integers, a number of requests that
+                differs from that of rows, or a request twice.
+        """
+        ids = _integers(sampled_token_ids)
+        index = {req_id: row for row, req_id in enumerate(req_ids)}
+        if ids.ndim not in {1, 2} or not len(index) == len(req_ids) == len(ids):
+            raise ParameterError(
+                "req_ids", f"{len(req_ids)} ids, {len(index)} different, for rows {ids.shape}; give one each"
+            )
+        output = SamplerOutput(
+            sampled_token_ids=ids, logprobs=logprobs, num_samples=ids.shape[1] if ids.ndim == 2 else 1
+        )
+        return cls(sampler_output=output, req_ids=list(req_ids), req_id_to_index=index)
+
+    def get_output_for_request(self, req_id: str) -> tuple[Array, TopLogprobs | None] | None:
+        """Token ids (n,) of one request and its latest numbers; None where the step did not hold it.
+
+        Reads that request's row alone.
+        """
+        row = self.req_id_to_index.get(req_id)
+        if row is None:
+            return None
+        output = self.sampler_output
+        place = row if output.logprobs_rows is None else int(output.logprobs_rows[row])
+        logprobs = None if output.logprobs is None or place < 0 else output.logprobs.latest(place)
+        return output.get_token_ids(row), logprobs
+
+
+def _integers(token_ids: npt.ArrayLike) -> Array:
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError as error:
+        raise ParameterError(
+            "sampled_token_ids", "rows of different lengths; give each row as many"
+        ) from error
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ParameterError("sampled_token_ids", f"{ids.dtype} values where integers belong")
+    return ids
+
+
+def create_prompt_logprobs(flat_logprobs: bool) -> PromptLogprobs:
+    """Start a prompt's log-probabilities: its first token has none."""
+    return FlatLogprobs([None]) if flat_logprobs else [None]
+
+
+def create_sample_logprobs(flat_logprobs: bool) -> SampleLogprobs:
+    """Start the log-probabilities of generated tokens, none so far."""
+    return FlatLogprobs() if flat_logprobs else []
+
+
+def append_logprobs_for_next_position(
+    request_logprobs: PromptLogprobs | SampleLogprobs,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    decoded_tokens: Iterable[str | None],
+    rank: int,
+    num_logprobs: int,
+) -> None:
+    """Add one position: the chosen token with `rank`, then ranks 1..num_logprobs; further columns are cut.
+
+    `num_logprobs == -1` means as many as given.
+
+    Raises:
+        ParameterError: num_logprobs below -1; with a flat container also what `append_fast` refuses.
+    """
+    if num_logprobs < -1:
+        raise ParameterError("num_logprobs", f"{num_logprobs} is below -1, which means all")
+    kept = list(token_ids) if num_logprobs == -1 else list(token_ids)[: num_logprobs + 1]
+    ranks = chain((rank,), range(1, len(kept)))
+    if isinstance(request_logprobs, FlatLogprobs):
+        request_logprobs.append_fast(kept, logprobs, ranks, decoded_tokens)
+        return
+    row = row_from_columns(kept, logprobs, ranks, decoded_tokens)
+    entries = map(Logprob, row.logprobs, row.ranks, row.texts or repeat(None))
+    request_logprobs.append(dict(zip(kept, entries, strict=False)))

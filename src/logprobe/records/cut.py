@@ -1,0 +1,56 @@
+"""Whole rows cut to the best tokens that hold a mass.
+
+Before it: rows (n, V). After it: `FlatLogprobs`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.store.entries import Entries
+from logprobe.records.values import top_indices
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from logprobe.records.store.columns import Array
+
+
+def cut_to_mass(logprobs: npt.ArrayLike, chosen_ids: npt.ArrayLike, mass: float) -> FlatLogprobs:
+    """Whole rows (n, V) nats, cut to the smallest set of best tokens that holds `mass`, plus the chosen (n,).
+
+    Ties come by ascending token id; `other_logprob` of the result is what was cut away.
+
+    Raises:
+        ParameterError: a mass outside (0, 1], shapes that do not agree, NaN or +inf.
+    """
+    rows, chosen = np.asarray(logprobs), np.asarray(chosen_ids)
+    if not 0 < mass <= 1:
+        raise ParameterError("mass", f"{mass} lies outside (0, 1]")
+    if rows.ndim != 2 or chosen.shape != rows.shape[:1]:
+        raise ParameterError("chosen_ids", f"{chosen.shape} ids for rows {rows.shape}; give one a row")
+    if np.isnan(rows).any() or np.isposinf(rows).any():
+        raise ParameterError("logprobs", "a value is NaN or +inf; drop the row first")
+    record = FlatLogprobs()
+    for row, token_id in zip(rows, chosen.tolist(), strict=True):
+        record.append_entries(_cut_row(row, token_id, mass))
+    return record
+
+
+def _cut_row(row: Array, token_id: int, mass: float) -> Entries:
+    order = top_indices(row, len(row))
+    total = np.cumsum(np.exp(row[order], dtype=np.float64))
+    kept = order[: min(int(np.searchsorted(total, mass)) + 1, len(order))]
+    ids = np.concatenate([[token_id], kept[kept != token_id]])
+    places = np.flatnonzero(kept != token_id) + 1
+    rank = 1 + int(np.count_nonzero(row > row[token_id]))
+    return Entries(
+        offsets=np.array([0, len(ids)], np.int64),
+        token_ids=ids,
+        logprobs=row[ids],
+        ranks=np.concatenate([[rank], places]),
+    )
