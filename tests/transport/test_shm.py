@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import EngineError, ParameterError
-from logprobe.records.rows import GivenLists, HostRows, KeptLists
+from logprobe.records.rows import EXTRAS, GivenLists, HostRows, KeptLists
 from logprobe.transport import codec as codecs
 from logprobe.transport import shm
 from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
@@ -224,6 +224,21 @@ def test_where_there_is_no_memory_rows_travel_in_messages(
             assert_same(delta.raw, rows)
     assert [record.message.count("No space left") for record in caplog.records] == [1], "told once"
     assert os.fstat(file).st_size == 0
+
+
+@pytest.mark.parametrize("k", [3, 20000])
+def test_a_further_column_crosses_once_the_table_names_it(
+    file: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    codec: Codec[list[Delta]] = Codec(list[Delta], writer=PageWriter(file), reader=PageReader(file))
+    bare, entropic = some_rows(2, k), some_rows(2, k, entropy=True)
+    rich = HostRows(bare.token_ids, bare.logprobs, bare.ranks, {"margin": np.float32([0.5, np.nan])})
+    sent = [bare, rich, entropic]
+    deltas = codec.decode(codec.encode([Delta(request_id="r", index=0, raw=rows) for rows in sent]))
+    for delta, rows in zip(deltas, sent, strict=True):
+        assert delta.raw is not None
+        assert_same(delta.raw, rows)
 
 
 def test_nothing_is_taken_before_somebody_asks_for_wide_rows(file: int) -> None:
