@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from logprobe.config import EngineConfig
 from logprobe.errors import require
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
+MOST_VERSION_CHARS: Final = 256  # each record tells it
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
@@ -237,28 +238,40 @@ class LLM:
         return self.client.stream(prompt, params)
 
     def load_weights(
-        self, weights: str | Path | Mapping[str, torch.Tensor], *, on_running: OnRunning = "finish"
-    ) -> None:
+        self,
+        weights: str | Path | Mapping[str, torch.Tensor],
+        *,
+        version: str | None = None,
+        on_running: OnRunning = "finish",
+    ) -> str:
         """Go on with other weights of the same model, as a trainer makes them; returns once they answer.
+
+        What is returned is their version, as records of theirs have it in `info.weight_version`.
 
         Every cache is dropped, LoRA weights are kept, and no request sees numbers of both. Until the old
         weights go, both are in memory.
 
         Args:
             weights: a `state_dict()`, which is copied, or a folder of safetensors files.
+            version: what records call these weights, such as `step-1200`; None: a digest of them
+                (`models.loading.digest_of`), for which every byte is read once more.
             on_running: requests that run `finish` on the old weights while new ones wait, or `end` with
                 `WeightsReplacedError`, as does one whose reader lags in either case.
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one.
+            ParameterError: the engine is not the native one, or a version that no record can hold.
         """
         from logprobe.engine.backends.start import replace_weights
 
         known = f"must be finish or end, got {on_running!r}"
         require(on_running in ("finish", "end"), "on_running", known)
+        is_name = version is None or (
+            isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
+        )
+        require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
         finishes = on_running == "finish"
-        self.loaded = replace_weights(self.loaded, self.config, weights, finishes=finishes)
+        return replace_weights(self.engine, self.config, weights, version=version, finishes=finishes)
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.

@@ -20,7 +20,6 @@ from logprobe.engine.fold import Describer
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import require
 from logprobe.models import Vocabulary
-from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -140,8 +139,7 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.speculate,
     )
-    source = LogprobsInfo(engine="fake", model="fake", logits_dtype="float32")
-    describer = Describer(source, forward.vocab_size, text.vocabulary)
+    describer = Describer(capabilities.source(), forward.vocab_size, text.vocabulary)
     backend = ThreadEngine(engine, capabilities, describer, overlap=config.overlap)
     return LoadedModel(backend, text, None, engine.processing.pipeline)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +21,9 @@ from logprobe.errors import (
     UnsupportedModelError,
     WeightsReplacedError,
 )
+from logprobe.models.loading import digest_of, read_state
+from logprobe.records import FlatLogprobs
+from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -255,3 +260,285 @@ def test_a_request_given_up_while_it_waits_never_runs(
     running.join()
     stream.close()
     assert llm.generate([5], SamplingParams(max_tokens=1))[0].error is None
+
+
+# -- what a record says of its weights ---------------------------------------------------------------------
+
+
+def versions_of(output: Any) -> set[str | None]:
+    """What everything that an output holds says."""
+    completion = output.outputs[0]
+    records = (output.prompt_logprobs, completion.logprobs, completion.processed_logprobs)
+    return {one.info.weight_version for one in (output, *records) if one is not None}
+
+
+def numbers_of(output: Any) -> Any:
+    """What the prompt's tokens have, nats."""
+    return np.ma.compressed(output.prompt_logprobs.chosen_entries().logprobs)
+
+
+ALL = SamplingParams(
+    max_tokens=3, temperature=0.7, seed=1, logprobs=2, prompt_logprobs=1, logprobs_mode="both"
+)
+
+
+def test_records_name_the_weights_that_gave_them(llm: LLM, state: dict[str, torch.Tensor]) -> None:
+    first = llm.generate("the cat", ALL)[0]
+    assert versions_of(first) == {None}  # nothing is known of a folder's
+    assert llm.load_weights(state, version="step-1200") == "step-1200"
+    output, [score] = llm.generate("the cat", ALL)[0], llm.score(PAIRS[:1])
+    assert versions_of(output) == {"step-1200"}
+    assert score.record.info.weight_version == "step-1200"
+    assert FlatLogprobs.from_bytes(output.prompt_logprobs.to_bytes()).info == output.prompt_logprobs.info
+    assert versions_of(first) == {None}
+
+
+def test_the_form_and_the_proof_that_are_told_are_those_of_the_new_weights(
+    llm: LLM, state: dict[str, torch.Tensor]
+) -> None:
+    before = llm.engine.capabilities()
+    llm.load_weights(state)
+    able, info = llm.engine.capabilities(), llm.score(PAIRS[:1])[0].record.info
+    layout = llm.engine.forward.layout
+    assert (info.weights, info.layers) == (layout.weights, layout.layers)
+    assert info.probe_difference == layout.probe_difference != before.layout.probe_difference
+    assert (able.layout, able.weight_version) == (layout, info.weight_version)
+
+
+def test_weights_without_a_name_go_by_a_digest_of_their_numbers(
+    llm: LLM, state: dict[str, torch.Tensor], new_folder: Path
+) -> None:
+    want = digest_of(state)
+    assert llm.load_weights(state) == llm.load_weights(new_folder) == want
+    assert digest_of(read_state(new_folder)) == want
+    name = next(iter(state))
+    others: list[dict[str, Any]] = [
+        state | {name: state[name] + 1},
+        state | {name: state[name].double()},
+        state | {name: state[name].T},
+        {key: value for key, value in state.items() if key != name},
+        {f"{key}x" if key == name else key: value for key, value in state.items()},
+    ]
+    assert len({want, *map(digest_of, others)}) == 6
+    assert digest_of({"a": torch.tensor(1.5), "b": torch.zeros(0)}).startswith("blake2b:")
+
+
+@pytest.mark.parametrize("version", ["", "a\nb", "\ud800", "x" * 257, 7])
+def test_a_version_that_no_record_can_hold_is_refused(
+    llm: LLM, state: dict[str, torch.Tensor], version: Any
+) -> None:
+    with pytest.raises(ParameterError, match="version"):
+        llm.load_weights(state, version=version)
+    assert llm.engine.capabilities().weight_version is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
+    tiny_model_folder: Path,
+    state: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    overlap: bool,
+) -> None:
+    """What runs ends on the old weights, and what waits, although it came before they went, has the new."""
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, overlap=overlap) as llm:
+        running = Running(llm, monkeypatch)
+        loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "new"})
+        loading.start()
+        later: list[Any] = []
+        asking = threading.Thread(target=lambda: later.extend(llm.generate(["the cat"], ALL)))
+        wait_for_command(llm, "ReplaceForward")
+        asking.start()
+        wait_for_command(llm, "Submit")
+        running.go_on()
+        for thread in (loading, asking):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        running.join()
+        want = llm.generate(["the cat"], ALL)[0]
+    assert [versions_of(output) for output in running.outputs] == [{None}] * 2
+    assert versions_of(later[0]) == versions_of(want) == {"new"}
+    assert later[0].prompt_logprobs == want.prompt_logprobs
+
+
+def test_of_two_loads_that_wait_the_later_is_told(
+    llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Running(llm, monkeypatch)
+    loads = []
+    for count, (weights, version) in enumerate([(state, "passed over"), (tiny_model_folder, "last")], 1):
+        loads.append(threading.Thread(target=llm.load_weights, args=(weights,), kwargs={"version": version}))
+        loads[-1].start()
+        deadline = time.monotonic() + LIMIT_S
+        while len(llm.engine._thread._commands) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    running.go_on()
+    for thread in loads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    running.join()
+    assert llm.engine.capabilities().weight_version == "last"
+    assert llm.score(PAIRS[:1])[0].record.info.weight_version == "last"
+
+
+# -- no cache gives an old model's numbers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, "wide"])
+def test_prompts_asked_again_have_the_new_numbers_and_the_new_version(
+    llm: LLM,
+    state: dict[str, torch.Tensor],
+    new_folder: Path,
+    adapter_folders: dict[str, Path],
+    lora: str | None,
+) -> None:
+    """The radix tree, the rows of known prompts, and the LoRA weights of the same name."""
+    asked = SamplingParams(max_tokens=2, temperature=0, logprobs=2, prompt_logprobs=2, lora=lora)
+    with _new_llm(new_folder) as fresh:
+        for one in (llm, fresh):
+            one.add_lora("wide", adapter_folders["wide"])
+        want = fresh.generate("the cat and the dog", asked)[0]
+    first = [llm.generate("the cat and the dog", asked)[0] for _ in range(2)][1]
+    llm.load_weights(state, version="b")
+    again = llm.generate("the cat and the dog", asked)[0]
+    np.testing.assert_allclose(numbers_of(again), numbers_of(want), atol=5e-5, rtol=0)
+    assert np.abs(numbers_of(again) - numbers_of(first)).max() > 1e-3
+    assert again.outputs[0].token_ids == want.outputs[0].token_ids
+    assert versions_of(again) == {"b"}
+
+
+@pytest.mark.parametrize("lora", [None, "wide"])
+def test_rows_that_are_kept_are_those_of_the_weights_that_answer(
+    llm: LLM, state: dict[str, torch.Tensor], adapter_folders: dict[str, Path], lora: str | None
+) -> None:
+    llm.add_lora("wide", adapter_folders["wide"])
+    with AsyncLM(llm) as lm:
+        old = lm.next_token_logprobs_sync([5, 60], lora=lora)
+        llm.load_weights(state)
+        new = lm.next_token_logprobs_sync([5, 60], lora=lora)
+        assert lm.next_token_logprobs_sync([5, 60], lora=lora) is new
+        np.testing.assert_array_equal(new, lm.next_token_logprobs_sync([5, 60], lora=lora, use_cache=False))
+    assert np.abs(new - old).max() > 1e-3
+
+
+def test_a_row_that_waited_for_other_weights_is_not_kept_as_the_old_ones(
+    llm: LLM, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with AsyncLM(llm) as lm:
+        running = Running(llm, monkeypatch)
+        loading = threading.Thread(target=llm.load_weights, args=(state,))
+        loading.start()
+        wait_for_command(llm, "ReplaceForward")
+        rows: list[Any] = []
+        asking = threading.Thread(target=lambda: rows.append(lm.next_token_logprobs_sync([5, 60])))
+        asking.start()
+        wait_for_command(llm, "Submit")
+        running.go_on()
+        for thread in (loading, asking):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+        running.join()
+        assert len(lm._cache) == 0
+        np.testing.assert_array_equal(rows[0], lm.next_token_logprobs_sync([5, 60]))
+        assert len(lm._cache) == 1
+
+
+def test_the_module_below_an_async_model_is_that_of_the_new_weights(
+    llm: LLM, state: dict[str, torch.Tensor]
+) -> None:
+    with AsyncLM(llm) as lm:
+        assert lm.underlying_model is not None
+        before = weakref.ref(llm.engine.forward)
+        llm.load_weights(state)
+        assert lm.underlying_model is llm.engine.forward.model
+        gc.collect()
+        assert before() is None, "the old weights go"
+
+
+def test_nothing_of_the_new_weights_is_stored_for_the_models_own(
+    tiny_model_folder: Path, state: dict[str, torch.Tensor]
+) -> None:
+    with _new_llm(tiny_model_folder) as llm:
+        before = llm.score(PAIRS)
+        llm.load_weights(state)
+        assert llm.score(PAIRS) != before
+    with _new_llm(tiny_model_folder) as again:  # from what is stored of it
+        scores = again.score(PAIRS)
+        assert scores == before
+        assert scores[0].record.info.weight_version is None
+
+
+@pytest.mark.parametrize("layout", [{"process": True}, {"data_parallel": 2}], ids=["process", "replicas"])
+def test_engine_processes_tell_and_forget_as_a_thread_does(
+    tiny_model_folder: Path, state: dict[str, torch.Tensor], new_serving: Any, layout: dict[str, Any]
+) -> None:
+    import httpx
+
+    want = digest_of(state)
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, **layout) as llm, AsyncLM(llm) as lm:
+        first = [llm.generate("the cat", ALL)[0] for _ in range(4)][-1]
+        old = lm.next_token_logprobs_sync([5, 60])
+        assert versions_of(first) == {None}
+        calls, is_loaded = [], threading.Event()
+
+        def ask() -> None:
+            while not is_loaded.is_set():
+                calls.append(llm.generate(["the cat"] * 4, ALL))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert llm.load_weights(state) == want
+        is_loaded.set()
+        asking.join(LIMIT_S)
+        assert not asking.is_alive()
+        [output, *_] = after = llm.generate(["the cat"] * 4, ALL)
+        assert versions_of(output) == {want}
+        truth = {None: numbers_of(first), want: numbers_of(output)}
+        assert np.abs(truth[None] - truth[want]).max() > 1e-3
+        for outputs in [*calls, after]:
+            [version] = set.union(*map(versions_of, outputs))  # one a call, wherever each ran
+            for one in outputs:
+                np.testing.assert_allclose(numbers_of(one), truth[version], atol=5e-5, rtol=0)
+        new = lm.next_token_logprobs_sync([5, 60])
+        assert np.abs(new - old).max() > 1e-3
+        assert lm.next_token_logprobs_sync([5, 60]) is new
+        able, info = llm.engine.capabilities(), output.info
+        assert (info.weights, info.layers) == (able.weights, able.layout.layers)
+        assert info.probe_difference == able.layout.probe_difference
+        with new_serving(llm, ServerSettings()) as (url, _):
+            figures = httpx.get(f"{url}/metrics", timeout=LIMIT_S).text
+        assert f'logprobe_weights{{version="{want}"}} 1.0' in figures.splitlines()
+        llm.load_weights(tiny_model_folder, version="back")
+        back = llm.generate("the cat", ALL)[0]
+        assert versions_of(back) == {"back"}
+        np.testing.assert_allclose(lm.next_token_logprobs_sync([5, 60]), old, atol=5e-5, rtol=0)
+
+
+# -- what a server tells -----------------------------------------------------------------------------------
+
+
+def test_a_server_tells_the_weights_that_answer(
+    llm: LLM, state: dict[str, torch.Tensor], new_serving: Any
+) -> None:
+    import httpx
+
+    asked = {"prompt": "the cat", "max_tokens": 1, "logprobs": 1, "logprobs_mode": "raw_logprobs"}
+
+    def told(url: str) -> list[Any]:
+        ask = {path: httpx.get(url + path, timeout=LIMIT_S) for path in ("/v1/capabilities", "/v1/models")}
+        reply = httpx.post(f"{url}/v1/completions", json=asked, timeout=LIMIT_S).json()
+        rows = httpx.post(f"{url}/v1/next_token_logprobs", json={"prompts": [[5]]}, timeout=LIMIT_S).content
+        figures = httpx.get(f"{url}/metrics", timeout=LIMIT_S).text.splitlines()
+        return [
+            ask["/v1/capabilities"].json()["weight_version"],
+            ask["/v1/models"].json()["data"][0]["weight_version"],
+            reply["choices"][0]["logprobs_info"]["weight_version"],
+            "step 2" if b'"weight_version":"step 2"' in rows else None,
+            *[line for line in figures if line.startswith("logprobe_weights")],
+        ]
+
+    with new_serving(llm, ServerSettings()) as (url, _):
+        assert told(url) == [None] * 4 + ['logprobe_weights{version=""} 1.0']
+        llm.load_weights(state, version="step 2")
+        assert told(url) == ["step 2"] * 4 + ['logprobe_weights{version="step 2"} 1.0']

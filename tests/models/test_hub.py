@@ -39,7 +39,7 @@ def test_a_snapshot_asks_for_no_file_that_could_run_code(
     assert asked["repository"] == NAME
     assert not asked["local_files_only"]
     assert not [pattern for pattern in asked["allow_patterns"] if pattern.endswith((".py", ".bin", "*"))]
-    resolve(NAME, download=False)
+    assert resolve(NAME, download=False).version == f"commit:{tmp_path.name}"  # the snapshot's folder
     assert asked["local_files_only"]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,9 @@ def test_a_known_model_that_is_not_here_is_not_fetched_unasked(home: Path) -> No
 
 def test_a_gguf_file_is_converted_once(tmp_path: Path, home: Path, write_gguf: Callable[..., Path]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
-    first = resolve(str(path)).folder
+    found = resolve(str(path))
+    first = found.folder
+    assert found.version == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
     assert first.parent == home / "models"
     stamp = (first / "model.safetensors").stat().st_mtime_ns
     moved = path.rename(tmp_path / "moved.gguf")

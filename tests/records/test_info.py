@@ -22,6 +22,12 @@ def test_an_info_survives_json_and_equals_by_value() -> None:
     assert info.to_dict()["unit"] == "nats"
 
 
+def test_an_info_of_a_version_before_reads_without_what_it_did_not_say() -> None:
+    info = LogprobsInfo.from_json('{"engine":"native","weights":"published","layers":"2 of 2 fused"}')
+    assert (info.weights, info.weight_version) == ("published", None)
+    assert LogprobsInfo.from_json(LogprobsInfo(weight_version="é 1").to_json()).weight_version == "é 1"
+
+
 def test_what_is_not_known_is_not_written() -> None:
     assert LogprobsInfo().to_json() == "{}"
 

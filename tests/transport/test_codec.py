@@ -84,10 +84,11 @@ def test_a_request_crosses_whole() -> None:
 def test_what_is_new_crosses_whole() -> None:
     effect = ProcessorEffect("P", {3: float("-inf"), 4: 1.5}, 0.25)
     finish, drafts = Finish("stop", "the", 12), Drafts(num_drafted=5, num_accepted=3)
-    delta = Delta(request_id="r", index=1, token_ids=[5], effects=[[effect]], finish=finish, drafts=drafts)
+    more = {"effects": [[effect]], "finish": finish, "drafts": drafts, "weights_number": 3}
+    delta = Delta(request_id="r", index=1, token_ids=[5], **more)
     [got] = news.decode(news.encode([delta]))
     assert (got.effects, got.token_ids, got.raw, got.row) == ([[effect]], [5], None, None)
-    assert got.drafts == drafts
+    assert (got.drafts, got.weights_number) == (drafts, 3)
     assert (got.finish.reason, got.finish.stop_reason, got.finish.num_text_bytes) == ("stop", "the", 12)
 
 

@@ -70,6 +70,8 @@ def model_facts(model: str, **engine: Any) -> dict[str, Any]:
     with open_llm(model, **engine) as llm:
         able = llm.engine.capabilities()
     facts = {"model": able.model, "device": able.device, "dtype": able.dtype, "weights": able.weights}
+    if able.weight_version is not None:
+        facts["weight_version"] = able.weight_version
     if able.layout is None:
         return facts
     kept = {name: value for name, value in asdict(able.layout).items() if value is not None}

@@ -284,6 +284,7 @@ class Engine:
                 self.max_len,
                 new_generator(request, number, index, self.config.seed),
                 admitted.lora,
+                weights_number=self._succession.number,
             )
             for index in range(request.params.num_samples)
         ]

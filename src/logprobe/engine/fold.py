@@ -16,8 +16,6 @@ from logprobe.records.rows import EXTRAS
 from logprobe.transport.messages import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from logprobe.engine.request import CompletionOutput
     from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.records.info import Stage
@@ -33,27 +31,31 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 
 class Describer:
-    """Opens the containers of one engine's requests, each with a description of its numbers.
+    """Opens the containers of one engine's requests, and says what their numbers are.
 
-    `source` names the engine, model and dtype; `table` gives the texts of ids.
+    `source` names the engine, the model and its weights; `table` gives the texts of ids.
     """
 
     def __init__(self, source: LogprobsInfo, vocab_size: int, table: TokenTable) -> None:
-        self._source = source
+        self._sources = {0: source}  # by the number of the load of the weights
+        self.weights_number = 0  # of the load that answers now
         self._vocab_size = vocab_size
         self._table = table
+
+    def expect(self, number: int, source: LogprobsInfo, oldest: int) -> None:
+        """Be ready for other weights; nothing of loads before `oldest` is described any more."""
+        kept = {known: one for known, one in self._sources.items() if known >= oldest}
+        self._sources = kept | {number: source}
 
     def open(self, request: Request) -> RequestOutput:
         """An output with one empty completion a sample, and the containers that the request asks for."""
         params, output = request.params, RequestOutput.for_request(request)
-        output.info = self._of_request(params)
         if params.prompt_logprobs is not None:
             first = [None] if request.first_scored == 1 else []
-            is_processed = request.scores_processed
-            info = self._of_completion(params, ("processed",)) if is_processed else self._of_prompt(params)
-            output.prompt_logprobs = self._container(info, first)
+            output.prompt_logprobs = FlatLogprobs(first, table=self._table)
         for completion in output.outputs:
             self._open_completion(completion, params)
+        self.describe(output, request, self.weights_number)
         return output
 
     def _open_completion(self, completion: CompletionOutput, params: SamplingParams) -> None:
@@ -61,24 +63,41 @@ class Describer:
             completion.explanations = []
         if params.logprobs is None:
             return
-        first_stage, *more = STAGES[params.logprobs_mode]
-        completion.logprobs = self._container(self._of_completion(params, (first_stage,)))
+        completion.logprobs = FlatLogprobs(table=self._table)
         completion.cumulative_logprob = 0.0
-        for stage in more:
-            completion.processed_logprobs = self._container(self._of_completion(params, (stage,)))
+        if params.logprobs_mode == "both":
+            completion.processed_logprobs = FlatLogprobs(table=self._table)
 
-    def _container(self, info: LogprobsInfo, positions: Sequence[None] = ()) -> FlatLogprobs:
-        return FlatLogprobs(positions, table=self._table, info=info)
+    def describe(self, output: RequestOutput, request: Request, number: int) -> None:
+        """Say in an output and its records what their numbers are: the weights of this load gave them."""
+        params, source = request.params, self._sources[number]
+        output.weights_number = number
+        output.info = self._of_request(source, request)
+        if output.prompt_logprobs is not None:
+            output.prompt_logprobs.info = self._of_prompt(source, request)
+        if params.logprobs is None:
+            return
+        infos = [self._of_completion(source, params, (stage,)) for stage in STAGES[params.logprobs_mode]]
+        for completion in output.outputs:
+            records = (completion.logprobs, completion.processed_logprobs)
+            for record, info in zip(records, infos, strict=False):
+                assert record is not None, "it was opened with the others"
+                record.info = info
 
-    def _of_prompt(self, params: SamplingParams) -> LogprobsInfo:
-        """Of prompt positions: always the model's own distribution."""
-        return self._of(params.prompt_logprobs, stages=("raw",))
+    def _of_prompt(self, source: LogprobsInfo, request: Request) -> LogprobsInfo:
+        """Of prompt positions: the model's own distribution, where nothing else is asked."""
+        if request.scores_processed:
+            return self._of_completion(source, request.params, ("processed",))
+        return self._of(source, request.params.prompt_logprobs, stages=("raw",))
 
-    def _of_completion(self, params: SamplingParams, stages: tuple[Stage, ...]) -> LogprobsInfo:
+    def _of_completion(
+        self, source: LogprobsInfo, params: SamplingParams, stages: tuple[Stage, ...]
+    ) -> LogprobsInfo:
         """Of generated positions at these stages."""
         if "processed" not in stages:
-            return self._of(params.logprobs, stages=stages)
+            return self._of(source, params.logprobs, stages=stages)
         return self._of(
+            source,
             params.logprobs,
             stages=stages,
             temperature=params.temperature,
@@ -87,18 +106,21 @@ class Describer:
             min_p=params.min_p if params.min_p > 0 else None,
         )
 
-    def _of_request(self, params: SamplingParams) -> LogprobsInfo | None:
+    def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
         """Of a whole output: its completions' numbers, or else its prompt's; None where none are asked."""
+        params = request.params
+        if request.wants_row:
+            return self._of(source, -1, stages=("raw",))
         if params.logprobs is not None:
-            return self._of_completion(params, STAGES[params.logprobs_mode])
-        return None if params.prompt_logprobs is None else self._of_prompt(params)
+            return self._of_completion(source, params, STAGES[params.logprobs_mode])
+        if params.prompt_logprobs is None:
+            return None
+        return self._of(source, params.prompt_logprobs, stages=("raw",))
 
-    def _of(self, asked: int | None, **fields: Any) -> LogprobsInfo:
+    def _of(self, source: LogprobsInfo, asked: int | None, **fields: Any) -> LogprobsInfo:
         assert asked is not None, "only what was asked is described"
         delivered = self._vocab_size if asked == -1 else min(asked, self._vocab_size)
-        return msgspec.structs.replace(
-            self._source, num_logprobs_asked=asked, num_logprobs=delivered, **fields
-        )
+        return msgspec.structs.replace(source, num_logprobs_asked=asked, num_logprobs=delivered, **fields)
 
 
 class Fold:
@@ -106,6 +128,7 @@ class Fold:
 
     def __init__(self, request: Request, describer: Describer) -> None:
         self.output = describer.open(request)
+        self._describer, self._request = describer, request
         self._params = request.params
         # What a flag of the same name asks for, and what nobody has to ask for.
         self._extras = [name for name in EXTRAS if getattr(request.params, name, True)]
@@ -121,6 +144,8 @@ class Fold:
         if isinstance(news, Failure):
             end_with_error(self.output, news.error)
             return
+        if news.weights_number > self.output.weights_number:  # it waited while others took over
+            self._describer.describe(self.output, self._request, news.weights_number)
         completion = self.output.outputs[news.index]
         if news.prompt is not None and self.output.prompt_logprobs is not None:
             self._append(self.output.prompt_logprobs, news.prompt)

@@ -8,12 +8,14 @@ implements it with a scheduler over a `ForwardBackend`; an engine with a schedul
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from logprobe.processors.interface import ProcessorCounter
+from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -65,6 +67,28 @@ class Capabilities:
     layout: Layout | None = None  # how the layers run
     num_processes: int = 0  # of its own, each with such a pool; 0: it runs in this process
     speculate: bool = False  # whether it drafts tokens of repeated text and verifies several in one step
+    weight_version: str | None = None  # which weights answer, as `LogprobsInfo` has it
+
+    def of_weights(self, layout: Layout, version: str) -> Capabilities:
+        """The same with other weights."""
+        return replace(self, weights=layout.weights, layout=layout, weight_version=version)
+
+    def source(self) -> LogprobsInfo:
+        """What records say of where their numbers come from."""
+        source = LogprobsInfo(
+            engine=self.engine,
+            model=self.model,
+            logits_dtype=self.dtype,
+            weight_version=self.weight_version,
+        )
+        if self.layout is None:
+            return source
+        return msgspec.structs.replace(
+            source,
+            weights=self.layout.weights,
+            layers=self.layout.layers,
+            probe_difference=self.layout.probe_difference,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

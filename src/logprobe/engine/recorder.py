@@ -89,6 +89,7 @@ class Recorder:
                 index=sample.index,
                 finish=sample.end,
                 drafts=sample.drafts,
+                weights_number=sample.weights_number,
             )
             for sample in samples
         ]
@@ -186,5 +187,7 @@ def _drawn_rows(part: SampledRows) -> Iterable[tuple[bool, Array | None]]:
 
 def _delta_of(sample: Sample, news: StepNews) -> Delta:
     if sample not in news.deltas:
-        news.deltas[sample] = Delta(request_id=sample.request.request_id, index=sample.index)
+        news.deltas[sample] = Delta(
+            request_id=sample.request.request_id, index=sample.index, weights_number=sample.weights_number
+        )
     return news.deltas[sample]

@@ -100,6 +100,7 @@ class RequestOutput:
     prompt_logprobs: FlatLogprobs | None = None
     outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
+    weights_number: int = 0  # which load of the model's weights gave it; 0: those that it was opened with
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:

@@ -16,7 +16,7 @@ class Succession:
     """The forward pass that waits until nothing runs, and the requests that wait for it."""
 
     def __init__(self) -> None:
-        self.number = 0  # of forward passes that took over
+        self.number = 0  # of the load of the weights that answer
         self.next: ReplaceForward | None = None
         self.held: list[Admitted] = []
 
@@ -31,7 +31,7 @@ class Succession:
         assert self.next is not None
         command, held = self.next, self.held
         self.next, self.held = None, []
-        self.number += 1
+        self.number = command.number
         return command, held
 
     def take(self, request_id: str) -> int | None:

@@ -5,6 +5,8 @@ Follows `resolve`; the engine takes the module and the tokenizer from here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +112,23 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
         except (OSError, SafetensorError) as error:
             raise UnsupportedModelError(f"{file}: cannot be read ({_first_line(error)})") from error
     return state
+
+
+def digest_of(state: Mapping[str, torch.Tensor]) -> str:
+    """What tells weights apart: `blake2b:` and 32 hexadecimal digits, the same for a state and for its files.
+
+    BLAKE2b of 16 bytes over the tensors by ascending name: name, dtype and shape as one JSON array each, then
+    the numbers' bytes in row order.
+    """
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(state.items()):
+        tensor = weight.detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(json.dumps([name, dtype, list(tensor.shape)]).encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return f"blake2b:{digest.hexdigest()}"
 
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:

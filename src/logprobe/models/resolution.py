@@ -20,6 +20,7 @@ class ModelFiles:
 
     name: str
     folder: Path
+    version: str | None = None  # of the weights: `sha256:` of a GGUF file, `commit:` on the hub
 
 
 def resolve(name: str, *, download: bool = True) -> ModelFiles:
@@ -36,14 +37,16 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
         InputError: a GGUF file cannot be read.
     """
     if known := KNOWN_MODELS.get(name):
-        return ModelFiles(name, _known_folder(known, download=download))
+        folder = _known_folder(known, download=download)
+        return ModelFiles(name, folder, f"sha256:{known.gguf_sha256}")
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ModelFiles(name, checked_folder(path))
     if path.is_file():
-        return ModelFiles(name, _gguf_folder(path))
+        return _gguf_files(name, path)
     if looks_like_hub_id(name):
-        return ModelFiles(name, checked_folder(_hub_folder(name, download=download)))
+        folder = checked_folder(_hub_folder(name, download=download))
+        return ModelFiles(name, folder, f"commit:{folder.name}")
     raise ModelNotFoundError(_not_found(name))
 
 
@@ -112,7 +115,7 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
     return folder
 
 
-def _gguf_folder(path: Path) -> Path:
+def _gguf_files(name: str, path: Path) -> ModelFiles:
     if path.suffix != ".gguf":
         raise UnsupportedModelError(
             f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
@@ -131,7 +134,7 @@ def _gguf_folder(path: Path) -> Path:
                 convert(path, partial, name=path.stem, sha256=sha256)
         with compiled_beside(kernel_names(stored_forms(folder))):
             pass
-    return folder
+    return ModelFiles(name, folder, f"sha256:{sha256}")
 
 
 def _hub_folder(name: str, *, download: bool) -> Path:

@@ -222,7 +222,8 @@ class Desk:
             self._end(computation, output.error or RequestAbortedError("the engine gave the ask up"))
             return
         row = row.view()  # a view of a read-only array cannot be made writable again
-        if computation.is_kept:
+        # It may have waited while other weights took over: its key is not theirs.
+        if computation.is_kept and output.weights_number == computation.admitted.weights_number:
             self._cache.put(computation.key, row)
         self._end(computation, row)
 

@@ -100,6 +100,10 @@ class _EngineFigures:
         parts: Parts = {(name.removeprefix("replica "),): part for name, part in stats.replicas.items()}
         labels = ("replica",) if parts else ()
         parts = parts or {(): stats}
+        told = "The version of the model's weights that answer: 1 beside the one that does."
+        weights = GaugeMetricFamily("logprobe_weights", told, labels=("version",))
+        weights.add_metric([self._engine.capabilities().weight_version or ""], 1)
+        yield weights
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (told, field) in table.items():
                 family = kind(f"logprobe_{name}", told, labels=labels)

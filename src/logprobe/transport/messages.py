@@ -63,7 +63,7 @@ class Admitted(msgspec.Struct, frozen=True, eq=False):
     request: Request
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
     lora: NumberedLora | None = None  # what the name stood for then; held, so that it lasts as long
-    weights_number: int = 0  # how often the model's weights had been replaced then
+    weights_number: int = 0  # which load of the model's weights answered then
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True, eq=False):
@@ -117,7 +117,8 @@ class ReplaceForward(msgspec.Struct, frozen=True, eq=False):
 
     forward: Any
     finishes: bool
-    on_done: Callable[[], None]  # called on the engine's own thread once it has taken over
+    number: int  # of the load of its weights
+    on_done: Callable[[], None]  # called on the engine's own thread once it, or a later one, has its place
 
 
 Command: TypeAlias = Submit | Abort | Pause | Resume | AddLora | RemoveLora | ForgetPrefixes | ReplaceForward
@@ -153,6 +154,7 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
     finish: Finish | None = None  # None while it goes on
     drafts: Drafts | None = None  # of the whole completion, at its end; None: the engine drafts nothing
+    weights_number: int = 0  # which load of the model's weights runs it
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):

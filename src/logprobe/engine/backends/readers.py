@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from logprobe.engine.fold import Describer
     from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
+    from logprobe.records import LogprobsInfo
     from logprobe.transport.messages import Admitted, News
 
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
@@ -47,6 +48,17 @@ class Readers:
         self._folds: dict[str, Fold] = {}
         self._read: set[str] = set()  # those of them that somebody follows
         self._is_closed = False
+
+    def expect(self, number: int, source: LogprobsInfo) -> None:
+        """Learn what records of the weights of a load say, before these may take over."""
+        with self._lock:
+            now = self._describer.weights_number
+            oldest = min((fold.output.weights_number for fold in self._folds.values()), default=now)
+            self._describer.expect(number, source, min(oldest, now))
+
+    def took_over(self, number: int) -> None:
+        """Open what comes from now on as of the weights of this load."""
+        self._describer.weights_number = number
 
     def open(self, admitted: Sequence[Admitted]) -> None:
         """Take requests in; what comes for them waits until `result` or `stream`.

@@ -21,11 +21,10 @@ from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
-from logprobe.models.loading import read_state
+from logprobe.models.loading import digest_of, read_state
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors
-from logprobe.records import LogprobsInfo
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -57,9 +56,7 @@ class NativeParts:
 
     engine: Engine
     capabilities: Capabilities
-    source: LogprobsInfo  # what its records say of where they come from
     text: TextEdge
-    load_module: Callable[[], Any]  # gives the transformers module
     eos_token_ids: frozenset[int]
 
 
@@ -88,9 +85,13 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
     parts = build_native_engine(config)
     release_threads()  # from here on the engine's own thread computes
     engine = parts.engine
-    describer = Describer(parts.source, engine.forward.vocab_size, parts.text.vocabulary)
+    describer = Describer(parts.capabilities.source(), engine.forward.vocab_size, parts.text.vocabulary)
     backend = ThreadEngine(engine, parts.capabilities, describer, overlap=config.overlap)
-    return LoadedModel(backend, parts.text, parts.load_module, engine.processing.pipeline)
+
+    def load_module() -> Any:
+        return backend.forward.transformers_model()  # of the weights that answer by then
+
+    return LoadedModel(backend, parts.text, load_module, engine.processing.pipeline)
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:
@@ -122,18 +123,11 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.speculate,
         layout=forward.layout,
-    )
-    source = LogprobsInfo(
-        engine="native",
-        model=config.model,
-        logits_dtype=capabilities.dtype,
-        weights=forward.layout.weights,
-        layers=forward.layout.layers,
-        probe_difference=forward.layout.probe_difference,
+        weight_version=files.version,
     )
     keep_out_of_collections()
     logger.info("%s: %s", files.name, _what_it_took(forward, time.perf_counter() - began))
-    return NativeParts(engine, capabilities, source, text, forward.transformers_model, eos_token_ids)
+    return NativeParts(engine, capabilities, text, eos_token_ids)
 
 
 def _stored_forms(files: ModelFiles) -> set[str]:
@@ -158,14 +152,20 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
 
 
 def replace_weights(
-    loaded: LoadedModel, config: EngineConfig, weights: str | Path | State, *, finishes: bool
-) -> LoadedModel:
-    """Give a running engine other weights of the same model; it returns once they answer.
+    backend: EngineBackend,
+    config: EngineConfig,
+    weights: str | Path | State,
+    *,
+    version: str | None = None,
+    finishes: bool,
+) -> str:
+    """Give a running engine other weights of the same model; it returns once they answer: their version.
 
     Args:
-        loaded: the engine, in this process or in others of this machine.
+        backend: the engine, in this process or in others of this machine.
         config: what it was started with.
         weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
+        version: what records call them; None: `models.loading.digest_of`.
         finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
 
     Raises:
@@ -173,21 +173,21 @@ def replace_weights(
         ParameterError: the engine is not the native one.
         EngineError: an engine process ended while it read the weights; all go on with the old ones.
     """
-    backend = loaded.engine
     if not isinstance(backend, ThreadEngine):
         from logprobe.engine.backends.process.engine import ProcessEngine
 
         is_known = isinstance(backend, ProcessEngine)
         require(is_known, "weights", "are replaced in the native engine; make a new LLM")
         assert isinstance(backend, ProcessEngine)
-        backend.load_weights(weights, finishes=finishes)
-        return loaded
+        return backend.load_weights(weights, version=version, finishes=finishes)
     state = weights if isinstance(weights, Mapping) else read_state(weights)
     with quiet_transformers():
         forward = backend.forward.with_weights(config, state)
     release_threads()
-    backend.replace_forward(forward, finishes=finishes)
-    return replace(loaded, load_module=forward.transformers_model)
+    version = version or digest_of(state)
+    capabilities = backend.capabilities().of_weights(forward.layout, version)
+    backend.replace_forward(forward, capabilities, finishes=finishes)
+    return version
 
 
 def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:

@@ -7,6 +7,7 @@ the readers.
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import sys
 import threading
@@ -154,6 +155,8 @@ class ThreadEngine:
         """See `EngineThread` for `overlap`."""
         self._engine = engine
         self._capabilities = capabilities
+        self._loads = itertools.count(1)  # of weights that take over, guarded by `_loading`
+        self._loading = threading.Lock()
         self._readers = Readers(describer, self._send)
         self._thread = EngineThread(engine, self._readers.publish, self._readers.end, overlap=overlap)
 
@@ -212,14 +215,26 @@ class ThreadEngine:
         """What runs the model."""
         return self._engine.forward
 
-    def replace_forward(self, forward: ForwardBackend, *, finishes: bool) -> None:
+    def replace_forward(self, forward: ForwardBackend, capabilities: Capabilities, *, finishes: bool) -> None:
         """Run what comes from now on through another forward pass of the same shape; wait until it does.
+
+        `capabilities` are those of the engine with it.
 
         Raises:
             EngineClosedError: the engine was closed meanwhile.
         """
         has_taken_over = threading.Event()
-        self._send(ReplaceForward(forward, finishes, has_taken_over.set))
+
+        def on_done() -> None:
+            if self.lora_number(None) == number:  # else a later one has its place
+                self._capabilities = capabilities
+                self._readers.took_over(number)
+            has_taken_over.set()
+
+        with self._loading:
+            number = next(self._loads)
+            self._readers.expect(number, capabilities.source())
+            self._send(ReplaceForward(forward, finishes, number, on_done))
         while not has_taken_over.wait(CHECK_AFTER_IDLE_S):
             if math.isinf(self.stalled_s()):
                 raise EngineClosedError("the engine was closed before the new weights answered")

@@ -79,7 +79,8 @@ def existing_engine(llm: Any) -> LoadedModel:
     client: Any = OfflineClient(llm) if is_offline else BorrowedClient(llm)
     bridge = LoopThread()
     try:
-        loaded = adopt(client, bridge, config, resolve(config.model))
+        # Which weights it runs by now is its owner's to know.
+        loaded = adopt(client, bridge, config, replace(resolve(config.model), version=None))
     except BaseException:
         client.shutdown()
         bridge.close()

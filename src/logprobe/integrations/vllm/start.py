@@ -26,7 +26,6 @@ from logprobe.models import load_config, resolve
 from logprobe.models.quiet import quiet_transformers
 from logprobe.processors import ModelFacts
 from logprobe.processors.registry import load_processors
-from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -222,12 +221,11 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
     )
     loras = LoraNames()
     told = replace(config, dtype=capabilities.dtype)  # what processors are told
-    source = LogprobsInfo(engine="vllm", model=config.model, logits_dtype=capabilities.dtype)
     engine = VllmEngine(
         llm,
         bridge,
         capabilities=capabilities,
-        describer=Describer(source, capabilities.vocab_size, text.vocabulary),
+        describer=Describer(capabilities.source(), capabilities.vocab_size, text.vocabulary),
         admission=Admission(told, capabilities, facts, loras),
         loras=VllmLoras(llm, bridge, loras, capabilities.device),
         end_ids=sorted(ends),
@@ -299,4 +297,5 @@ def _capabilities(llm: Any, files: ModelFiles) -> Capabilities:
         prompt_logprobs_with_prefix_cache=False,
         stages=("raw_logprobs", "processed_logprobs"),
         num_processes=1,
+        weight_version=files.version,
     )

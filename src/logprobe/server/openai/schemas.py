@@ -291,6 +291,7 @@ class Model(Shape, kw_only=True):
     created: int
     owned_by: str
     max_model_len: int | UnsetType = UNSET
+    weight_version: str | UnsetType | None = UNSET
     root: str | UnsetType = UNSET
     parent: str | UnsetType = UNSET
 

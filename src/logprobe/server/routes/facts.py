@@ -64,7 +64,7 @@ async def model(request: HttpRequest, service: Service) -> Response:
 async def capabilities(_: HttpRequest, service: Service) -> Response:
     """Tell what this engine can and cannot do with log-probabilities."""
     return json_reply(
-        asdict(service.capabilities)
+        asdict(service.engine.capabilities())
         | {
             "max_logprobs": service.settings.max_logprobs,
             "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
@@ -166,6 +166,7 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "logprobe",
         "max_model_len": service.capabilities.max_model_len,
+        "weight_version": service.engine.capabilities().weight_version,
     }
 
 

@@ -19,7 +19,7 @@ from logprobe.server.openai.bodies import NextTokenBody
 from logprobe.server.openai.prompts import as_ids
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
@@ -41,7 +41,10 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
-    head = table_head((len(admitted), service.vocab_size), dtype, service.name_of(body.lora))
+    told = {"stage": "raw", "unit": "nats", "model": service.name_of(body.lora)}
+    if first.info is not None and first.info.weight_version is not None:
+        told["weight_version"] = first.info.weight_version  # all rows of a call are of the same weights
+    head = table_head((len(admitted), service.vocab_size), dtype, told)
     num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
     service.metrics.bytes_out.inc(num_bytes)
     headers = {"content-type": TYPE, "content-length": str(num_bytes)}
@@ -69,11 +72,13 @@ def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
     return row.astype(dtype, copy=False).tobytes()
 
 
-def table_head(shape: tuple[int, int], dtype: np.dtype[Any], model: str) -> bytes:
-    """What stands before the rows in a safetensors body: the size of its header, and its header."""
+def table_head(shape: tuple[int, int], dtype: np.dtype[Any], told: Mapping[str, str]) -> bytes:
+    """What stands before the rows in a safetensors body: the size of its header, and its header.
+
+    `told` is the header's metadata.
+    """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     entry = {"dtype": f"F{8 * dtype.itemsize}", "shape": shape, "data_offsets": (0, num_bytes)}
-    told = {"stage": "raw", "unit": "nats", "model": model}
     header = msgspec.json.encode({"__metadata__": told, "logprobs": entry})
     header += b" " * (-len(header) % 8)  # the rows are aligned
     return len(header).to_bytes(8, "little") + header

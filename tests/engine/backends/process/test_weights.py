@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logprobe.engine.backends.start import LoadedModel, replace_weights
+from logprobe.engine.backends.start import replace_weights
 from logprobe.errors import EngineError, UnsupportedModelError, WeightsReplacedError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
 def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor]) -> Iterator[EngineBackend]:
     """An engine of this process on the new weights."""
     with start(process=False, weights="packed") as engine:
-        replace_weights(loaded(engine), packed, state, finishes=True)
+        replace_weights(engine, packed, state, finishes=True)
         yield engine
 
 
@@ -71,10 +71,6 @@ def whole_again(replicas: ProcessEngine, packed: EngineConfig, until: Until) -> 
     until(lambda: all(replica.is_up for replica in replicas._replicas))
     yield
     replicas.load_weights(packed.model, finishes=False)
-
-
-def loaded(engine: Any) -> LoadedModel:
-    return LoadedModel(engine, engine)
 
 
 @pytest.fixture
@@ -119,7 +115,8 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
         engine.add_lora("a", adapter_folders["wide"])
     before = answers()
     numbers = [replicas.lora_number(name) for name in (None, "a")]
-    assert replace_weights(loaded(replicas), packed, state, finishes=True).engine is replicas
+    assert replace_weights(replicas, packed, state, version="new", finishes=True) == "new"
+    assert replicas.capabilities().weight_version == "new"
     assert [replicas.lora_number(name) for name in (None, "a")] > numbers
     want = [teller.ask(new_thread, IDS, logprobs=3, lora=lora).outputs[0].logprobs for lora in (None, "a")]
     assert want[0] not in before
@@ -128,6 +125,8 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
         for lora, expected in zip((None, "a"), want, strict=True):
             for record in answers(lora=lora):
                 assert_near(record, expected)
+                assert record.info.weight_version == "new"
+                assert record.info.probe_difference == replicas.capabilities().layout.probe_difference
 
     are_new()
     # A process that dies while it reads: the other goes on as before, and so does the one that comes.
@@ -163,7 +162,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     name = "model.layers.0.mlp.up_proj.weight"
     part = {key: weight for key, weight in state.items() if key != name}
     with pytest.raises(UnsupportedModelError, match=rf"1 missing \({name}\)"):
-        replace_weights(loaded(replicas), packed, part, finishes=True)
+        replace_weights(replicas, packed, part, finishes=True)
     assert answers() == before
 
 
@@ -173,18 +172,24 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
     replicas: ProcessEngine, packed: EngineConfig, teller: Any, finishes: bool
 ) -> None:
     want = teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids
-    names = [teller.submit(replicas, IDS, max_tokens=200 if finishes else 4000) for _ in range(4)]
+    number = replicas.lora_number(None)
+    asked = {"max_tokens": 200 if finishes else 4000, "logprobs": 0}
+    names = [teller.submit(replicas, IDS, **asked) for _ in range(4)]
+    old = replicas.capabilities().weight_version
     for name in names if not finishes else []:
         replicas.pause(name)  # or they might be through before the weights are read
 
     async def run() -> list[Any]:
         waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]
-        await asyncio.to_thread(replicas.load_weights, packed.model, finishes=finishes)
+        await asyncio.to_thread(replicas.load_weights, packed.model, version="again", finishes=finishes)
         return await asyncio.gather(*waiting)
 
     for output in asyncio.run(run()):
+        assert (output.weights_number, output.info.weight_version) == (number, old)
         if finishes:
             assert output.outputs[0].token_ids == want
         else:
             assert type(output.error) is WeightsReplacedError
-    assert teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids == want
+    after = teller.ask(replicas, IDS, max_tokens=200, logprobs=0)
+    assert after.outputs[0].token_ids == want
+    assert (after.weights_number, after.info.weight_version) == (replicas.lora_number(None), "again")

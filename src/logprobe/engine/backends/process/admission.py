@@ -43,7 +43,7 @@ class Admission:
         self._loras = loras
         self._codec: Codec[Any] = Codec(Submit)
         self._crossing: SamplingParams | None = None  # were read; most requests of a call have the same
-        self.weights_number = 0  # how often the model's weights were replaced
+        self.weights_number = 0  # of the load of the model's weights that answers
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request, once and for all.

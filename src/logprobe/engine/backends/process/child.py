@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
         TakeWeights,
     )
     from logprobe.engine.backends.start import NativeParts
-    from logprobe.engine.protocol import ForwardBackend
+    from logprobe.engine.protocol import ForwardBackend, Layout
     from logprobe.errors import LogprobeError
     from logprobe.transport.channel import Channel
     from logprobe.transport.messages import Admitted, News
@@ -112,7 +111,7 @@ class Child:
         overlap = engine.config.overlap
         self._thread = EngineThread(engine, self._publish, self._end, overlap=overlap)
         eos = sorted(self._parts.eos_token_ids)
-        self._send_pulse(beside=[Ready(self._parts.capabilities, self._parts.source, eos)])
+        self._send_pulse(beside=[Ready(self._parts.capabilities, eos)])
         self._serve()
         self._thread.close()
 
@@ -123,13 +122,13 @@ class Child:
         from logprobe.transport.messages import ReplaceForward
 
         self._config = EngineConfig(**start.settings)
-        # Nobody asks for the module, which would keep the first weights when others have taken over.
-        self._parts = replace(build_native_engine(self._config), load_module=lambda: None)
+        self._parts = build_native_engine(self._config)
         engine = self._parts.engine
         if start.weights is not None:
             self._make_ready(start.weights)
-            forward, _ = self._ready.pop(start.weights.number)
-            engine.handle(ReplaceForward(forward, finishes=False, on_done=lambda: None))
+            number = start.weights.number
+            forward, _ = self._ready.pop(number)
+            engine.handle(ReplaceForward(forward, finishes=False, number=number, on_done=lambda: None))
         release_threads()  # from here on the engine's own thread computes
         for order in start.loras:
             self._loras[order.number] = _loaded(engine.forward, order)
@@ -231,13 +230,12 @@ class Child:
                 self._loras[order.number] = lora = _loaded(self._parts.engine.forward, order)
                 answer = Answer(order.number, lora.path)
             else:
-                self._make_ready(order)
-                answer = Answer(order.number)
+                answer = Answer(order.number, layout=self._make_ready(order))
         except BaseException as error:  # noqa: BLE001 - whoever waits for the answer must hear of it
             answer = Answer(order.number, error=_as_ours(error, "cannot load weights"))
         self._channel.send([answer])
 
-    def _make_ready(self, order: LoadWeights) -> None:
+    def _make_ready(self, order: LoadWeights) -> Layout:
         from logprobe.engine.forward.native import NativeForward
         from logprobe.kernels.threads.parallel import release_threads
         from logprobe.models.loading import read_state
@@ -253,6 +251,7 @@ class Child:
         for lora in list(self._loras.values()):  # requests may have named them before
             forward.loras.make_room(lora)
         self._ready[order.number] = forward, {one.number: _loaded(forward, one) for one in order.loras}
+        return forward.layout
 
     def _take_weights(self, order: TakeWeights) -> None:
         from logprobe.engine.backends.process.orders import Answer
@@ -268,7 +267,7 @@ class Child:
             self._loras |= loras
             self._channel.send([Answer(order.number)])
 
-        self._thread.send(ReplaceForward(forward, order.finishes, take_over))
+        self._thread.send(ReplaceForward(forward, order.finishes, order.of, take_over))
 
     def _publish(self, news: Iterable[News]) -> None:
         from logprobe.errors import EngineError, ParameterError

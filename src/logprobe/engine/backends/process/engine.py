@@ -34,7 +34,7 @@ from logprobe.engine.backends.router import Router
 from logprobe.engine.fold import Describer
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
-from logprobe.models.loading import save_state
+from logprobe.models.loading import digest_of, read_state, save_state
 from logprobe.processors import ModelFacts
 from logprobe.transport.messages import Abort, ForgetPrefixes, Pause, Resume
 
@@ -94,7 +94,7 @@ class ProcessEngine:
         )
         told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
         self._admission = Admission(told, own, facts, self._loras)
-        self._readers = Readers(Describer(ready.source, own.vocab_size, text.vocabulary), self._send)
+        self._readers = Readers(Describer(own.source(), own.vocab_size, text.vocabulary), self._send)
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -121,9 +121,10 @@ class ProcessEngine:
                 chosen = self._router.choose(one, queued, is_up)
                 queued[chosen] += Load(one).num_tokens
                 portions[chosen].append(one)
-        for replica, portion in zip(self._replicas, portions, strict=True):
-            if portion:
-                replica.submit(portion)
+            # All of a call come before other weights in each process, or behind them in each.
+            for replica, portion in zip(self._replicas, portions, strict=True):
+                if portion:
+                    replica.submit(portion)
 
     @property
     def is_busy(self) -> bool:
@@ -194,7 +195,7 @@ class ProcessEngine:
         """
         return self._admission.weights_number if name is None else self._loras.get(name).number
 
-    def load_weights(self, weights: str | Path | State, *, finishes: bool) -> None:
+    def load_weights(self, weights: str | Path | State, *, version: str | None = None, finishes: bool) -> str:
         """Go on with other weights of the model in every process or in none, as `start.replace_weights` says.
 
         Raises:
@@ -204,6 +205,8 @@ class ProcessEngine:
         """
         with self._is_loading, ExitStack() as own:
             is_state = isinstance(weights, Mapping)
+            # Once, here, and not in every process.
+            version = version or digest_of(weights if isinstance(weights, Mapping) else read_state(weights))
             if isinstance(weights, Mapping):
                 folder = Path(own.enter_context(TemporaryDirectory(prefix="logprobe-weights-")))
                 save_state(weights, folder)
@@ -211,18 +214,26 @@ class ProcessEngine:
                 folder = Path(weights).absolute()
             number, loras = self._loras.next_number(), self._loras.renumbered()
             load = LoadWeights(number, str(folder), is_passing=is_state, loras=loras)
-            self._ask_all(load, DropWeights(number))
+            first, *_ = self._ask_all(load, DropWeights(number))
+            assert first.layout is not None, "it is told with other weights"
+            capabilities = self._capabilities.of_weights(first.layout, version)
+            self._readers.expect(number, capabilities.source())
             # A process that starts from here on has them; LoRA weights it has by `starting`.
             self._weights = msgspec.structs.replace(load, loras=[])
             take = TakeWeights(self._loras.next_number(), number, finishes)
-            for answer in [replica.ask(take) for replica in self._replicas]:
+            with self._is_routing:
+                self._router.forget()
+                answers = [replica.ask(take) for replica in self._replicas]
+            for answer in answers:
                 if isinstance(error := answer.result().error, EngineClosedError):
                     raise error
             self._loras.replace(loras)
-            self._admission.weights_number += 1
+            self._admission.weights_number, self._capabilities = number, capabilities
+            self._readers.took_over(number)
             self._passing.close()
             self._passing = own.pop_all()
         self._drop_loras()
+        return version
 
     def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
         """Have every process do something; where one cannot, the others undo it."""

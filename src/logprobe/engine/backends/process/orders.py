@@ -10,9 +10,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 # msgspec reads the annotations.
-from logprobe.engine.protocol import Capabilities, EngineStats  # noqa: TC001
+from logprobe.engine.protocol import Capabilities, EngineStats, Layout  # noqa: TC001
 from logprobe.errors import LogprobeError  # noqa: TC001
-from logprobe.records.info import LogprobsInfo  # noqa: TC001
 from logprobe.transport.messages import Abort, Delta, Failure, ForgetPrefixes, Pause, Resume, Submit
 
 
@@ -69,7 +68,6 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine takes requests."""
 
     capabilities: Capabilities
-    source: LogprobsInfo
     eos_token_ids: list[int]
 
 
@@ -91,6 +89,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     path: str = ""  # of LoRA weights, as they name it
+    layout: Layout | None = None  # how the layers run, of other weights of the model
     error: LogprobeError | None = None
 
 
