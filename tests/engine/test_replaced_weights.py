@@ -16,6 +16,7 @@ from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.errors import (
     BatchError,
     EngineClosedError,
+    InputError,
     ModelNotFoundError,
     ParameterError,
     UnsupportedModelError,
@@ -23,6 +24,10 @@ from logprobe.errors import (
 )
 from logprobe.models.loading import digest_of, read_state
 from logprobe.records import FlatLogprobs
+from logprobe.scoring import DataSettings, score_dataset
+from logprobe.scoring.data.run import DatasetRun, OneModel
+from logprobe.scoring.data.sources import find_sources
+from logprobe.scoring.windows import WindowSettings, score_windows
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -467,6 +472,51 @@ def test_nothing_of_the_new_weights_is_stored_for_the_models_own(
         scores = again.score(PAIRS)
         assert scores == before
         assert scores[0].record.info.weight_version is None
+
+
+def test_a_text_in_windows_has_numbers_of_one_version(llm: LLM, state: dict[str, torch.Tensor]) -> None:
+    is_scored = threading.Event()
+
+    class Noting:
+        text, engine = llm.text, llm.engine
+
+        def score(self, *args: Any, **more: Any) -> Any:
+            scores = llm.score(*args, **more)
+            is_scored.set()
+            return scores
+
+    ids = np.arange(40, dtype=np.int32) % 7 + 60
+
+    def pieces() -> Iterator[Any]:
+        yield ids
+        assert is_scored.wait(20)
+        llm.load_weights(state, version="b")
+        yield ids
+
+    settings = WindowSettings.of(llm, window=16)
+    with pytest.raises(WeightsReplacedError, match="score it again"):
+        list(score_windows(Noting(), pieces(), settings))
+    assert len(list(score_windows(llm, [ids, ids], settings))) > 2
+
+
+def test_a_run_over_a_data_set_holds_numbers_of_one_version(
+    llm: LLM, state: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n' * 3)
+
+    class Turning(OneModel):
+        def scored(self, *, skip: int) -> Iterator[Any]:
+            yield from super().scored(skip=skip)
+            llm.load_weights(state, version="b")
+            yield from super().scored(skip=skip)
+
+    turning = Turning(llm, find_sources([str(tmp_path / "in.jsonl")]), DataSettings())
+    with pytest.raises(InputError, match=r"rows of weight_version 'b' after rows of None"):
+        DatasetRun(turning).to_file(tmp_path / "turned.parquet")
+    score_dataset(llm, tmp_path / "in.jsonl", tmp_path / "out.parquet")
+    assert b'"weight_version":"b"' in pq.read_schema(tmp_path / "out.parquet").metadata[b"logprobe.info"]
 
 
 @pytest.mark.parametrize("layout", [{"process": True}, {"data_parallel": 2}], ids=["process", "replicas"])

@@ -102,7 +102,7 @@ class RayWorkers:
         self._open_llm = open_llm
         self._cluster = cluster
 
-    def source_of_numbers(self) -> dict[str, str]:
+    def source_of_numbers(self) -> dict[str, str | None]:
         """Nothing yet: the actors load the model, and each batch says what gave it."""
         return {}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from logprobe.errors import require
+from logprobe.errors import WeightsReplacedError, require
 from logprobe.scoring import measures
 from logprobe.scoring.scorer import in_flight, prefix_of
 from logprobe.scoring.tokenise import encode_pieces
@@ -123,6 +123,7 @@ def score_windows(
     """Each window with the score of the tokens that it is to score, in order and in bounded memory.
 
     Raises:
+        WeightsReplacedError: other weights took over between two windows.
         LogprobeError: what `LLM.score` raises.
     """
 
@@ -136,7 +137,11 @@ def score_windows(
     if first is None:
         return
     early = ([part] for part in growing(first))
+    versions: set[str | None] = set()
     for scored in in_flight(score, chain(early, _batches(all_windows))):
+        versions |= {one.record.info.weight_version for _, one in scored if one.record and one.record.info}
+        if len(versions) > 1:
+            raise WeightsReplacedError("the model's weights were replaced amid a text; score it again")
         yield from scored
 
 
@@ -270,6 +275,7 @@ def perplexity(
     Raises:
         ParameterError: a window or stride that cannot be used; a text that cannot be encoded.
         BatchError: a window failed.
+        WeightsReplacedError: other weights took over between two windows.
     """
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)

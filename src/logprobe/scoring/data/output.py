@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 1 << 14
 SUFFIXES = (".parquet", ".jsonl")
-SOURCES_OF_NUMBERS = ("model", "weights")  # settings that are known with the first rows where not before
+# Settings that are known with the first rows where not before.
+SOURCES_OF_NUMBERS = ("model", "weights", "weight_version")
 
 
 class Journal:
@@ -91,7 +92,7 @@ class Journal:
         self._settings = before
         self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
 
-    def agree(self, source: dict[str, str]) -> None:
+    def agree(self, source: dict[str, str | None]) -> None:
         """Note what gave the rows that come next (`SOURCES_OF_NUMBERS`); it must be what gave all others.
 
         Raises:
@@ -102,7 +103,7 @@ class Journal:
             if before != value:
                 raise InputError(
                     f"{self.path}: rows of {name} {value!r} after rows of {before!r}; let every part of the "
-                    "run load the same model in the same dtype, or give --force"
+                    "run load the same weights in the same dtype, or give --force"
                 )
         if not source.keys() <= self._settings.keys():
             with _naming(self.path):

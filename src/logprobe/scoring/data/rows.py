@@ -71,9 +71,8 @@ class ScoredBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_bytes: float  # of the files, for progress
     rows: list[dict[str, Any]]  # by column, in order
     bad: list[BadRow]  # in order
-    model: str
-    weights: str  # their type and layout
-    info: LogprobsInfo | None  # None as long as there are no numbers
+    source: dict[str, str | None]  # the model and its weights, as `Workers.source_of_numbers`
+    info: LogprobsInfo | None  # None where there are no numbers
 
     @property
     def num_rows(self) -> int:
@@ -93,11 +92,17 @@ class RowScorer:
         self._settings = settings
         self._prefix = prefix_of(llm.text, settings.bos)
         facts = llm.engine.capabilities()
-        self.model: str = facts.model
-        self.weights = f"{facts.dtype} {facts.weights}"
         self._limit: int = facts.max_model_len + 1  # the last token is never run
         self._windows = WindowSettings.of(llm, window=settings.window, stride=settings.stride)
-        self._info: LogprobsInfo | None = None
+
+    def source_of_numbers(self) -> dict[str, str | None]:
+        """The model and its weights, as they are now."""
+        facts = self._llm.engine.capabilities()
+        return {
+            "model": facts.model,
+            "weights": f"{facts.dtype} {facts.weights}",
+            "weight_version": facts.weight_version,
+        }
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
         """The numbers of each row, or what is wrong with it.
@@ -107,7 +112,11 @@ class RowScorer:
         """
         asked = [self._asked(row) for row in batch]
         good = [row for row in asked if not isinstance(row, BadRow)]
-        scores = iter(self._scores([pair for _, parts in good for part in parts for pair in part]))
+        found = self._scores([pair for _, parts in good for part in parts for pair in part])
+        info = next((score.record.info for score in found if score.record is not None), None)
+        source, scores = self.source_of_numbers(), iter(found)
+        if info is not None:
+            source["weight_version"] = info.weight_version  # others may have taken over since
         return ScoredBatch(
             end=batch[-1].index + 1,
             num_bytes=sum(row.num_bytes for row in batch),
@@ -116,19 +125,15 @@ class RowScorer:
                 for question, parts in good
             ],
             bad=[row for row in asked if isinstance(row, BadRow)],
-            model=self.model,
-            weights=self.weights,
-            info=self._info,
+            source=source,
+            info=info,
         )
 
     def _scores(self, pairs: list[Pair]) -> list[Score]:
         settings = self._settings
-        scores = self._llm.score(
+        return self._llm.score(
             pairs, lora=settings.lora, entropy=settings.tokens, unconditional=settings.unconditional
         )
-        if scores and self._info is None and scores[0].record is not None:
-            self._info = scores[0].record.info
-        return scores
 
     # -- rows → pairs ----------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Workers(Protocol):
     def settings(self) -> DataSettings:
         """What they are asked."""
 
-    def source_of_numbers(self) -> dict[str, str]:
+    def source_of_numbers(self) -> dict[str, str | None]:
         """The model and its weights, as far as they are known before the first row."""
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
@@ -92,9 +92,9 @@ class OneModel:
         self.settings = settings
         self._scorer = RowScorer(llm, settings)
 
-    def source_of_numbers(self) -> dict[str, str]:
+    def source_of_numbers(self) -> dict[str, str | None]:
         """The model and its weights."""
-        return {"model": self._scorer.model, "weights": self._scorer.weights}
+        return self._scorer.source_of_numbers()
 
     def scored(self, *, skip: int) -> Iterator[ScoredBatch]:
         """As `Workers.scored`; the next batch is made ready while the engine works on one."""
@@ -138,16 +138,17 @@ class DatasetRun:
         rows: list[dict[str, Any]] = []
         bad: list[BadRow] = []
         since = time.monotonic()
-        batch = None
+        batch, info = None, None
         for batch in self._scored(skip=journal.num_done):
-            journal.agree({"model": batch.model, "weights": batch.weights})
+            journal.agree(batch.source)
             rows += batch.rows
             bad += batch.bad
+            info = batch.info or info  # a batch may hold bad rows alone
             if len(rows) + len(bad) >= ROWS_A_PART or time.monotonic() - since >= SECONDS_A_PART:
-                journal.write(batch.end, rows, bad, batch.info)
+                journal.write(batch.end, rows, bad, info)
                 rows, bad, since = [], [], time.monotonic()
         if batch is not None and (rows or bad):
-            journal.write(batch.end, rows, bad, batch.info)
+            journal.write(batch.end, rows, bad, info)
 
     def stream(
         self, on_row: Callable[[dict[str, Any]], None] | None, on_bad: Callable[[BadRow], None]
