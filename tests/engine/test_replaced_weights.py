@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from logprobe import LLM, AsyncLM, SamplingParams
+from logprobe import LLM, AsyncLM, RemoteLM, SamplingParams
 from logprobe.errors import (
     BatchError,
     EngineClosedError,
@@ -588,7 +588,13 @@ def test_a_server_tells_the_weights_that_answer(
             *[line for line in figures if line.startswith("logprobe_weights")],
         ]
 
-    with new_serving(llm, ServerSettings()) as (url, _):
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far:
+        old = far.next_token_logprobs_sync([5, 60])
         assert told(url) == [None] * 4 + ['logprobe_weights{version=""} 1.0']
         llm.load_weights(state, version="step 2")
         assert told(url) == ["step 2"] * 4 + ['logprobe_weights{version="step 2"} 1.0']
+        # A client hears of it with its next exchange; what it kept before is then of no use.
+        far.next_token_logprobs_sync([7])
+        new = far.next_token_logprobs_sync([5, 60])
+        assert far.next_token_logprobs_sync([5, 60]) is new
+    assert np.abs(new - old).max() > 1e-3

@@ -83,6 +83,8 @@ class HttpEngine:
         except BaseException:
             self.close()
             raise
+        self._version = self._facts.capabilities.weight_version  # of the weights that answered last
+        self._weights_number = 0  # one more each time that others answer; the bridge's loop alone sets both
         self._most_rows, self._most_tokens = _portion(self._facts)
         self._sample_room = asyncio.Semaphore(max(self._facts.limits.max_requests // SHARE, 1))
 
@@ -101,7 +103,7 @@ class HttpEngine:
             elsewhere = "does not come with a remote sample; POST /v1/completions gives it"
             require(getattr(request.params, name) == default, name, elsewhere)
         check_request(request, max_len=capabilities.max_model_len, vocab_size=capabilities.vocab_size)
-        return Admitted(request, {})
+        return Admitted(request, {}, weights_number=self._weights_number)
 
     def submit(self, admitted: Sequence[Admitted]) -> None:
         """Accept requests; `result` must follow for each, once.
@@ -134,7 +136,7 @@ class HttpEngine:
         return dict(self._facts.loras)
 
     def lora_number(self, name: str | None) -> int:
-        """0: the server alone knows its loads.
+        """One more each time that a reply was of other weights: the server alone knows its loads.
 
         Raises:
             ParameterError: the server had no such weights when it was met.
@@ -143,7 +145,7 @@ class HttpEngine:
         is_known = name is None or name in self._facts.loras
         asked = shortened(name or "")
         require(is_known, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
-        return 0
+        return self._weights_number
 
     def capabilities(self) -> Capabilities:
         """What the server's engine can do."""
@@ -238,7 +240,7 @@ class HttpEngine:
             if is_refused:
                 self._begin([request])  # alone, so that only the one at fault hears of it
             else:
-                _settle(self._outcomes.get(request.request_id), end)
+                _settle(self._outcomes.get(request.request_id), end, self._weights_number)
         self._send_gathered()
 
     async def rows(self, requests: Sequence[Request]) -> list[CompletionOutput]:
@@ -247,7 +249,10 @@ class HttpEngine:
         Raises:
             LogprobeError: the exchange failed.
         """
-        return await ask_rows(self._link, requests, self.capabilities().vocab_size)
+        outputs, version = await ask_rows(self._link, requests, self.capabilities().vocab_size)
+        if version != self._version:
+            self._version, self._weights_number = version, self._weights_number + 1
+        return outputs
 
     async def _samples(self, requests: Sequence[Request]) -> list[CompletionOutput]:
         async with self._sample_room:
@@ -282,10 +287,11 @@ def _portion(facts: ServerFacts) -> tuple[int, int]:
     return max(rows, 1), tokens
 
 
-def _settle(outcome: Outcome | None, end: CompletionOutput | Exception) -> None:
+def _settle(outcome: Outcome | None, end: CompletionOutput | Exception, weights_number: int = 0) -> None:
     if outcome is None or outcome.done():  # nobody waits any more
         return
     if isinstance(end, Exception):
         outcome.set_exception(end)
     else:
-        outcome.set_result(RequestOutput(request_id="", outputs=Completions([end])))
+        ended = RequestOutput(request_id="", outputs=Completions([end]), weights_number=weights_number)
+        outcome.set_result(ended)

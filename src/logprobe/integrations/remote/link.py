@@ -273,8 +273,26 @@ async def meet(link: Link) -> ServerFacts:
     return ServerFacts(capabilities, limits, loras)
 
 
-async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> list[CompletionOutput]:
-    """Whole rows after the prompts of requests under the same LoRA weights, in order.
+class _Source(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _Head(msgspec.Struct):
+    """The header of a safetensors body, as far as it says where its numbers come from."""
+
+    source: _Source = msgspec.field(name="__metadata__", default_factory=_Source)
+
+    @classmethod
+    def of(cls, data: bytes) -> _Head:
+        """The header of a body that was read."""
+        stop = 8 + int.from_bytes(data[:8], "little")
+        return msgspec.json.decode(data[8:stop], type=cls)
+
+
+async def ask_rows(
+    link: Link, requests: Sequence[Request], vocab_size: int
+) -> tuple[list[CompletionOutput], str | None]:
+    """Whole rows after the prompts of requests under the same LoRA weights, and the version of the model's.
 
     Raises:
         LogprobeError: the exchange failed, or gave something else.
@@ -287,7 +305,7 @@ async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> 
     data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].lora}, max_bytes)
     where = f"{link.url}{ROWS}"
     try:
-        table = load(data)["logprobs"]
+        table, version = load(data)["logprobs"], _Head.of(data).source.weight_version
     except (SafetensorError, KeyError, ValueError) as error:
         raise ServerError(f"{where}: the reply holds no rows ({printable(str(error))})") from error
     want = (len(requests), vocab_size)
@@ -298,7 +316,7 @@ async def ask_rows(link: Link, requests: Sequence[Request], vocab_size: int) -> 
     # NaN and +inf fail as well, and nothing above 0 can be part of a sum of 1.
     if not (np.abs(masses - 1) < MASS_TOLERANCE).all():
         raise ServerError(f"{where}: gave rows that are no log-probabilities: a row's mass is not 1")
-    return [CompletionOutput(index=0, row=_owned(row), finish_reason="length") for row in table]
+    return [CompletionOutput(index=0, row=_owned(row), finish_reason="length") for row in table], version
 
 
 async def ask_sample(link: Link, request: Request, vocab_size: int) -> CompletionOutput:
