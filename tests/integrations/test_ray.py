@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -175,6 +176,7 @@ def test_a_run_that_was_stopped_is_resumed_on_the_other_engine(
     tiny_llm: LLM, pool: Any, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 512)
+    monkeypatch.setattr("logprobe.scoring.data.run.SECONDS_A_PART", math.inf)
     sources, settings, out = find_sources([texts]), DataSettings(), tmp_path / "o.parquet"
     one, many = OneModel(tiny_llm, sources, settings), pool().workers(sources, settings)
     before, after = (one, many) if first == "one process" else (many, one)

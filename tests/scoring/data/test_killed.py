@@ -97,7 +97,7 @@ def dying(table, path, **options):
         os.truncate(path, 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
-output.pq.write_table, run.ROWS_A_PART = dying, 256
+output.pq.write_table, run.ROWS_A_PART, run.SECONDS_A_PART = dying, 256, float("inf")
 with LLM(sys.argv[1], kv_bytes=1 << 20) as llm:
     score_dataset(llm, sys.argv[2], sys.argv[3])
 """

@@ -283,6 +283,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
 ) -> None:
     source = write([{"text": f"the cat {i}"} for i in range(600)], "jsonl")
     monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    monkeypatch.setattr("logprobe.scoring.data.run.SECONDS_A_PART", math.inf)
     plain, count = os.fsync, iter(range(100))
 
     def full(descriptor: int) -> None:
