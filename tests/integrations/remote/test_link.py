@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
 import threading
+import time
+import warnings
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from logprobe.errors import (
     ServerError,
     UnreachableError,
 )
+from logprobe.integrations.remote import link
 from logprobe.integrations.remote.link import as_error, retry_after_s
 from logprobe.server import ServerSettings
 
@@ -46,32 +51,78 @@ def broken_server(reply: bytes | None) -> Iterator[str]:
         def serve() -> None:
             while True:
                 try:
-                    link, _ = listener.accept()
+                    end, _ = listener.accept()
                 except OSError:
                     return
-                link.recv(1 << 16)
+                end.recv(1 << 16)
                 if reply is None:
-                    held.append(link)
+                    held.append(end)
                 else:
-                    answer(link, reply)
+                    answer(end, reply)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
-    for link in held:
-        link.close()
+    for end in held:
+        end.close()
 
 
-def answer(link: socket.socket, reply: bytes) -> None:
+class Slow(BaseHTTPRequestHandler):
+    """Answers after a moment, and keeps connections."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        time.sleep(0.05)
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_an_exchange_that_is_given_up_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is: it may be the one that closes those which have waited for too long."""
+    monkeypatch.setattr(link, "KEEP_ALIVE_S", 0.01)
+
+    async def give_up(url: str, num_turns: int) -> None:
+        one = link.Link(url, None, LIMIT_S)
+        await asyncio.gather(*(one.get("/", 10) for _ in range(5)))
+        await asyncio.sleep(0.02)
+        task = asyncio.ensure_future(one.get("/", 10))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        await one.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        monkeypatch.setattr(server, "handle_error", lambda *_: None)  # clients that leave
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", ResourceWarning)
+            for num_turns in range(12):
+                asyncio.run(give_up(f"http://127.0.0.1:{server.server_port}", num_turns))
+                gc.collect()
+        server.shutdown()
+        thread.join()
+    assert [str(one.message) for one in seen if one.category is ResourceWarning] == []
+
+
+def answer(end: socket.socket, reply: bytes) -> None:
     """Reply, and close once the client has: what it sends to a closed link undoes a reply not yet read."""
-    link.settimeout(LIMIT_S)
-    with link, suppress(ConnectionError):
-        link.sendall(reply)
+    end.settimeout(LIMIT_S)
+    with end, suppress(ConnectionError):
+        end.sendall(reply)
         with suppress(OSError):  # "not connected", which is no ConnectionError: the client went first
-            link.shutdown(socket.SHUT_WR)
-        while link.recv(1 << 16):
+            end.shutdown(socket.SHUT_WR)
+        while end.recv(1 << 16):
             continue
 
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, final
 
+import anyio
 import msgspec
 import numpy as np
 
@@ -113,9 +114,28 @@ class Link:
         await self._client.aclose()
 
     async def _exchange(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
+        # httpx ends what it has begun where anyio gives it up, and not where asyncio cancels it: connections
+        # that it was closing would stay open.
+        scope = anyio.CancelScope()
+        task = asyncio.ensure_future(self._within(scope, method, path, content, max_bytes))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            scope.cancel()
+            await asyncio.wait({task})
+            raise
+
+    async def _within(
+        self, scope: anyio.CancelScope, method: str, path: str, content: bytes | None, max_bytes: int
+    ) -> bytes:
+        with scope:
+            return await self._reply(method, path, content, max_bytes)
+        raise asyncio.CancelledError
+
+    async def _reply(self, method: str, path: str, content: bytes | None, max_bytes: int) -> bytes:
         what = f"{method} {self.url}{path}"
         try:
-            async with asyncio.timeout(self._timeout_s):
+            with anyio.fail_after(self._timeout_s):
                 status, data = await self._once_not_full(method, path, content, max_bytes)
         except TimeoutError as error:
             raise ServerError(
