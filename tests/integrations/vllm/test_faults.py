@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -210,6 +211,18 @@ class TestLoraOnACpu:
             assert engine._bridge.run(engine._llm.add_lora(request))
         beside, *_ = ask_vllm(engine, bare, *((tuned[0], asked | {"lora": request}) for request in own))
         assert difference(beside, want) > 0.1, "vLLM has mended it: fill the last place"
+
+    def test_an_engine_that_closes_waits_for_no_answer_of_what_is_gone(
+        self, engine: Any, wide_heads: tuple[Path, dict[str, Path]]
+    ) -> None:
+        name, folder = next(iter(wide_heads[1].items()))
+        engine.add_lora(name, folder)
+        engine.forget_prefixes()
+        engine.remove_lora(name)
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(LIMIT_S)
+        assert not closing.is_alive(), "vLLM answers nothing once it is shut down"
 
     def test_numbers_of_a_prompt_beside_another_text_end_the_engine(self, engine: Any) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError

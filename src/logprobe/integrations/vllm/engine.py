@@ -63,6 +63,7 @@ class VllmEngine:
         self._readers = Readers(describer, self._send)
         self._is_closed = False
         # All below is touched on the event loop alone.
+        self._resets: list[asyncio.Future[Any]] = []  # of prefix caches, under way
         self._follows: dict[str, list[Follow]] = {}
         self._numbers, self._runs = itertools.count(), itertools.count()
         self._prefix = uuid.uuid4().hex[:8]  # the workers may know samples of another engine around this vLLM
@@ -372,13 +373,16 @@ class VllmEngine:
                 self._loras.drop()
 
     def _reset_prefixes(self) -> None:
-        asyncio.ensure_future(self._llm.reset_prefix_cache())  # noqa: RUF006 - the loop outlives it
+        self._resets = [one for one in self._resets if not one.done()]
+        self._resets.append(asyncio.ensure_future(self._llm.reset_prefix_cache()))
 
     async def _shut_down(self) -> None:
         follows = [one for many in self._follows.values() for one in many]
         self._drop(follows)
         await asyncio.gather(*(one.runner for one in follows if one.runner), return_exceptions=True)
         await self._fetcher.close()
+        # What vLLM was asked beside requests would wait for ever for an answer after this.
+        await asyncio.gather(*self._loras.removals, *self._resets, return_exceptions=True)
         self._llm.shutdown()
 
 

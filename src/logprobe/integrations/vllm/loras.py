@@ -33,6 +33,7 @@ class VllmLoras:
         # A row without weights takes those of the last place there, which must stay empty.
         self._limit = llm.vllm_config.lora_config.max_loras - 1 if self.spoils_prompts else None
         self._is_loading = threading.Lock()
+        self.removals: list[asyncio.Future[Any]] = []  # which vLLM must answer before it is shut down
         self._loads: dict[int, LoadLora] = {}  # of weights that any request runs on
         self._prefix = uuid.uuid4().hex[:8]  # an engine that exists may have had another such owner before
 
@@ -76,9 +77,10 @@ class VllmLoras:
 
     def drop(self) -> None:
         """Let vLLM drop what no request to come names; on its event loop."""
+        self.removals = [one for one in self.removals if not one.done()]
         for number in self.names.take_dropped():
             request = self._request(self._loads.pop(number))
-            asyncio.ensure_future(self._llm.remove_lora(request.lora_int_id))  # noqa: RUF006 - the loop outlives it
+            self.removals.append(asyncio.ensure_future(self._llm.remove_lora(request.lora_int_id)))
 
     def _request(self, load: LoadLora) -> Any:
         """Each load has a name and a number of its own: vLLM keeps prefixes by one, weights by the other."""
