@@ -16,7 +16,7 @@ from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
+from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.overlap import Overlapped, Plain
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.transport.messages import (

@@ -16,7 +16,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
+from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError, EngineError, LogprobeError, require
 from logprobe.integrations.vllm.follow import Fetcher, Follow

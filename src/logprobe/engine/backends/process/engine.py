@@ -29,9 +29,9 @@ from logprobe.engine.backends.process.orders import (
     TakeWeights,
 )
 from logprobe.engine.backends.process.replica import Load, Replica
-from logprobe.engine.backends.readers import BUFFER_ROWS, Readers
 from logprobe.engine.backends.router import Router
 from logprobe.engine.fold import Describer
+from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
 from logprobe.models.loading import digest_of, read_state, save_state
