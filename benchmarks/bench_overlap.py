@@ -18,10 +18,9 @@ from prompts import prompts
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import start_native_engine
-from logprobe.engine.backends.thread import ThreadEngine
+from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.client import Requests
-from logprobe.engine.fold import Describer
-from logprobe.records import LogprobsInfo
+from logprobe.engine.front import Front
 from logprobe.sampling import SamplingParams
 
 TOP, BATCH, PROMPT_LEN = 20, 32, 32
@@ -37,17 +36,17 @@ class Race:
         self._num_tokens = 8 if options.is_smoke else 33
         self._batch = 4 if options.is_smoke else BATCH
         loaded = start_native_engine(EngineConfig(model=options.model))
-        assert isinstance(loaded.engine, ThreadEngine)
+        assert isinstance(loaded.engine.core, EngineThread)
         loaded.engine.close()  # its parts are driven by engines of our own
-        self._engine = loaded.engine._engine  # noqa: SLF001 - no front door tells which loop runs
+        self._engine = loaded.engine.core.engine  # no front door tells which loop runs
         self._capabilities = loaded.engine.capabilities()
-        source = LogprobsInfo(engine="native")
-        self._describer = Describer(source, self._capabilities.vocab_size, loaded.text.vocabulary)
+        self._table = loaded.text.vocabulary
         self.hidden: dict[str, list[float]] = {}
 
     def measure(self, overlap: bool, is_streamed: bool, number: int) -> float:
         """Tokens a second of a batch, from the step after the first tokens on."""
-        engine = ThreadEngine(self._engine, self._capabilities, self._describer, overlap=overlap)
+        core = EngineThread(self._engine, self._capabilities, overlap=overlap)
+        engine = Front(core, self._table)
         ids = prompts(self._folder, self._batch, PROMPT_LEN, number)
         with closing(engine):
             first_s, _ = asyncio.run(self._time(engine, ids, 1, is_streamed))
@@ -57,7 +56,7 @@ class Race:
         return self._batch * (self._num_tokens - 1) / (all_s - first_s)
 
     async def _time(
-        self, engine: ThreadEngine, ids: Sequence[Sequence[int]], num_tokens: int, is_streamed: bool
+        self, engine: Front, ids: Sequence[Sequence[int]], num_tokens: int, is_streamed: bool
     ) -> tuple[float, dict[str, float]]:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, logprobs=TOP, ignore_eos=True)
         make = Requests(engine)
@@ -71,12 +70,12 @@ class Race:
         return time.perf_counter() - start, seconds
 
     @staticmethod
-    async def _read(engine: ThreadEngine, name: str) -> None:
+    async def _read(engine: Front, name: str) -> None:
         async for output in engine.stream(name):
             assert output.outputs[0].logprobs is not None
 
     @staticmethod
-    async def _wait(engine: ThreadEngine, name: str) -> None:
+    async def _wait(engine: Front, name: str) -> None:
         await engine.result(name)
 
 

@@ -104,7 +104,7 @@ class Race:
         )
 
     def _switch(self, speculate: bool) -> None:
-        engine = self.llm.engine._engine  # type: ignore[attr-defined]  # noqa: SLF001 - one model serves both ways
+        engine = self.llm.engine.core.engine  # type: ignore[attr-defined]  # one model serves both ways
         engine.config = replace(engine.config, speculate=speculate)
 
     def _check(self, kind: str, batch: int, number: int, token_ids: list[list[int]]) -> None:

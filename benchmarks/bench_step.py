@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from harness import OURS, Figure, Options, alternate, parse_options, publish
 
-from logprobe.engine.backends.thread import ThreadEngine
+from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.protocol import StepBatch
 from logprobe.records import LogprobsInfo
@@ -56,9 +56,9 @@ class Race:
     def __init__(self, options: Options) -> None:
         self._num_steps = 4 if options.is_smoke else 400
         loaded = fake_model(FreeForward())
-        assert isinstance(loaded.engine, ThreadEngine)
+        assert isinstance(loaded.engine.core, EngineThread)
         loaded.engine.close()
-        self._engine = loaded.engine._engine  # noqa: SLF001 - no front door steps by hand
+        self._engine = loaded.engine.core.engine  # no front door steps by hand
         self._describer = Describer(LogprobsInfo(engine="fake"), VOCAB_SIZE, loaded.text.vocabulary)
         self._names = count()
 

@@ -146,7 +146,7 @@ def bytes_of(llm: LLM, token_ids: list[int]) -> bytes:
 @pytest.fixture
 def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The tiny model made to say given tokens, whatever its weights think."""
-    sampler = tiny_llm.engine._engine.sampler
+    sampler = tiny_llm.engine.core.engine.sampler
     plain = sampler.draw
 
     def say(text: str, **params: Any) -> Any:
@@ -322,7 +322,7 @@ def test_contexts_that_pairs_share_are_computed_once(tiny_model_folder: Path) ->
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
         context = list(range(2, 102))
         scores = llm.score([(context, [answer, 3]) for answer in (10, 20, 30, 40)])
-        engine = llm.engine._engine
+        engine = llm.engine.core.engine
         num_run = engine.scheduler.pool.num_slots - engine.scheduler.pool.num_free
     assert num_run == 100 + 4  # the context once, the first token of each answer
     assert len({score.logprob for score in scores}) == 4

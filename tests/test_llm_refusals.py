@@ -89,7 +89,7 @@ def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError):
         tiny_llm.generate([[5], [6], [999999]])
     assert not tiny_llm.engine._readers._folds
-    assert not tiny_llm.engine._engine.has_work
+    assert not tiny_llm.engine.core.engine.has_work
 
 
 def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path
 def test_a_failed_request_is_raised_with_all_outputs_or_returned(
     tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = tiny_llm.engine._engine.forward
+    forward = tiny_llm.engine.core.engine.forward
     plain = forward.run
 
     def run(plan: Any) -> None:
@@ -136,7 +136,7 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
     llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=1)
     caught: list[BaseException] = []
     started, may_go_on = threading.Event(), threading.Event()
-    forward = llm.engine._engine.forward
+    forward = llm.engine.core.engine.forward
     plain = forward.run
 
     def run(plan: Any) -> None:
@@ -158,7 +158,7 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
     closing = threading.Thread(target=llm.close)
     closing.start()
     deadline = time.monotonic() + LIMIT_S
-    while not llm.engine._thread._is_closed:  # or the call might end by itself before
+    while not llm.engine.core._is_closed:  # or the call might end by itself before
         assert time.monotonic() < deadline
         time.sleep(0.005)
     may_go_on.set()
@@ -234,7 +234,7 @@ def test_a_bad_pair_among_many_does_not_refuse_the_others(tiny_llm: LLM) -> None
 def test_a_pair_that_fails_while_it_runs_leaves_the_others(
     tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = tiny_llm.engine._engine.forward
+    forward = tiny_llm.engine.core.engine.forward
     plain = forward.run
 
     def run(plan: Any) -> None:

@@ -50,7 +50,7 @@ def test_what_an_early_end_leaves_out_is_no_longer_waited_for() -> None:
 
 def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypatch: Any) -> None:
     seen = []
-    was_seen, engine = threading.Event(), tiny_llm.engine._engine  # type: ignore[attr-defined]
+    was_seen, engine = threading.Event(), tiny_llm.engine.core.engine  # type: ignore[attr-defined]
     own_step, num_steps = engine.step, itertools.count()
 
     class Watched(Tally):

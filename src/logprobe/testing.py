@@ -14,9 +14,9 @@ import torch
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import LoadedModel
-from logprobe.engine.backends.thread import ThreadEngine
+from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer
+from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import require
 from logprobe.models import Vocabulary
@@ -139,9 +139,8 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.speculate,
     )
-    describer = Describer(capabilities.source(), forward.vocab_size, text.vocabulary)
-    backend = ThreadEngine(engine, capabilities, describer, overlap=config.overlap)
-    return LoadedModel(backend, text, None, engine.processing.pipeline)
+    front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
+    return LoadedModel(front, text, None, engine.processing.pipeline)
 
 
 def _byte_tokenizer() -> Any:

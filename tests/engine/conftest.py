@@ -70,7 +70,7 @@ class SteppedEngine:
     """
 
     def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
-        parts = llm.engine._engine
+        parts = llm.engine.core.engine
         self.text = llm.text
         self.forward = WatchedForward(parts.forward, num_slots)
         config = EngineConfig(**settings)
@@ -142,7 +142,7 @@ def start(folder: Path) -> Any:
     from logprobe import LLM
 
     with LLM(str(folder), kv_bytes=1 << 20) as llm:
-        llm.engine._engine.close = lambda: None  # type: ignore[attr-defined]
+        llm.engine.core.engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 
 

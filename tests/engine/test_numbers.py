@@ -80,11 +80,11 @@ class Reference:
 
 def forget(llm: LLM) -> None:
     """Make the prefix cache cold."""
-    llm.engine._engine.scheduler.tree.clear()
+    llm.engine.core.engine.scheduler.tree.clear()
 
 
 def with_batch_tokens(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine._engine.scheduler, "max_batch_tokens", count)
+    monkeypatch.setattr(llm.engine.core.engine.scheduler, "max_batch_tokens", count)
 
 
 def assert_numbers_hold(llm: LLM, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:

@@ -101,7 +101,7 @@ def test_the_numbers_afterwards_are_those_of_a_fresh_load(
     assert llm.score(PAIRS) == want[:2]
     assert llm.generate("the cat", LONG)[0].outputs[0].token_ids == want[2]
     assert before != want[:2]
-    llm.engine._engine.check_integrity()
+    llm.engine.core.engine.check_integrity()
 
 
 def test_training_goes_on_without_moving_what_was_loaded(
@@ -145,7 +145,7 @@ class Running:
         self.outputs: list[Any] = []
         self.errors: list[BaseException] = []
         self._started, self._may_go_on = threading.Event(), threading.Event()
-        forward = llm.engine._engine.forward
+        forward = llm.engine.core.engine.forward
         plain = forward.run
 
         def run(batch: Any) -> None:
@@ -175,7 +175,7 @@ class Running:
 def wait_for_command(llm: LLM, kind: str) -> None:
     """Wait until a message waits for the end of a step that is held."""
     deadline = time.monotonic() + LIMIT_S
-    while kind not in {type(one).__name__ for one in list(llm.engine._thread._commands)}:
+    while kind not in {type(one).__name__ for one in list(llm.engine.core._commands)}:
         assert time.monotonic() < deadline, f"no {kind} came"
         time.sleep(0.005)
 
@@ -215,7 +215,7 @@ def test_requests_that_run_end_by_name_where_that_is_asked(
     assert [type(error) for error in running.errors] == [WeightsReplacedError] * 2
     assert "weights were replaced" in str(running.errors[0])
     assert llm.score(PAIRS) == want[:2]
-    llm.engine._engine.check_integrity()
+    llm.engine.core.engine.check_integrity()
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
@@ -304,7 +304,7 @@ def test_the_form_and_the_proof_that_are_told_are_those_of_the_new_weights(
     before = llm.engine.capabilities()
     llm.load_weights(state)
     able, info = llm.engine.capabilities(), llm.score(PAIRS[:1])[0].record.info
-    layout = llm.engine.forward.layout
+    layout = llm.engine.core.engine.forward.layout
     assert (info.weights, info.layers) == (layout.weights, layout.layers)
     assert info.probe_difference == layout.probe_difference != before.layout.probe_difference
     assert (able.layout, able.weight_version) == (layout, info.weight_version)
@@ -375,7 +375,7 @@ def test_of_two_loads_that_wait_the_later_is_told(
         loads.append(threading.Thread(target=llm.load_weights, args=(weights,), kwargs={"version": version}))
         loads[-1].start()
         deadline = time.monotonic() + LIMIT_S
-        while len(llm.engine._thread._commands) < count:
+        while len(llm.engine.core._commands) < count:
             assert time.monotonic() < deadline
             time.sleep(0.005)
     running.go_on()
@@ -454,9 +454,9 @@ def test_the_module_below_an_async_model_is_that_of_the_new_weights(
 ) -> None:
     with AsyncLM(llm) as lm:
         assert lm.underlying_model is not None
-        before = weakref.ref(llm.engine.forward)
+        before = weakref.ref(llm.engine.core.engine.forward)
         llm.load_weights(state)
-        assert lm.underlying_model is llm.engine.forward.model
+        assert lm.underlying_model is llm.engine.core.engine.forward.model
         gc.collect()
         assert before() is None, "the old weights go"
 

@@ -150,7 +150,7 @@ def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
 def gate(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Holds every step of the engine until it is set."""
     event = threading.Event()
-    forward = lm._loaded.engine._engine.forward
+    forward = lm._loaded.engine.core.engine.forward
     run = forward.run
     monkeypatch.setattr(forward, "run", lambda plan: (event.wait(LIMIT_S), run(plan))[1])
     return event

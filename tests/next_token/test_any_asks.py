@@ -141,7 +141,7 @@ def test_afterwards_every_slot_has_one_owner_and_nothing_is_in_flight(bounded_lm
     assert bounded_lm._desk._in_flight == {}
     assert bounded_lm._desk._held == []
     assert not bounded_lm._engine._readers._folds  # type: ignore[attr-defined]
-    bounded_lm._engine._engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+    bounded_lm._engine.core.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
 
 
 def test_rows_err_from_float64_by_no_more_than_twice_what_a_plain_float32_pass_does(

@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
 def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by the number of tokens that each step runs."""
-    forward = lm._engine._engine.forward  # type: ignore[attr-defined]
+    forward = lm._engine.core.engine.forward  # type: ignore[attr-defined]
     run, counts = forward.run, []
 
     def counted(plan: Any) -> None:
@@ -197,7 +197,7 @@ def test_a_busy_engine_takes_asks_without_delay(
 ) -> None:
     with new_lm(batch_size=100, timeout=2 * LIMIT_S) as lm:
         is_running, both_are_there, gate = threading.Event(), threading.Event(), threading.Event()
-        forward, submit = lm._engine._engine.forward, lm._engine.submit
+        forward, submit = lm._engine.core.engine.forward, lm._engine.submit
         run = forward.run
 
         def held(plan: Any) -> None:
@@ -229,7 +229,7 @@ def test_the_event_loop_is_not_blocked_while_rows_are_computed(
     new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with new_lm() as lm:
-        forward = lm._engine._engine.forward
+        forward = lm._engine.core.engine.forward
         run, ticks, num_steps = forward.run, threading.Semaphore(0), itertools.count()
 
         def run_beside_the_loop(batch: Any) -> None:
@@ -264,7 +264,7 @@ def test_reset_ends_every_ask_in_flight_and_later_ones_work(
     lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    forward = lm._engine._engine.forward  # type: ignore[attr-defined]
+    forward = lm._engine.core.engine.forward  # type: ignore[attr-defined]
     run = forward.run
 
     async def ask() -> list[Any]:

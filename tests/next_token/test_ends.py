@@ -20,11 +20,11 @@ TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (roun
 
 
 def forward_of(lm: AsyncLM) -> Any:
-    return lm._engine._engine.forward  # type: ignore[attr-defined]
+    return lm._engine.core.engine.forward  # type: ignore[attr-defined]
 
 
 def scheduler_of(lm: AsyncLM) -> Any:
-    return lm._engine._engine.scheduler  # type: ignore[attr-defined]
+    return lm._engine.core.engine.scheduler  # type: ignore[attr-defined]
 
 
 def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
@@ -53,7 +53,7 @@ def test_cleanup_ends_every_ask_in_flight(
 
     def let_the_step_end() -> None:
         deadline = time.monotonic() + LIMIT_S
-        while not lm._engine._thread._is_closed and time.monotonic() < deadline:
+        while not lm._engine.core._is_closed and time.monotonic() < deadline:
             time.sleep(0.005)
         gate.set()
 

@@ -29,11 +29,11 @@ EVERY = pytest.mark.parametrize("lm", ["near", "far", VLLM], indirect=True)
 
 
 def forward_of(lm: AsyncLM) -> Any:
-    return lm._engine._engine.forward  # type: ignore[attr-defined]
+    return lm._engine.core.engine.forward  # type: ignore[attr-defined]
 
 
 def scheduler_of(lm: AsyncLM) -> Any:
-    return lm._engine._engine.scheduler  # type: ignore[attr-defined]
+    return lm._engine.core.engine.scheduler  # type: ignore[attr-defined]
 
 
 def assert_row(row: Any, want: Any) -> None:

@@ -187,8 +187,8 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     (name, folder), ids, gate = next(iter(adapter_folders.items())), random_ids(5, 9), threading.Event()
     with new_lm() as lm:
         lm.add_new_lora(folder, name)
-        weights = weakref.ref(lm._engine._engine.forward.loras.get(name))
-        forward = lm._engine._engine.forward
+        weights = weakref.ref(lm._engine.core.engine.forward.loras.get(name))
+        forward = lm._engine.core.engine.forward
         run = forward.run
         monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 
@@ -222,7 +222,7 @@ def test_a_name_loaded_again_answers_anew_and_leaves_what_was_asked(
     with new_lm() as lm:
         lm.add_lora("legal", folder)
         kept = lm.next_token_logprobs_sync(ids[:-1], lora="legal")
-        forward = lm._engine._engine.forward
+        forward = lm._engine.core.engine.forward
         run = forward.run
         monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 

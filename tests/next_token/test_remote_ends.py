@@ -71,7 +71,7 @@ def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
         return await asyncio.wait_for(both, LIMIT_S)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lm._loaded.engine._engine.forward, "run", broken)
+        patch.setattr(lm._loaded.engine.core.engine.forward, "run", broken)
         errors = asyncio.run(ask())
     assert {type(error) for error in errors} == {ServerError}
     assert all("no room" in str(error) for error in errors)

@@ -189,7 +189,7 @@ def test_a_preempted_request_resumes_with_the_right_state(new_llm: Callable[...,
     ]
     asked = [SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=0.5, seed=1), *asked[1:]]
     outs = small.generate(prompts(6), asked)
-    assert engine._engine.scheduler.num_preempted > 0
+    assert engine.core.engine.scheduler.num_preempted > 0
     for index, out in enumerate(outs):
         if index % 2:
             assert out.outputs[0].token_ids == counting(40)
@@ -222,7 +222,7 @@ def test_a_processor_that_raises_fails_its_request_and_the_batch_goes_on(llm: LL
         assert outs[index].outputs[0].token_ids == counting(5)
     assert [len(outs[index].outputs[0].token_ids) for index in (2, 5)] == [5, 5]
     engine: Any = llm.engine
-    engine._engine.scheduler.check_integrity()
+    engine.core.engine.scheduler.check_integrity()
 
 
 def test_processors_that_together_leave_no_token_fail_the_request_by_name(llm: LLM) -> None:
@@ -235,7 +235,7 @@ def test_processors_that_together_leave_no_token_fail_the_request_by_name(llm: L
 
 
 def test_a_model_that_gives_nan_is_not_blamed_on_a_processor(llm: LLM, monkeypatch: Any) -> None:
-    forward = llm.engine._engine.forward  # type: ignore[attr-defined]
+    forward = llm.engine.core.engine.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(forward, "head", lambda hidden: torch.full((len(hidden), VOCAB_SIZE), torch.nan))
     out = llm.generate([[5, 6]], SamplingParams(max_tokens=2, logit_bias={3: 1.0}), on_error="return")[0]
     assert isinstance(out.error, NonFiniteLogitsError)

@@ -116,7 +116,7 @@ def test_a_client_that_leaves_frees_its_place_at_once(new_server: Any, is_stream
                 eventually(lambda: num_in_progress(server) == 3, "the request never began")
             eventually(lambda: num_in_progress(server) == 0, "its place is kept while a step lasts")
         eventually(lambda: is_idle(server), "the request never ended")
-        server.llm.engine._engine.scheduler.check_integrity()
+        server.llm.engine.core.engine.scheduler.check_integrity()
 
 
 def num_in_progress(server: Any) -> int:
@@ -127,7 +127,7 @@ def num_in_progress(server: Any) -> int:
 @contextmanager
 def held_engine(server: Any) -> Iterator[None]:
     """Let no step end before the block does, so that a request outlives its client."""
-    forward, release = server.llm.engine._engine.forward, threading.Event()
+    forward, release = server.llm.engine.core.engine.forward, threading.Event()
     run = forward.run
 
     def held_run(plan: Any) -> None:
@@ -176,7 +176,7 @@ def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(
     new_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with new_server() as server:
-        engine = server.llm.engine._engine
+        engine = server.llm.engine.core.engine
         with monkeypatch.context() as patch:
 
             def fail(_: Any) -> None:

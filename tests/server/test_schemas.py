@@ -173,7 +173,7 @@ def test_no_body_makes_the_server_fail(server: Any, schema: Any) -> None:
             elif "text/event-stream" in reply.headers["content-type"]:
                 assert '"error"' not in reply.text, (path, body, reply.text)
     assert {200, 400} <= statuses
-    server.llm.engine._engine.scheduler.check_integrity()
+    server.llm.engine.core.engine.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000])

@@ -35,7 +35,7 @@ class Stepped:
     """An engine driven by hand, its slots checked after each step."""
 
     def __init__(self, llm: Any, num_slots: int, **settings: Any) -> None:
-        parts = llm.engine._engine
+        parts = llm.engine.core.engine
         forward: Any = SmallForward(parts.forward, num_slots)
         config = EngineConfig(**settings)
         self.engine = Engine(config, forward, llm.text, parts.recorder._eos_token_ids)
@@ -76,7 +76,7 @@ def tiny_llm(tiny_model_folder: Path) -> LLM:
     from logprobe import LLM
 
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21, max_batch_tokens=64, max_batch_rows=8) as llm:
-        llm.engine._engine.close = lambda: None  # type: ignore[attr-defined]
+        llm.engine.core.engine.close = lambda: None  # type: ignore[attr-defined]
         return llm
 
 

@@ -1,7 +1,7 @@
 """`Engine`: many requests → one batch → one step.
 
 `step()` is the architecture: plan, run the model, score prompts, draw tokens, record. It is driven by one
-thread; the front ends reach it through an `EngineBackend`, by messages.
+thread (`EngineThread`), to which messages come.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`Readers`: who waits for which request of an engine, and what has come for them.
+"""`Front`: what the front doors call of an engine, written once over every `Core`.
 
-Before it: the messages of an engine, on whatever thread they come. After it: whoever follows a request, in
-whatever event loop that runs, each loop woken once a batch of messages. The reader folds them, so that
-nothing grows under two threads. Every engine whose requests are followed in this process has one.
+Before it: `Client`, the desk, a server. After it: a core, which takes commands and publishes what is new of
+requests, on whatever thread. Whoever follows a request, in whatever event loop that runs, folds what comes,
+so that nothing grows under two threads; each loop is woken once a batch of messages.
 """
 
 from __future__ import annotations
@@ -11,24 +11,141 @@ import threading
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
-from logprobe.engine.fold import Fold
+from logprobe.engine.fold import Describer, Fold
 from logprobe.errors import EngineClosedError, require
 from logprobe.transport import StreamingLogprobsCollector
 from logprobe.transport.collector import Parcel
-from logprobe.transport.messages import Abort, Delta, Failure, Pause, Resume
+from logprobe.transport.messages import Abort, Delta, Failure, ForgetPrefixes, Pause, Resume, Submit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-    from logprobe.engine.fold import Describer
+    from logprobe.engine.protocol import Capabilities, Core, EngineStats
     from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
-    from logprobe.records import LogprobsInfo
-    from logprobe.transport.messages import Admitted, News
+    from logprobe.records import LogprobsInfo, TokenTable
+    from logprobe.transport.messages import Admitted, News, Request
 
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
 WIDE = 1024  # alternatives from which each row is folded at once
+
+
+class Front:
+    """Implements `EngineBackend` on a `Core`; any thread may ask."""
+
+    def __init__(self, core: Core, table: TokenTable) -> None:
+        """Start the core; `table` gives the texts of ids."""
+        self.core = core
+        own = core.capabilities()
+        self._readers = Readers(Describer(own.source(), own.vocab_size, table), core.send)
+        core.start(self._readers.publish, self._readers.end)
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request.
+
+        Raises:
+            ParameterError: it can never be served.
+        """
+        return self.core.admit(request)
+
+    def submit(self, admitted: Sequence[Admitted]) -> None:
+        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+
+        Raises:
+            ParameterError: an id that is in use; none was accepted then.
+            EngineClosedError: the engine was closed.
+        """
+        self._readers.open(admitted)
+        self.core.send(Submit(tuple(admitted)))
+
+    async def result(self, request_id: str) -> RequestOutput:
+        """The request's output once it has ended; giving up the wait aborts the request."""
+        return await self._readers.result(request_id)
+
+    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
+        """The request's one output, each time it has grown; leaving the stream early aborts the request.
+
+        The request is paused while `buffer_rows` rows wait for the reader.
+        """
+        return self._readers.stream(request_id, buffer_rows)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
+        self.core.send(Abort(request_id))
+
+    def pause(self, request_id: str) -> None:
+        """Let a request take no step until `resume`; it keeps what is computed."""
+        self.core.send(Pause(request_id))
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on."""
+        self.core.send(Resume(request_id))
+
+    def forget_prefixes(self) -> None:
+        """Let go of every cached prefix that no request stands on."""
+        self.core.send(ForgetPrefixes())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; a new one then joins the next step without delay."""
+        return self.core.is_busy
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: the engine takes none.
+            EngineError: a process of the engine ended meanwhile.
+        """
+        self.core.add_lora(name, path)
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights; they go once none runs on them.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        self.core.remove_lora(name)
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded LoRA weights: name → path."""
+        return self.core.list_loras()
+
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        return self.core.lora_number(name)
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do; slots and rows are each process's, where it has several."""
+        return self.core.capabilities()
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
+        return self.core.stats()
+
+    def stalled_s(self) -> float:
+        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+        return self.core.stalled_s()
+
+    def expect(self, number: int, source: LogprobsInfo) -> None:
+        """As `Readers.expect`."""
+        self._readers.expect(number, source)
+
+    def took_over(self, number: int) -> None:
+        """As `Readers.took_over`."""
+        self._readers.took_over(number)
+
+    def close(self) -> None:
+        """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
+        self._readers.close()
+        self.core.close()
 
 
 class Readers:

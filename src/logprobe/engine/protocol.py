@@ -1,8 +1,8 @@
-"""The two seams of the engine: what the front doors talk to, and what the scheduler drives.
+"""The seams of the engine: what front doors talk to, what stands behind that, and what the scheduler drives.
 
-`EngineBackend` is all that `LLM`, the async front door and a server know of an engine. The native engine
-implements it with a scheduler over a `ForwardBackend`; an engine with a scheduler of its own implements
-`EngineBackend` alone.
+`EngineBackend` is all that `LLM`, the async front door and a server know of an engine; `Front` implements it
+over a `Core`. The native engine's core has a scheduler over a `ForwardBackend`; an engine with a scheduler of
+its own is a `Core` alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from logprobe.processors.interface import ProcessorCounter
 from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
     from pathlib import Path
 
     import torch
 
     from logprobe.engine.request import RequestOutput
+    from logprobe.errors import LogprobeError
     from logprobe.models import Vocabulary
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Admitted, Request
+    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,50 @@ class EngineBackend(RowEngine, Protocol):
 
     def stalled_s(self) -> float:
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
+
+
+class Core(Protocol):
+    """What computes behind a `Front`; all may be called on any thread."""
+
+    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+        """Serve, from here on: `publish` takes what is new of requests, `end` why nothing more will follow.
+
+        Every request that was sent ends by what is published, or else by `end`; `close` leads to it, too.
+        """
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
+
+    def send(self, command: FrontCommand) -> None:
+        """Do this before the next step; what it says of a request that has ended is dropped."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait."""
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder, in place of any of that name."""
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights, which go once none runs on them."""
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded LoRA weights: name → path."""
+
+    def lora_number(self, name: str | None) -> int:
+        """As `RowEngine.lora_number`."""
+
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done."""
+
+    def stalled_s(self) -> float:
+        """As `EngineBackend.stalled_s`."""
+
+    def close(self) -> None:
+        """End what runs and let the model go; a second call does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

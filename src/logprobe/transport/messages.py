@@ -121,7 +121,8 @@ class ReplaceForward(msgspec.Struct, frozen=True, eq=False):
     on_done: Callable[[], None]  # called on the engine's own thread once it, or a later one, has its place
 
 
-Command: TypeAlias = Submit | Abort | Pause | Resume | AddLora | RemoveLora | ForgetPrefixes | ReplaceForward
+FrontCommand: TypeAlias = Submit | Abort | Pause | Resume | ForgetPrefixes
+Command: TypeAlias = FrontCommand | AddLora | RemoveLora | ReplaceForward
 
 
 class Drafts(msgspec.Struct, omit_defaults=True):

@@ -34,7 +34,7 @@ def llm(tiny_model_folder: Path) -> Iterator[LLM]:
 @pytest.fixture
 def held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The forward pass waits until this event is set."""
-    forward = llm.engine._engine.forward
+    forward = llm.engine.core.engine.forward
     plain = forward.run
     event = threading.Event()
 
@@ -86,7 +86,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_idle(llm: LLM) -> bool:
-    scheduler, readers = llm.engine._engine.scheduler, llm.engine._readers
+    scheduler, readers = llm.engine.core.engine.scheduler, llm.engine._readers
     is_done = not (readers._folds or readers._read or readers._collector._inboxes)
     return is_done and scheduler.num_available == scheduler.pool.num_slots
 
@@ -189,7 +189,7 @@ def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM, held: thre
 
 
 def test_a_reader_whose_event_loop_was_closed_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = llm.engine._engine.scheduler
+    scheduler = llm.engine.core.engine.scheduler
     plain = scheduler.schedule
 
     def schedule() -> Any:
@@ -267,7 +267,7 @@ def test_close_ends_every_waiting_request_with_an_error(llm: LLM, held: threadin
         tasks = [asyncio.create_task(ask(llm, f"r{index}")) for index in range(10)]
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(asyncio.to_thread(llm.engine.close))
-        await asyncio.to_thread(wait_until, lambda: llm.engine._thread._is_closed)
+        await asyncio.to_thread(wait_until, lambda: llm.engine.core._is_closed)
         held.set()
         await closing
         return await asyncio.gather(*tasks)
@@ -293,7 +293,7 @@ def test_a_bug_in_the_engine_ends_every_request_and_is_named(
     async def run() -> list[Any]:
         tasks = [asyncio.create_task(ask(llm, f"r{index}", max_tokens=20)) for index in range(8)]
         await asyncio.sleep(0.05)
-        monkeypatch.setattr(llm.engine._engine.scheduler, "schedule", fail)
+        monkeypatch.setattr(llm.engine.core.engine.scheduler, "schedule", fail)
         held.set()
         return await asyncio.gather(*tasks)
 
@@ -308,7 +308,7 @@ def test_a_bug_in_the_engine_ends_every_request_and_is_named(
 
 def test_an_idle_engine_checks_its_slots(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = threading.Event()
-    monkeypatch.setattr(llm.engine._engine.scheduler, "check_integrity", checked.set)
+    monkeypatch.setattr(llm.engine.core.engine.scheduler, "check_integrity", checked.set)
     asyncio.run(ask(llm, "r"))
     assert checked.wait(LIMIT_S)
 
@@ -316,5 +316,5 @@ def test_an_idle_engine_checks_its_slots(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_capabilities_state_the_limits(llm: LLM) -> None:
     facts = llm.engine.capabilities()
     assert (facts.max_batch_tokens, facts.max_batch_rows, facts.max_model_len) == (32, 6, 128)
-    assert facts.num_slots == llm.engine._engine.forward.num_slots
+    assert facts.num_slots == llm.engine.core.engine.forward.num_slots
     assert (facts.engine, facts.device, facts.dtype) == ("native", "cpu", "float32")

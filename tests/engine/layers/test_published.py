@@ -231,7 +231,7 @@ def test_models_keep_their_numbers_in_every_form(saved: Callable[..., Path], kin
         logprobs = model.eval()(ids).logits[0].log_softmax(-1)
     want = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
     with LLM(str(folder), weights="published", kv_bytes=1 << 21) as llm:
-        forward = llm.engine._engine.forward
+        forward = llm.engine.core.engine.forward
         forms = {
             part.form.name
             for module in forward.model.modules()

@@ -45,7 +45,7 @@ def open_llm(folder: Path, **settings: Any) -> LLM:
 
 
 def is_recalled(llm: LLM) -> bool:
-    forward: Any = llm.engine._engine.forward
+    forward: Any = llm.engine.core.engine.forward
     assert forward.is_recalled == (type(forward.model) is UsualModel)
     return forward.is_recalled  # type: ignore[no-any-return]
 
@@ -234,7 +234,7 @@ def test_why_nothing_is_kept_is_said_once(llama: Path, home: Path, caplog: pytes
 @pytest.mark.parametrize("weights", ["packed", "published"])
 def test_a_closed_model_lets_its_weights_and_its_pool_go(llama: Path, weights: str) -> None:
     llm = open_llm(llama, weights=weights)
-    forward: Any = llm.engine._engine.forward
+    forward: Any = llm.engine.core.engine.forward
     decoder, slots = weakref.ref(forward.decoder.module), forward.pool.keys[0]
     assert len(scored(llm)) > 0
     assert slots.any()

@@ -40,7 +40,9 @@ def vllm_params(**asked: Any) -> Any:
 async def of_vllm(engine: Any, ids: list[int], *, lora: Any = None, **asked: Any) -> Any:
     """VLLM's own answer to one request of its own."""
     name = uuid.uuid4().hex
-    outputs = engine._llm.generate({"prompt_token_ids": ids}, vllm_params(**asked), name, lora_request=lora)
+    outputs = engine.core._llm.generate(
+        {"prompt_token_ids": ids}, vllm_params(**asked), name, lora_request=lora
+    )
     return [output async for output in outputs][-1]
 
 
@@ -48,7 +50,7 @@ def ask_vllm(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[A
     async def together() -> list[Any]:
         return await asyncio.gather(*(of_vllm(engine, ids, **asked) for ids, asked in requests))
 
-    return engine._bridge.run(asyncio.wait_for(together(), LIMIT_S))
+    return engine.core._bridge.run(asyncio.wait_for(together(), LIMIT_S))
 
 
 def ask(engine: Any, *requests: tuple[list[int], dict[str, Any]]) -> list[Any]:
@@ -208,7 +210,7 @@ class TestLoraOnACpu:
         engine.remove_lora(first)
         own = [LoRARequest(path.name, 1 + place, str(path)) for place, path in enumerate((folder, last))]
         for request in own:
-            assert engine._bridge.run(engine._llm.add_lora(request))
+            assert engine.core._bridge.run(engine.core._llm.add_lora(request))
         beside, *_ = ask_vllm(engine, bare, *((tuned[0], asked | {"lora": request}) for request in own))
         assert difference(beside, want) > 0.1, "vLLM has mended it: fill the last place"
 

@@ -38,7 +38,7 @@ async def rows_of(engine: Any, asked: list[Any]) -> list[Any]:
 
 async def own_rows_of(engine: Any, asked: list[Any]) -> list[Any]:
     vocab_size = engine.capabilities().vocab_size
-    return [await start.own_row(engine._llm, ids, vocab_size) for ids in asked]
+    return [await start.own_row(engine.core._llm, ids, vocab_size) for ids in asked]
 
 
 def test_captured_rows_are_vllms_own(on_vllm: LoadedModel) -> None:
@@ -46,7 +46,7 @@ def test_captured_rows_are_vllms_own(on_vllm: LoadedModel) -> None:
     engine: Any = on_vllm.engine
     asked = prompts(24, 90)
     captured = asyncio.run(rows_of(engine, asked))
-    own = engine._bridge.run(own_rows_of(engine, asked))
+    own = engine.core._bridge.run(own_rows_of(engine, asked))
     for mine, theirs in zip(captured, own, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=TO_ROUNDING, rtol=0)
         assert np.exp(mine.astype(np.float64)).sum() == pytest.approx(1, abs=1e-6)
@@ -70,21 +70,21 @@ def test_a_row_stays_the_same_beside_others_and_from_the_cache(on_vllm: LoadedMo
 def test_rows_that_end_together_are_fetched_together(on_vllm: LoadedModel) -> None:
     engine: Any = on_vllm.engine
     asked = [np.array([5 + place, 9], dtype=np.int32) for place in range(8)]
-    before = engine._fetcher.num_calls
+    before = engine.core._fetcher.num_calls
     asyncio.run(rows_of(engine, asked))
-    assert engine._fetcher.num_calls - before <= 4, "a call for a step, not for a row"
+    assert engine.core._fetcher.num_calls - before <= 4, "a call for a step, not for a row"
 
 
 def test_rows_that_are_not_vllms_own_are_told_at_the_start(
     on_vllm: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = on_vllm.engine
-    assert start.check_routes(engine, engine._llm, engine._bridge) < TO_ROUNDING
+    assert start.check_routes(engine, engine.core._llm, engine.core._bridge) < TO_ROUNDING
 
     own = start.own_row
     monkeypatch.setattr(start, "own_row", lambda *args: _reversed(own(*args)))
     with pytest.raises(EngineError, match="differs by"):
-        start.check_routes(engine, engine._llm, engine._bridge)
+        start.check_routes(engine, engine.core._llm, engine.core._bridge)
 
 
 async def _reversed(row: Any) -> Any:

@@ -10,11 +10,11 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from logprobe.config import ENGINES
-from logprobe.engine.backends.thread import ThreadEngine
+from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
-from logprobe.engine.fold import Describer
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.forward.pool import keep_out_of_collections, resident_bytes
+from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import require
 from logprobe.kernels import warm_up
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
     from logprobe.engine.forward.native import State
-    from logprobe.engine.protocol import EngineBackend
     from logprobe.models import ModelFiles
     from logprobe.processors import Pipeline
 
@@ -44,7 +43,7 @@ logger = logging.getLogger("logprobe")
 class LoadedModel:
     """An engine and what the front doors need to speak its language."""
 
-    engine: EngineBackend
+    engine: Front
     text: TextEdge
     load_module: Callable[[], Any] | None = None  # the transformers module, where it can be had
     processors: Pipeline | None = None  # where they run in this process
@@ -77,21 +76,21 @@ def start_engine(config: EngineConfig) -> LoadedModel:
 
     load_processors(config.logits_processors)
     text = text_edge(resolve(config.model))
-    return LoadedModel(ProcessEngine(config, text), text)
+    return LoadedModel(Front(ProcessEngine(config, text), text.vocabulary), text)
 
 
 def start_native_engine(config: EngineConfig) -> LoadedModel:
     """Load the model that `config` names and start its engine in this process; errors as `start_engine`."""
     parts = build_native_engine(config)
     release_threads()  # from here on the engine's own thread computes
-    engine = parts.engine
-    describer = Describer(parts.capabilities.source(), engine.forward.vocab_size, parts.text.vocabulary)
-    backend = ThreadEngine(engine, parts.capabilities, describer, overlap=config.overlap)
+    core = EngineThread(parts.engine, parts.capabilities, overlap=config.overlap)
 
     def load_module() -> Any:
-        return backend.forward.transformers_model()  # of the weights that answer by then
+        forward: Any = core.engine.forward  # of the weights that answer by then
+        return forward.transformers_model()
 
-    return LoadedModel(backend, parts.text, load_module, engine.processing.pipeline)
+    front = Front(core, parts.text.vocabulary)
+    return LoadedModel(front, parts.text, load_module, parts.engine.processing.pipeline)
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:
@@ -152,7 +151,7 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
 
 
 def replace_weights(
-    backend: EngineBackend,
+    front: Front,
     config: EngineConfig,
     weights: str | Path | State,
     *,
@@ -162,7 +161,7 @@ def replace_weights(
     """Give a running engine other weights of the same model; it returns once they answer: their version.
 
     Args:
-        backend: the engine, in this process or in others of this machine.
+        front: of the engine, in this process or in others of this machine.
         config: what it was started with.
         weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
         version: what records call them; None: `models.loading.digest_of`.
@@ -173,20 +172,22 @@ def replace_weights(
         ParameterError: the engine is not the native one.
         EngineError: an engine process ended while it read the weights; all go on with the old ones.
     """
-    if not isinstance(backend, ThreadEngine):
+    core = front.core
+    if not isinstance(core, EngineThread):
         from logprobe.engine.backends.process.engine import ProcessEngine
 
-        is_known = isinstance(backend, ProcessEngine)
+        is_known = isinstance(core, ProcessEngine)
         require(is_known, "weights", "are replaced in the native engine; make a new LLM")
-        assert isinstance(backend, ProcessEngine)
-        return backend.load_weights(weights, version=version, finishes=finishes)
+        assert isinstance(core, ProcessEngine)
+        return core.load_weights(weights, front, version=version, finishes=finishes)
     state = weights if isinstance(weights, Mapping) else read_state(weights)
+    before: Any = core.engine.forward
     with quiet_transformers():
-        forward = backend.forward.with_weights(config, state)
+        forward = before.with_weights(config, state)
     release_threads()
     version = version or digest_of(state)
-    capabilities = backend.capabilities().of_weights(forward.layout, version)
-    backend.replace_forward(forward, capabilities, finishes=finishes)
+    capabilities = core.capabilities().of_weights(forward.layout, version)
+    core.replace_forward(forward, capabilities, front, finishes=finishes)
     return version
 
 

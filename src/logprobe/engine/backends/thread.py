@@ -1,7 +1,7 @@
-"""`ThreadEngine`: the native engine on a thread of this process.
+"""`EngineThread`: the native engine on a thread of this process, which alone touches it.
 
-The thread (`EngineThread`) alone touches the engine. Messages go to it through a queue; what is new goes to
-the readers.
+Before it: a `Front`, or `child` for the front of another process; messages come through a queue. After it:
+what is new of the requests is published.
 """
 
 from __future__ import annotations
@@ -14,30 +14,19 @@ import threading
 import time
 from collections import deque
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.overlap import Overlapped, Plain
 from logprobe.errors import EngineClosedError, EngineError
-from logprobe.transport.messages import (
-    Abort,
-    AddLora,
-    ForgetPrefixes,
-    Pause,
-    RemoveLora,
-    ReplaceForward,
-    Resume,
-    Submit,
-)
+from logprobe.transport.messages import AddLora, RemoveLora, ReplaceForward
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from logprobe.engine.engine import Engine
-    from logprobe.engine.fold import Describer
+    from logprobe.engine.front import Front
     from logprobe.engine.protocol import Capabilities, EngineStats, ForwardBackend
-    from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
     from logprobe.transport.messages import Admitted, Command, News, Request
 
@@ -47,36 +36,44 @@ SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others 
 
 
 class EngineThread:
-    """Runs an engine: takes messages from any thread, and publishes what is new on its own."""
+    """Implements `Core`: takes messages from any thread, and publishes what is new on its own."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        publish: Callable[[Iterable[News]], None],
-        end: Callable[[LogprobeError], None],
-        *,
-        overlap: bool = False,
-    ) -> None:
-        """Start; `end` is told why it has stopped, once, after all that `publish` was told.
+    _publish: Callable[[Iterable[News]], None]
+    _end: Callable[[LogprobeError], None]
+    _loop: Overlapped | Plain
 
-        `overlap`: the next step runs while what the one before found is published, on a thread of its own.
-        """
-        self._engine = engine
-        self._publish = publish
-        self._end = end
-        self._loop = (Overlapped if overlap else Plain)(engine, publish)
+    def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
+        """`overlap`: the next step runs while what the one before found is published, on a second thread."""
+        self.engine = engine
+        self._capabilities = capabilities
+        self._loads = itertools.count(1)  # of weights that take over, guarded by `_loading`
+        self._loading = threading.Lock()
+        self._overlap = overlap
         self._wake = threading.Condition()
         # Both are guarded by `_wake`.
         self._commands: deque[Command] = deque()
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
+        self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
+
+    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+        """Serve; `end` is told why it has stopped, once, after all that `publish` was told."""
+        self._publish, self._end = publish, end
+        self._loop = (Overlapped if self._overlap else Plain)(self.engine, publish)
         # The caller's event loop would wait so long for each of the threads that answer it.
         if sys.getswitchinterval() > SWITCH_S:
             sys.setswitchinterval(SWITCH_S)
-        self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
         self._thread.start()
         # A thread that still runs when the interpreter ends is unwound, which C++ code may not survive.
         atexit.register(self._close_at_exit)
+
+    def admit(self, request: Request) -> Admitted:
+        """Say yes to a request.
+
+        Raises:
+            ParameterError: it can never be served.
+        """
+        return self.engine.admit(request)
 
     def send(self, command: Command) -> None:
         """Let the engine handle a message before its next step."""
@@ -87,7 +84,57 @@ class EngineThread:
     @property
     def is_busy(self) -> bool:
         """Whether the engine has work, or messages to handle."""
-        return bool(self._commands) or self._engine.has_work
+        return bool(self._commands) or self.engine.has_work
+
+    def replace_forward(
+        self, forward: ForwardBackend, capabilities: Capabilities, front: Front, *, finishes: bool
+    ) -> None:
+        """Run what comes from now on through another forward pass of the same shape; wait until it does.
+
+        `capabilities` are those of the engine with it; `front` is told of them first: its records name them.
+
+        Raises:
+            EngineClosedError: the engine was closed meanwhile.
+        """
+        has_taken_over = threading.Event()
+
+        def on_done() -> None:
+            if self.lora_number(None) == number:  # else a later one has its place
+                self._capabilities = capabilities
+                front.took_over(number)
+            has_taken_over.set()
+
+        with self._loading:
+            number = next(self._loads)
+            front.expect(number, capabilities.source())
+            self.send(ReplaceForward(forward, finishes, number, on_done))
+        while not has_taken_over.wait(CHECK_AFTER_IDLE_S):
+            if math.isinf(self.stalled_s()):
+                raise EngineClosedError("the engine was closed before the new weights answered")
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder; errors as `Engine.handle`."""
+        self.engine.handle(AddLora(name, str(path)))  # here, so that no step waits for the disk
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new requests for LoRA weights; errors as `Engine.handle`."""
+        self.engine.handle(RemoveLora(name))
+
+    def list_loras(self) -> dict[str, str]:
+        """The loaded LoRA weights: name → path."""
+        return self.engine.list_loras()
+
+    def lora_number(self, name: str | None) -> int:
+        """Which load of a name answers now, or for None which of the model's own weights; errors as there."""
+        return self.engine.lora_number(name)
+
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return self._capabilities
+
+    def stats(self) -> EngineStats:
+        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
+        return self.engine.stats()
 
     def stalled_s(self) -> float:
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
@@ -103,7 +150,7 @@ class EngineThread:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            self._engine.close()
+            self.engine.close()
         atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
@@ -119,7 +166,7 @@ class EngineThread:
             with closing(self._loop):
                 while self._take_commands():
                     self._loop.step()
-                    if not self._engine.has_work:
+                    if not self.engine.has_work:
                         self._loop.settle()
                     self._turn_began = None
         except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
@@ -131,7 +178,7 @@ class EngineThread:
         """Wait for work and do what the messages ask; False once closed."""
         with self._wake:
             if not self._wake.wait_for(self._has_news, timeout=CHECK_AFTER_IDLE_S):
-                self._engine.check_integrity()
+                self.engine.check_integrity()
                 self._wake.wait_for(self._has_news)
             if self._is_closed:
                 return False
@@ -139,150 +186,8 @@ class EngineThread:
         self._turn_began = time.monotonic()
         if commands:
             self._loop.settle()  # what they end is told after what was found before
-        self._publish([news for command in commands for news in self._engine.handle(command)])
+        self._publish([news for command in commands for news in self.engine.handle(command)])
         return True
 
     def _has_news(self) -> bool:
-        return bool(self._commands) or self._is_closed or self._engine.has_work
-
-
-class ThreadEngine:
-    """Implements `EngineBackend` on an `Engine` of this process."""
-
-    def __init__(
-        self, engine: Engine, capabilities: Capabilities, describer: Describer, *, overlap: bool = False
-    ) -> None:
-        """See `EngineThread` for `overlap`."""
-        self._engine = engine
-        self._capabilities = capabilities
-        self._loads = itertools.count(1)  # of weights that take over, guarded by `_loading`
-        self._loading = threading.Lock()
-        self._readers = Readers(describer, self._send)
-        self._thread = EngineThread(engine, self._readers.publish, self._readers.end, overlap=overlap)
-
-    def admit(self, request: Request) -> Admitted:
-        """Say yes to a request.
-
-        Raises:
-            ParameterError: it can never be served.
-        """
-        return self._engine.admit(request)
-
-    def submit(self, admitted: Sequence[Admitted]) -> None:
-        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
-
-        Raises:
-            ParameterError: an id that is in use; none was accepted then.
-            EngineClosedError: the engine was closed.
-        """
-        self._readers.open(admitted)
-        self._send(Submit(tuple(admitted)))
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests run or wait; a new one then joins the next step without delay."""
-        return self._thread.is_busy
-
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
-        return await self._readers.result(request_id)
-
-    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
-        """The request's one output, each time it has grown; leaving the stream early aborts the request.
-
-        The request is paused while `buffer_rows` rows wait for the reader.
-        """
-        return self._readers.stream(request_id, buffer_rows)
-
-    def abort(self, request_id: str) -> None:
-        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
-        self._send(Abort(request_id))
-
-    def pause(self, request_id: str) -> None:
-        """Let a request take no step until `resume`; it keeps what is computed."""
-        self._send(Pause(request_id))
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request go on."""
-        self._send(Resume(request_id))
-
-    def forget_prefixes(self) -> None:
-        """Let go of every cached prefix that no request stands on."""
-        self._send(ForgetPrefixes())
-
-    @property
-    def forward(self) -> Any:
-        """What runs the model."""
-        return self._engine.forward
-
-    def replace_forward(self, forward: ForwardBackend, capabilities: Capabilities, *, finishes: bool) -> None:
-        """Run what comes from now on through another forward pass of the same shape; wait until it does.
-
-        `capabilities` are those of the engine with it.
-
-        Raises:
-            EngineClosedError: the engine was closed meanwhile.
-        """
-        has_taken_over = threading.Event()
-
-        def on_done() -> None:
-            if self.lora_number(None) == number:  # else a later one has its place
-                self._capabilities = capabilities
-                self._readers.took_over(number)
-            has_taken_over.set()
-
-        with self._loading:
-            number = next(self._loads)
-            self._readers.expect(number, capabilities.source())
-            self._send(ReplaceForward(forward, finishes, number, on_done))
-        while not has_taken_over.wait(CHECK_AFTER_IDLE_S):
-            if math.isinf(self.stalled_s()):
-                raise EngineClosedError("the engine was closed before the new weights answered")
-
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
-
-        Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
-        """
-        self._engine.handle(AddLora(name, str(path)))  # here, so that no step waits for the disk
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; they go once none runs on them.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        self._engine.handle(RemoveLora(name))
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-        return self._engine.list_loras()
-
-    def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        return self._engine.lora_number(name)
-
-    def capabilities(self) -> Capabilities:
-        """What this engine can do."""
-        return self._capabilities
-
-    def stats(self) -> EngineStats:
-        """What it is doing and has done; read while it runs, so each figure is of its own moment."""
-        return self._engine.stats()
-
-    def stalled_s(self) -> float:
-        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
-        return self._thread.stalled_s()
-
-    def close(self) -> None:
-        """End all requests with `EngineClosedError` and let the thread go; a second call does nothing."""
-        self._readers.close()
-        self._thread.close()
-
-    def _send(self, command: Command) -> None:
-        self._thread.send(command)
+        return bool(self._commands) or self._is_closed or self.engine.has_work

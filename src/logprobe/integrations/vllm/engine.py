@@ -1,6 +1,6 @@
-"""`VllmEngine`: vLLM's `AsyncLLM` behind `EngineBackend`.
+"""`VllmEngine`: vLLM's `AsyncLLM` as a `Core`.
 
-Before it: the front doors. After it: one request of vLLM's for each sample, whose tokens the draw in vLLM's
+Before it: a `Front`. After it: one request of vLLM's for each sample, whose tokens the draw in vLLM's
 workers picks (`worker`), and what that found, fetched by one call for all samples that went on. A paused
 sample leaves vLLM and comes back with its tokens in the prompt, of which vLLM's prefix cache knows most.
 """
@@ -16,35 +16,35 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError, EngineError, LogprobeError, require
 from logprobe.integrations.vllm.follow import Fetcher, Follow
 from logprobe.integrations.vllm.orders import WORKS, Work
 from logprobe.integrations.vllm.params import drawing_params, scoring_params
 from logprobe.integrations.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
-from logprobe.transport.messages import Abort, Delta, Failure, Finish, Pause, Resume
+from logprobe.transport.messages import Abort, Delta, Failure, Finish, ForgetPrefixes, Pause, Resume, Submit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
-    from logprobe.engine.fold import Describer
     from logprobe.engine.protocol import Capabilities
-    from logprobe.engine.request import RequestOutput
     from logprobe.integrations.vllm.loras import VllmLoras
-    from logprobe.transport.messages import Admitted, Request
+    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
 
 logger = logging.getLogger("logprobe")
 
 
 class VllmEngine:
-    """Implements `EngineBackend` on an `AsyncLLM` that lives in the loop of `bridge`.
+    """Implements `Core` on an `AsyncLLM` that lives in the loop of `bridge`.
 
     `end_ids` are the tokens that end a text.
     """
+
+    _publish: Callable[[Iterable[News]], None]
+    _end: Callable[[LogprobeError], None]
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class VllmEngine:
         bridge: LoopThread,
         *,
         capabilities: Capabilities,
-        describer: Describer,
         admission: Admission,
         loras: VllmLoras,
         end_ids: Sequence[int],
@@ -60,7 +59,6 @@ class VllmEngine:
         self._llm, self._bridge = llm, bridge
         self._capabilities, self._admission, self._loras = capabilities, admission, loras
         self._end_ids = sorted(end_ids)
-        self._readers = Readers(describer, self._send)
         self._is_closed = False
         # All below is touched on the event loop alone.
         self._resets: list[asyncio.Future[Any]] = []  # of prefix caches, under way
@@ -71,6 +69,10 @@ class VllmEngine:
         self._thread_id: int | None = None
         self._num_cached, self._num_pauses = 0, 0
         self._told_at = time.monotonic()
+
+    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+        """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
+        self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -90,63 +92,32 @@ class VllmEngine:
             )
         return admitted
 
-    def submit(self, admitted: Sequence[Admitted]) -> None:
-        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
-
-        Raises:
-            ParameterError: an id that is in use; none was accepted then.
-            EngineClosedError: the engine was closed.
-        """
-        self._readers.open(admitted)
-        self._bridge.post(self._start, tuple(admitted))
+    def send(self, command: FrontCommand) -> None:
+        """Have this done on the event loop; a request's pause or end at once where this is called there."""
+        is_on_loop = threading.get_ident() == self._thread_id
+        match command:
+            case Abort() | Pause() | Resume() if is_on_loop:
+                self._handle(command)
+            case _ if self._is_closed:
+                return  # and with that every request has ended, or ends now
+            case Submit(requests):
+                self._bridge.post(self._begin, requests)
+            case ForgetPrefixes():
+                self._bridge.post(self._reset_prefixes)
+            case _:
+                self._bridge.post(self._handle, command)
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait; a new one then joins the next step without delay."""
+        """Whether requests run or wait."""
         return bool(self._follows)
 
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
-        return await self._readers.result(request_id)
-
-    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
-        """The request's one output, each time it has grown; leaving the stream early aborts the request.
-
-        The request is paused while `buffer_rows` rows wait for the reader.
-        """
-        return self._readers.stream(request_id, buffer_rows)
-
-    def abort(self, request_id: str) -> None:
-        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
-        self._send(Abort(request_id))
-
-    def pause(self, request_id: str) -> None:
-        """Let a request take no step until `resume`; its tokens are kept."""
-        self._send(Pause(request_id))
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request go on."""
-        self._send(Resume(request_id))
-
-    def forget_prefixes(self) -> None:
-        """Let go of every cached prefix; vLLM keeps them while any request runs."""
-        self._bridge.post(self._reset_prefixes)
-
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
-
-        Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: vLLM was started without LoRA.
-        """
+        """Load LoRA weights from a folder; errors as `VllmLoras.add`."""
         self._loras.add(name, path)
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; they go once none runs on them.
-
-        Raises:
-            ParameterError: no such weights.
-        """
+        """Refuse new requests for LoRA weights; errors as `VllmLoras.remove`."""
         self._loras.remove(name)
 
     def list_loras(self) -> dict[str, str]:
@@ -154,11 +125,7 @@ class VllmEngine:
         return {load.name: load.path for load in self._loras.names.all()}
 
     def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now; 0 for the model's own weights.
-
-        Raises:
-            ParameterError: no such weights.
-        """
+        """As `Front.lora_number`; 0 for the model's own weights, which are never replaced."""
         return 0 if name is None else self._loras.names.get(name).number
 
     def capabilities(self) -> Capabilities:
@@ -192,21 +159,14 @@ class VllmEngine:
         return time.monotonic() - self._told_at if is_waiting else 0.0
 
     def close(self) -> None:
-        """End all requests with `EngineClosedError`, and vLLM's processes; a second call does nothing."""
-        self._readers.close()
+        """End vLLM's processes; a second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._bridge.run(self._shut_down())
             self._bridge.close()
-        self._readers.end(EngineClosedError("the engine was closed before this request ended"))
+        self._end(EngineClosedError("the engine was closed before this request ended"))
 
     # -- on the event loop -------------------------------------------------------------------------------
-
-    def _send(self, command: Abort | Pause | Resume) -> None:
-        if threading.get_ident() == self._thread_id:
-            self._handle(command)
-        elif not self._is_closed:
-            self._bridge.post(self._handle, command)
 
     def _handle(self, command: Abort | Pause | Resume) -> None:
         follows = self._follows.get(command.request_id, [])
@@ -218,7 +178,7 @@ class VllmEngine:
                     if not one.is_over
                 ]
                 self._drop(follows)
-                self._readers.publish(ended)
+                self._publish(ended)
             case Pause(_, by):
                 self._num_pauses += by == "reader"
                 for one in follows:
@@ -232,7 +192,7 @@ class VllmEngine:
                         one.may_run.set()
                 self._flush(follows)
 
-    def _start(self, admitted: Sequence[Admitted]) -> None:
+    def _begin(self, admitted: Sequence[Admitted]) -> None:
         self._thread_id = threading.get_ident()
         for each in admitted:
             request, number = each.request, next(self._numbers)
@@ -240,7 +200,7 @@ class VllmEngine:
             self._follows[request.request_id] = follows
             for one in follows:
                 if one.is_scored_only and one.has_prompt_rows:
-                    self._end(one, Finish("length"))
+                    self._finish(one, Finish("length"))
                 else:
                     one.runner = asyncio.ensure_future(self._run(one))
             self._flush(follows)
@@ -341,12 +301,12 @@ class VllmEngine:
         """Tell what waits of samples that are not paused, a step at a time: telling may pause them."""
         follows = list(follows)
         while ready := [one for one in follows if one.outbox and not one.paused_by]:
-            self._readers.publish([one.outbox.popleft() for one in ready])
+            self._publish([one.outbox.popleft() for one in ready])
         for one in follows:
             if one.is_over:
                 self._forget_request(one.request_id)
 
-    def _end(self, one: Follow, finish: Finish) -> None:
+    def _finish(self, one: Follow, finish: Finish) -> None:
         one.is_done = True
         one.outbox.append(Delta(request_id=one.request_id, index=one.index, finish=finish))
 
@@ -355,7 +315,7 @@ class VllmEngine:
         reason = _as_ours(error)
         for request_id in {one.request_id for one in follows if not one.is_over}:
             self._drop(self._follows.get(request_id, []))
-            self._readers.publish([Failure(request_id, reason)])
+            self._publish([Failure(request_id, reason)])
 
     def _drop(self, follows: Iterable[Follow]) -> None:
         for one in list(follows):
@@ -373,6 +333,7 @@ class VllmEngine:
                 self._loras.drop()
 
     def _reset_prefixes(self) -> None:
+        """Let go of every cached prefix; vLLM keeps them while any request runs."""
         self._resets = [one for one in self._resets if not one.done()]
         self._resets.append(asyncio.ensure_future(self._llm.reset_prefix_cache()))
 

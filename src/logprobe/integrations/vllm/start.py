@@ -14,7 +14,7 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.process.admission import Admission, LoraNames, processor_names
 from logprobe.engine.backends.start import LoadedModel, text_edge
-from logprobe.engine.fold import Describer
+from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.engine.request import Requests
 from logprobe.errors import EngineError, ModelError, ParameterError, UnknownParameterError, require
@@ -221,15 +221,15 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
     )
     loras = LoraNames()
     told = replace(config, dtype=capabilities.dtype)  # what processors are told
-    engine = VllmEngine(
+    core = VllmEngine(
         llm,
         bridge,
         capabilities=capabilities,
-        describer=Describer(capabilities.source(), capabilities.vocab_size, text.vocabulary),
         admission=Admission(told, capabilities, facts, loras),
         loras=VllmLoras(llm, bridge, loras, capabilities.device),
         end_ids=sorted(ends),
     )
+    engine = Front(core, text.vocabulary)
     try:
         check_routes(engine, llm, bridge)
     except BaseException:
@@ -238,7 +238,7 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
     return LoadedModel(engine, text)
 
 
-def check_routes(engine: VllmEngine, llm: Any, bridge: LoopThread) -> float:
+def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     """Compare a captured row with vLLM's own: the largest difference, nats.
 
     Raises:
@@ -258,7 +258,7 @@ def check_routes(engine: VllmEngine, llm: Any, bridge: LoopThread) -> float:
     return difference
 
 
-async def captured_row(engine: VllmEngine, ids: Array) -> Array:
+async def captured_row(engine: Front, ids: Array) -> Array:
     """The next-token distribution, through the logits processor and `collective_rpc`."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Admitted, Request
 
@@ -34,7 +34,7 @@ def settings(config: EngineConfig) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def start(config: EngineConfig) -> Callable[..., AbstractContextManager[ProcessEngine]]:
+def start(config: EngineConfig) -> Callable[..., AbstractContextManager[Front]]:
     """Start engine processes, which are gone after the block."""
 
     @contextmanager
@@ -49,16 +49,16 @@ def start(config: EngineConfig) -> Callable[..., AbstractContextManager[ProcessE
 
 
 @pytest.fixture(scope="session")
-def engine(started: Callable[[str], Any]) -> ProcessEngine:
+def engine(started: Callable[[str], Any]) -> Front:
     """One process for all tests that leave it whole, or have it started again."""
-    one: ProcessEngine = started("process")
+    one: Front = started("process")
     return one
 
 
 @pytest.fixture(scope="session")
-def replicas(started: Callable[[str], Any]) -> ProcessEngine:
+def replicas(started: Callable[[str], Any]) -> Front:
     """Two processes, likewise."""
-    both: ProcessEngine = started("router")
+    both: Front = started("router")
     return both
 
 

@@ -22,7 +22,7 @@ from logprobe.errors import EngineError, ParameterError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.front import Front
 
     Until = Callable[[Callable[[], bool]], None]
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     replica.MAIN = sys.argv[3]
     llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=True, weights=sys.argv[2])
     for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
-        print(llm.engine._replicas[0].pid, flush=True)
+        print(llm.engine.core._replicas[0].pid, flush=True)
         time.sleep(1000)
 """
 
@@ -49,8 +49,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def kill(engine: ProcessEngine, place: int = 0) -> int:
-    pid = engine._replicas[place].pid
+def kill(engine: Front, place: int = 0) -> int:
+    pid = engine.core._replicas[place].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
@@ -58,7 +58,7 @@ def kill(engine: ProcessEngine, place: int = 0) -> int:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
-    engine: ProcessEngine,
+    engine: Front,
     teller: Any,
     adapter_folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -92,7 +92,7 @@ def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
     while (again := teller.ask(engine, lora="a", logprobs=2)).error is not None:
         assert "exit code 3" in str(again.error)
     assert again.outputs[0].logprobs == plain.outputs[0].logprobs, "the new process has the weights"
-    assert engine._replicas[0].pid != pid
+    assert engine.core._replicas[0].pid != pid
     assert engine.stats().restarts >= num_restarts + 2
     engine.remove_lora("a")
 
@@ -124,7 +124,7 @@ def test_a_killed_front_leaves_no_process_and_no_file(
     assert not list(SHARED_MEMORY.glob("*logprobe*"))
 
 
-def test_a_reader_that_never_reads_holds_up_nobody(engine: ProcessEngine, teller: Any, until: Until) -> None:
+def test_a_reader_that_never_reads_holds_up_nobody(engine: Front, teller: Any, until: Until) -> None:
     lazy = teller.submit(engine, max_tokens=4000, logprobs=2)
 
     def num_waiting() -> int:
@@ -146,10 +146,10 @@ def test_a_reader_that_never_reads_holds_up_nobody(engine: ProcessEngine, teller
     until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
 
 
-def test_200_aborts_at_random_leave_nothing(engine: ProcessEngine, teller: Any, until: Until) -> None:
+def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: Until) -> None:
     draw = random.Random(0)  # noqa: S311 - a test's own
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    pid = engine._replicas[0].pid
+    pid = engine.core._replicas[0].pid
 
     async def ask_and_give_up() -> None:
         name = teller.submit(engine, [draw.randrange(2, 200) for _ in range(20)], max_tokens=1000, logprobs=1)
@@ -170,7 +170,7 @@ def test_200_aborts_at_random_leave_nothing(engine: ProcessEngine, teller: Any, 
     until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.paused) == (0, 0, 0)
-    assert engine._replicas[0].pid == pid, "it was not started again"
+    assert engine.core._replicas[0].pid == pid, "it was not started again"
     assert not engine.is_busy
     assert not engine._readers._folds
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
@@ -214,9 +214,9 @@ def test_a_process_that_dies_before_it_serves_is_one_clear_error(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it_does_not(
-    engine: ProcessEngine, teller: Any, until: Until, monkeypatch: pytest.MonkeyPatch
+    engine: Front, teller: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid, num_restarts = engine._replicas[0].pid, engine.stats().restarts
+    pid, num_restarts = engine.core._replicas[0].pid, engine.stats().restarts
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -236,11 +236,11 @@ def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it
     assert str(error) == f"the engine process (pid {pid}) has not answered for 5 s and was killed"
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
     assert engine.stats().restarts == num_restarts + 1
-    assert engine._replicas[0].pid != pid
+    assert engine.core._replicas[0].pid != pid
 
 
-def test_a_step_that_does_not_end_is_a_hang(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica = engine._replicas[0]
+def test_a_step_that_does_not_end_is_a_hang(engine: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = engine.core._replicas[0]
     monkeypatch.setattr(replica, "_kill", EngineError)
     channel: Any = None
     assert replica._take(channel, [Pulse(engine.stats(), replicas.STUCK_S - 1)]) is None

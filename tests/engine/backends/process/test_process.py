@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput
     from logprobe.processors import BatchState
 
@@ -88,7 +88,7 @@ def shared_bytes() -> set[int]:
     return sizes
 
 
-def test_it_says_where_it_runs_and_what_it_does(engine: ProcessEngine, teller: Any, until: Until) -> None:
+def test_it_says_where_it_runs_and_what_it_does(engine: Front, teller: Any, until: Until) -> None:
     facts = engine.capabilities()
     assert (facts.engine, facts.num_processes, facts.max_batch_rows, facts.device) == ("native", 1, 16, "cpu")
     assert facts.layout is not None
@@ -103,9 +103,9 @@ def test_it_says_where_it_runs_and_what_it_does(engine: ProcessEngine, teller: A
 
 
 def test_a_front_counts_an_end_before_it_sees_figures_of_it_and_tells_it_then(
-    engine: ProcessEngine, teller: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Front, teller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, order = engine._replicas[0], []
+    one, order = engine.core._replicas[0], []
 
     def noted(what: str, does: Callable[[Any], None]) -> Callable[[Any], None]:
         def do(news: Any) -> None:
@@ -116,7 +116,7 @@ def test_a_front_counts_an_end_before_it_sees_figures_of_it_and_tells_it_then(
         return do
 
     monkeypatch.setattr(one, "_account", noted("counted", one._account))
-    monkeypatch.setattr(engine, "publish", noted("told", engine.publish))
+    monkeypatch.setattr(one, "_publish", noted("told", one._publish))
     teller.ask(engine)
     [(first, before), (last, after)] = order
     assert (first, last) == ("counted", "told")
@@ -149,20 +149,18 @@ def test_no_figures_are_overtaken_by_older_ones() -> None:
 
 
 @pytest.fixture(scope="module")
-def other(start: Any) -> Iterator[ProcessEngine]:
+def other(start: Any) -> Iterator[Front]:
     """One with a registered processor and overlapped steps, whose shared memory is full."""
     resource = pytest.importorskip("resource")  # only POSIX limits a process
     limit = 1 << 20  # bytes of a file, fewer than the pages take
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MKL_NUM_THREADS", "1" if torch.get_num_threads() > 1 else "2")
         with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
-            resource.prlimit(one._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+            resource.prlimit(one.core._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
             yield one
 
 
-def test_steps_overlap_over_there_with_the_same_numbers(
-    engine: ProcessEngine, other: ProcessEngine, teller: Any
-) -> None:
+def test_steps_overlap_over_there_with_the_same_numbers(engine: Front, other: Front, teller: Any) -> None:
     asked = [{"logprobs": 3}, {"n": 2, "temperature": 1.1, "seed": 5, "logprobs": 2, "prompt_logprobs": 1}]
     for one in (engine, other):
         one.forget_prefixes()  # of other tests: what one of them knew, the other would compute
@@ -177,7 +175,7 @@ def test_steps_overlap_over_there_with_the_same_numbers(
 
 
 def test_wide_rows_share_memory_and_where_that_is_full_they_come_in_messages(
-    engine: ProcessEngine, other: ProcessEngine, teller: Any
+    engine: Front, other: Front, teller: Any
 ) -> None:
     ids = list(range(2, 66))
     for one in (engine, other):
@@ -199,7 +197,7 @@ def num_leases() -> int:
     return sum(type(one) is _Lease for one in gc.get_objects())
 
 
-def test_rows_that_are_kept_keep_no_pages(engine: ProcessEngine, teller: Any, until: Until) -> None:
+def test_rows_that_are_kept_keep_no_pages(engine: Front, teller: Any, until: Until) -> None:
     ids = list(range(2, 66))
     outputs = [teller.ask(engine, ids, max_tokens=0, prompt_logprobs=-1) for _ in range(12)]
     assert all(output.prompt_logprobs == outputs[0].prompt_logprobs for output in outputs)
@@ -207,12 +205,12 @@ def test_rows_that_are_kept_keep_no_pages(engine: ProcessEngine, teller: Any, un
 
 
 def test_what_can_never_be_served_is_refused_on_this_side(
-    engine: ProcessEngine, teller: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Front, teller: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("it was sent")
 
-    monkeypatch.setattr(engine._replicas[0], "submit", never)
+    monkeypatch.setattr(engine.core._replicas[0], "submit", never)
     for ids, params, match in (
         ([], {}, "empty"),
         ([10**6], {}, "outside the vocabulary"),
@@ -235,16 +233,14 @@ def spoilt(teller: Any) -> Any:
     return request
 
 
-def test_what_that_process_could_not_read_is_refused_on_this_side(engine: ProcessEngine, teller: Any) -> None:
+def test_what_that_process_could_not_read_is_refused_on_this_side(engine: Front, teller: Any) -> None:
     with pytest.raises(ParameterError, match=r"^logit_bias: .*Expected `int`, got `str`") as caught:
         engine.admit(spoilt(teller))
     assert caught.value.parameter == "logit_bias"
 
 
-def test_requests_that_cannot_be_read_over_there_fail_and_no_others(
-    engine: ProcessEngine, teller: Any
-) -> None:
-    pid = engine._replicas[0].pid
+def test_requests_that_cannot_be_read_over_there_fail_and_no_others(engine: Front, teller: Any) -> None:
+    pid = engine.core._replicas[0].pid
     running = teller.submit(engine, max_tokens=500)
     bad = [Admitted(spoilt(teller), {}) for _ in range(2)]
     engine.submit(bad)
@@ -259,12 +255,12 @@ def test_requests_that_cannot_be_read_over_there_fail_and_no_others(
     for output in failed:
         assert "cannot be read" in str(output.error)
         assert "logit_bias" in str(output.error)
-    assert engine._replicas[0].pid == pid
-    assert engine._replicas[0].num_queued_tokens == 0
+    assert engine.core._replicas[0].pid == pid
+    assert engine.core._replicas[0].num_queued_tokens == 0
 
 
 def test_a_grammar_binds_what_is_drawn_over_there(
-    engine: ProcessEngine, teller: Any, settings: dict[str, Any]
+    engine: Front, teller: Any, settings: dict[str, Any]
 ) -> None:
     asked = {"type": "choice", "choice": ["the cat", "the dog"]}
     output = teller.ask(engine, response_format=asked, ignore_eos=False, temperature=1, seed=1)
@@ -274,7 +270,7 @@ def test_a_grammar_binds_what_is_drawn_over_there(
     assert text in {"the cat", "the dog"}
 
 
-def test_registered_processors_run_over_there_and_check_here(other: ProcessEngine, teller: Any) -> None:
+def test_registered_processors_run_over_there_and_check_here(other: Front, teller: Any) -> None:
     output = teller.ask(other, logits_processors_args={"raised": 65})
     assert output.outputs[0].token_ids == [65] * 8
     with pytest.raises(ParameterError, match="token 3 on cpu"):
@@ -283,7 +279,7 @@ def test_registered_processors_run_over_there_and_check_here(other: ProcessEngin
         teller.submit(other, logits_processors_args={"raised": "x"})
 
 
-def test_what_a_processor_fails_of_comes_with_the_failure(other: ProcessEngine, teller: Any) -> None:
+def test_what_a_processor_fails_of_comes_with_the_failure(other: Front, teller: Any) -> None:
     """A server answers 400 where that is a mistake of whoever asked."""
     error = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
     assert (type(error), error.processor) == (ProcessorError, "RaiseOneLogitsProcessor")
@@ -306,7 +302,7 @@ def test_processors_that_another_process_cannot_find_or_give_back_are_refused(st
 
 
 def test_lora_weights_are_loaded_there_and_known_here(
-    engine: ProcessEngine, teller: Any, adapter_folders: dict[str, Path]
+    engine: Front, teller: Any, adapter_folders: dict[str, Path]
 ) -> None:
     ids = [5, 9, 17, 60, 31]
     plain = teller.ask(engine, ids, logprobs=2)
@@ -350,18 +346,18 @@ def test_front_doors_take_it_for_any_engine_and_close_does_not_wait_where_it_han
             text.outputs[0].logprobs,
         )
         monkeypatch.setattr(replicas, "CLOSE_S", 0.2)
-        os.kill(llm.engine._replicas[0].pid, signal.SIGSTOP)
+        os.kill(llm.engine.core._replicas[0].pid, signal.SIGSTOP)
         closing = threading.Thread(target=llm.close)
         closing.start()
         closing.join(LIMIT_S)
         assert not closing.is_alive()
 
 
-def test_signals_of_the_terminal_are_for_the_front(engine: ProcessEngine, teller: Any) -> None:
+def test_signals_of_the_terminal_are_for_the_front(engine: Front, teller: Any) -> None:
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    pid = engine._replicas[0].pid
+    pid = engine.core._replicas[0].pid
     assert pid is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    assert engine._replicas[0].pid == pid
+    assert engine.core._replicas[0].pid == pid

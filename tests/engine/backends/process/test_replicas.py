@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.front import Front
 
     Until = Callable[[Callable[[], bool]], None]
 
@@ -26,22 +26,24 @@ NAMES = ["replica 0", "replica 1"]
 LONG = 4000  # tokens that no test waits for
 
 
-def load(engine: ProcessEngine) -> list[int]:
-    return [replica.num_queued_tokens for replica in engine._replicas]
+def load(engine: Front) -> list[int]:
+    return [replica.num_queued_tokens for replica in engine.core._replicas]
 
 
-def test_there_are_two_processes_that_share_the_threads(replicas: ProcessEngine) -> None:
-    pids = {replica.pid for replica in replicas._replicas}
+def test_there_are_two_processes_that_share_the_threads(replicas: Front) -> None:
+    pids = {replica.pid for replica in replicas.core._replicas}
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert replicas.capabilities().num_processes == 2
     assert list(replicas.stats().replicas) == NAMES
     assert replicas.stats().free_slots == 2 * replicas.capabilities().num_slots
-    assert [replica._threads for replica in replicas._replicas] == [max(torch.get_num_threads() // 2, 1)] * 2
+    assert [replica._threads for replica in replicas.core._replicas] == [
+        max(torch.get_num_threads() // 2, 1)
+    ] * 2
 
 
 def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
-    replicas: ProcessEngine, teller: Any, places: dict[str, int]
+    replicas: Front, teller: Any, places: dict[str, int]
 ) -> None:
     names = [teller.submit(replicas, [5, 6, index], max_tokens=LONG) for index in range(6)]
     assert sorted(places.values()) == [0, 0, 0, 1, 1, 1]
@@ -58,7 +60,7 @@ def test_requests_are_shared_out_by_what_waits_and_counted_until_they_end(
 
 
 def test_every_replica_has_the_lora_weights(
-    replicas: ProcessEngine, teller: Any, adapter_folders: dict[str, Path], places: dict[str, int]
+    replicas: Front, teller: Any, adapter_folders: dict[str, Path], places: dict[str, int]
 ) -> None:
     replicas.add_lora("a", adapter_folders["wide"])
     names = [teller.submit(replicas, [9, 8, 7], lora="a", logprobs=2) for _ in range(4)]
@@ -73,7 +75,7 @@ def test_every_replica_has_the_lora_weights(
     replicas.remove_lora("a")
 
 
-def test_metrics_tell_the_replicas_apart(replicas: ProcessEngine, teller: Any, until: Until) -> None:
+def test_metrics_tell_the_replicas_apart(replicas: Front, teller: Any, until: Until) -> None:
     for _ in range(2):
         teller.ask(replicas, [33, 44, 55])
     until(lambda: all(part.seconds["forward"] > 0 for part in replicas.stats().replicas.values()))
@@ -88,16 +90,16 @@ def test_metrics_tell_the_replicas_apart(replicas: ProcessEngine, teller: Any, u
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
-    replicas: ProcessEngine, teller: Any, places: dict[str, int], until: Until
+    replicas: Front, teller: Any, places: dict[str, int], until: Until
 ) -> None:
-    until(lambda: all(replica.is_up for replica in replicas._replicas))
-    before = [replica.num_restarts for replica in replicas._replicas]
+    until(lambda: all(replica.is_up for replica in replicas.core._replicas))
+    before = [replica.num_restarts for replica in replicas.core._replicas]
     names = [teller.submit(replicas, [5, 6, index], max_tokens=2000) for index in range(4)]
     assert sorted(places.values()) == [0, 0, 1, 1]
 
     async def kill_one() -> dict[str, Any]:
         waiting = {name: asyncio.create_task(teller.result(replicas, name)) for name in names}
-        os.kill(replicas._replicas[0].pid or 0, signal.SIGKILL)
+        os.kill(replicas.core._replicas[0].pid or 0, signal.SIGKILL)
         later = teller.submit(replicas, [7, 7, 7], max_tokens=20)
         return {name: await task for name, task in waiting.items()} | {
             "later": await teller.result(replicas, later)
@@ -113,6 +115,6 @@ def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
             assert error is None
             assert len(outputs[name].outputs[0].token_ids) == 2000
     assert outputs["later"].error is None or "replica 0" in str(outputs["later"].error)
-    until(lambda: replicas._replicas[0].is_up)
-    assert [replica.num_restarts for replica in replicas._replicas] == [before[0] + 1, before[1]]
+    until(lambda: replicas.core._replicas[0].is_up)
+    assert [replica.num_restarts for replica in replicas.core._replicas] == [before[0] + 1, before[1]]
     assert [len(teller.ask(replicas, [index]).outputs[0].token_ids) for index in range(4, 8)] == [8] * 4

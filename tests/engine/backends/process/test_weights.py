@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.backends.process.engine import ProcessEngine
+    from logprobe.engine.front import Front
     from logprobe.engine.protocol import EngineBackend
 
     Until = Callable[[Callable[[], bool]], None]
@@ -38,7 +38,7 @@ def packed(config: EngineConfig) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def replicas(start: Any) -> Iterator[ProcessEngine]:
+def replicas(start: Any) -> Iterator[Front]:
     with start(data_parallel=2, weights="packed") as engine:
         yield engine
 
@@ -66,19 +66,19 @@ def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor])
 
 
 @pytest.fixture
-def whole_again(replicas: ProcessEngine, packed: EngineConfig, until: Until) -> Iterator[None]:
+def whole_again(replicas: Front, packed: EngineConfig, until: Until) -> Iterator[None]:
     """Both processes run, and have the model's own weights after the test."""
-    until(lambda: all(replica.is_up for replica in replicas._replicas))
+    until(lambda: all(replica.is_up for replica in replicas.core._replicas))
     yield
-    replicas.load_weights(packed.model, finishes=False)
+    replace_weights(replicas, packed, packed.model, finishes=False)
 
 
 @pytest.fixture
-def answers(replicas: ProcessEngine, teller: Any, places: dict[str, int]) -> Callable[..., list[Any]]:
+def answers(replicas: Front, teller: Any, places: dict[str, int]) -> Callable[..., list[Any]]:
     """What each process answers."""
 
     def ask(**params: Any) -> list[Any]:
-        names = [teller.submit(replicas, IDS, logprobs=3, **params) for _ in replicas._replicas]
+        names = [teller.submit(replicas, IDS, logprobs=3, **params) for _ in replicas.core._replicas]
         assert sorted(places[name] for name in names) == list(range(len(names)))
 
         async def results() -> list[Any]:
@@ -100,7 +100,7 @@ def assert_near(record: Any, expected: Any) -> None:
 
 @pytest.mark.usefixtures("nothing_left", "whole_again")
 def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
-    replicas: ProcessEngine,
+    replicas: Front,
     *,
     packed: EngineConfig,
     state: dict[str, torch.Tensor],
@@ -130,14 +130,14 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
     are_new()
     # A process that dies while it reads: the other goes on as before, and so does the one that comes.
-    victim = replicas._replicas[1]
+    victim = replicas.core._replicas[1]
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGSTOP)
     errors: list[EngineError] = []
 
     def load() -> None:
         with pytest.raises(EngineError) as caught:
-            replicas.load_weights(packed.model, finishes=True)
+            replace_weights(replicas, packed, packed.model, finishes=True)
         errors.append(caught.value)
 
     loading = threading.Thread(target=load)
@@ -153,7 +153,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
-    replicas: ProcessEngine,
+    replicas: Front,
     packed: EngineConfig,
     state: dict[str, torch.Tensor],
     answers: Callable[..., list[Any]],
@@ -169,7 +169,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
 @pytest.mark.usefixtures("whole_again")
 @pytest.mark.parametrize("finishes", [True, False])
 def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
-    replicas: ProcessEngine, packed: EngineConfig, teller: Any, finishes: bool
+    replicas: Front, packed: EngineConfig, teller: Any, finishes: bool
 ) -> None:
     want = teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids
     number = replicas.lora_number(None)
@@ -181,7 +181,9 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
 
     async def run() -> list[Any]:
         waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]
-        await asyncio.to_thread(replicas.load_weights, packed.model, version="again", finishes=finishes)
+        await asyncio.to_thread(
+            replace_weights, replicas, packed, packed.model, version="again", finishes=finishes
+        )
         return await asyncio.gather(*waiting)
 
     for output in asyncio.run(run()):

@@ -107,11 +107,11 @@ class Child:
             while not isinstance(self._channel.receive(), Stop):
                 pass
             return
-        engine = self._parts.engine
-        overlap = engine.config.overlap
-        self._thread = EngineThread(engine, self._publish, self._end, overlap=overlap)
+        engine, capabilities = self._parts.engine, self._parts.capabilities
+        self._thread = EngineThread(engine, capabilities, overlap=engine.config.overlap)
+        self._thread.start(self._publish, self._end)
         eos = sorted(self._parts.eos_token_ids)
-        self._send_pulse(beside=[Ready(self._parts.capabilities, eos)])
+        self._send_pulse(beside=[Ready(capabilities, eos)])
         self._serve()
         self._thread.close()
 

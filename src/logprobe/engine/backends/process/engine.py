@@ -1,7 +1,7 @@
 """`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
 
-Before it: front doors in this process. After it: replicas, each behind a channel, and readers who follow what
-these tell. Admission and the names of LoRA weights are on this side, once for all replicas.
+Before it: a `Front` in this process. After it: replicas, each behind a channel. Admission and the names of
+LoRA weights are on this side, once for all replicas.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ from logprobe.engine.backends.process.orders import (
 )
 from logprobe.engine.backends.process.replica import Load, Replica
 from logprobe.engine.backends.router import Router
-from logprobe.engine.fold import Describer
-from logprobe.engine.front import BUFFER_ROWS, Readers
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
 from logprobe.models.loading import digest_of, read_state, save_state
 from logprobe.processors import ModelFacts
-from logprobe.transport.messages import Abort, ForgetPrefixes, Pause, Resume
+from logprobe.transport.messages import ForgetPrefixes, Submit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import Answer, Asked, Order, Ready
     from logprobe.engine.forward.native import State
+    from logprobe.engine.front import Front
     from logprobe.engine.protocol import Capabilities
-    from logprobe.engine.request import RequestOutput
+    from logprobe.errors import LogprobeError
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Admitted, News, Request
+    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
 
 
 class ProcessEngine:
-    """Implements `EngineBackend` on engine processes.
+    """Implements `Core` on engine processes.
 
     Raises:
         ModelError: the model cannot be had or used.
         EngineError: a process ended before it took requests.
     """
+
+    _publish: Callable[[Iterable[News]], None]
+    _end: Callable[[LogprobeError], None]
 
     def __init__(self, config: EngineConfig, text: TextEdge) -> None:
         settings = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -72,7 +74,8 @@ class ProcessEngine:
         self._router = Router(config.data_parallel)
         self._replicas: list[Replica] = []
         self._replicas += [
-            Replica(name, self._context, threads, self) for name in _names(config.data_parallel)
+            Replica(name, self._context, threads, self._starting, self._take)
+            for name in _names(config.data_parallel)
         ]
         atexit.register(self._close_replicas)
         try:
@@ -94,7 +97,10 @@ class ProcessEngine:
         )
         told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
         self._admission = Admission(told, own, facts, self._loras)
-        self._readers = Readers(Describer(own.source(), own.vocab_size, text.vocabulary), self._send)
+
+    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+        """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
+        self._publish, self._end = publish, end
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -104,14 +110,21 @@ class ProcessEngine:
         """
         return self._admission.admit(request)
 
-    def submit(self, admitted: Sequence[Admitted]) -> None:
-        """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+    def send(self, command: FrontCommand) -> None:
+        """Have the processes that it is for do this before their next step."""
+        match command:
+            case Submit(requests):
+                self._submit(requests)
+            case ForgetPrefixes():
+                with self._is_routing:
+                    self._router.forget()
+                self._send_all(command)
+            case _:
+                for replica in self._replicas:
+                    if replica.has(command.request_id):
+                        replica.send(command)
 
-        Raises:
-            ParameterError: an id that is in use; none was accepted then.
-            EngineClosedError: the engine was closed.
-        """
-        self._readers.open(admitted)
+    def _submit(self, admitted: Sequence[Admitted]) -> None:
         self._drop_loras()
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
@@ -128,46 +141,11 @@ class ProcessEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait; a new one then joins the next step without delay."""
+        """Whether requests run or wait."""
         return any(replica.num_queued_tokens for replica in self._replicas)
 
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
-        return await self._readers.result(request_id)
-
-    def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
-        """The request's one output, each time it has grown; leaving the stream early aborts the request.
-
-        The request is paused while `buffer_rows` rows wait for the reader.
-        """
-        return self._readers.stream(request_id, buffer_rows)
-
-    def abort(self, request_id: str) -> None:
-        """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
-        self._send(Abort(request_id))
-
-    def pause(self, request_id: str) -> None:
-        """Let a request take no step until `resume`; it keeps what is computed."""
-        self._send(Pause(request_id))
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request go on."""
-        self._send(Resume(request_id))
-
-    def forget_prefixes(self) -> None:
-        """Let go of every cached prefix that no request stands on."""
-        with self._is_routing:
-            self._router.forget()
-        for replica in self._replicas:
-            replica.send(ForgetPrefixes())
-
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, in place of any of that name, for `SamplingParams(lora=name)`.
-
-        Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
-            EngineError: a process ended meanwhile.
-        """
+        """Load LoRA weights from a folder in every process or in none; errors as `Front.add_lora`."""
         with self._is_loading:
             load = LoadLora(self._loras.next_number(), name, str(Path(path).absolute()))
             first, *_ = self._ask_all(load, DropLora(load.number))
@@ -175,11 +153,7 @@ class ProcessEngine:
         self._drop_loras()
 
     def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; they go once none runs on them.
-
-        Raises:
-            ParameterError: no such weights.
-        """
+        """Refuse new requests for LoRA weights; errors as `Front.remove_lora`."""
         self._loras.remove(name)
         self._drop_loras()
 
@@ -188,15 +162,15 @@ class ProcessEngine:
         return {load.name: load.path for load in self._loras.all()}
 
     def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights.
-
-        Raises:
-            ParameterError: no such weights.
-        """
+        """As `Front.lora_number`."""
         return self._admission.weights_number if name is None else self._loras.get(name).number
 
-    def load_weights(self, weights: str | Path | State, *, version: str | None = None, finishes: bool) -> str:
+    def load_weights(
+        self, weights: str | Path | State, front: Front, *, version: str | None = None, finishes: bool
+    ) -> str:
         """Go on with other weights of the model in every process or in none, as `start.replace_weights` says.
+
+        `front` is told of them before they can answer: its records name them.
 
         Raises:
             ModelError: they cannot be read, or do not fit the model.
@@ -217,8 +191,8 @@ class ProcessEngine:
             first, *_ = self._ask_all(load, DropWeights(number))
             assert first.layout is not None, "it is told with other weights"
             capabilities = self._capabilities.of_weights(first.layout, version)
-            self._readers.expect(number, capabilities.source())
-            # A process that starts from here on has them; LoRA weights it has by `starting`.
+            front.expect(number, capabilities.source())
+            # A process that starts from here on has them; LoRA weights it has by `_starting`.
             self._weights = msgspec.structs.replace(load, loras=[])
             take = TakeWeights(self._loras.next_number(), number, finishes)
             with self._is_routing:
@@ -229,7 +203,7 @@ class ProcessEngine:
                     raise error
             self._loras.replace(loras)
             self._admission.weights_number, self._capabilities = number, capabilities
-            self._readers.took_over(number)
+            front.took_over(number)
             self._passing.close()
             self._passing = own.pop_all()
         self._drop_loras()
@@ -239,10 +213,13 @@ class ProcessEngine:
         """Have every process do something; where one cannot, the others undo it."""
         answers = [one.result() for one in [replica.ask(order) for replica in self._replicas]]
         for error in (answer.error for answer in answers if answer.error is not None):
-            for replica in self._replicas:
-                replica.send(undo)
+            self._send_all(undo)
             raise error
         return answers
+
+    def _send_all(self, order: Order) -> None:
+        for replica in self._replicas:
+            replica.send(order)
 
     def capabilities(self) -> Capabilities:
         """What this engine can do; slots and rows are each replica's."""
@@ -259,21 +236,20 @@ class ProcessEngine:
         return max(replica.stalled_s() for replica in self._replicas)
 
     def close(self) -> None:
-        """End all requests with `EngineClosedError`, and the processes; a second call does nothing."""
-        self._readers.close()
+        """End the processes; a second call does nothing."""
         self._close_replicas()
-        self._readers.end(EngineClosedError("the engine was closed before this request ended"))
+        self._end(EngineClosedError("the engine was closed before this request ended"))
 
-    def starting(self, replica: Replica) -> Start:
+    def _starting(self, replica: Replica) -> Start:
         """What a process that starts is told first; it knows no prefix."""
         if replica in self._replicas:
             with self._is_routing:
                 self._router.forget(self._replicas.index(replica))
         return Start(self._settings, self._loras.all(), self._weights)
 
-    def publish(self, news: Iterable[News]) -> None:
-        """Take what a replica tells of requests."""
-        self._readers.publish(news)
+    def _take(self, news: Iterable[News]) -> None:
+        """What a replica says of requests, of which there are none before `start`."""
+        self._publish(news)
 
     def _close_replicas(self) -> None:
         for replica in self._replicas:
@@ -287,13 +263,7 @@ class ProcessEngine:
     def _drop_loras(self) -> None:
         """Let the processes let go of weights that no request to come names."""
         for number in self._loras.take_dropped():
-            for replica in self._replicas:
-                replica.send(DropLora(number))
-
-    def _send(self, command: Abort | Pause | Resume) -> None:
-        for replica in self._replicas:
-            if replica.has(command.request_id):
-                replica.send(command)
+            self._send_all(DropLora(number))
 
 
 def _names(count: int) -> list[str]:

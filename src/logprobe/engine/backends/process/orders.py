@@ -12,7 +12,7 @@ import msgspec
 # msgspec reads the annotations.
 from logprobe.engine.protocol import Capabilities, EngineStats, Layout  # noqa: TC001
 from logprobe.errors import LogprobeError  # noqa: TC001
-from logprobe.transport.messages import Abort, Delta, Failure, ForgetPrefixes, Pause, Resume, Submit
+from logprobe.transport.messages import Delta, Failure, FrontCommand
 
 
 class LoadLora(msgspec.Struct, tag=True, frozen=True):
@@ -94,9 +94,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 Asked: TypeAlias = LoadLora | LoadWeights | TakeWeights
-Order: TypeAlias = (
-    Start | Stop | Submit | Abort | Pause | Resume | ForgetPrefixes | Asked | DropLora | DropWeights
-)
+Order: TypeAlias = Start | Stop | FrontCommand | Asked | DropLora | DropWeights
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
 """They come in lists: what a step found is one message."""
 

@@ -19,7 +19,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.engine.backends.process.orders import Answer, Pulse, Ready, Report, Start, Stop, Stopped
 from logprobe.engine.protocol import EngineStats
@@ -30,7 +30,7 @@ from logprobe.transport.messages import Delta, Failure, Submit
 from logprobe.transport.shm import PageReader, unnamed_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.engine.backends.process.orders import Asked, Order
     from logprobe.transport.messages import Admitted, News
@@ -54,16 +54,6 @@ NOTHING: Final = EngineStats.of_replicas({})
 logger = logging.getLogger("logprobe")
 
 
-class Front(Protocol):
-    """Whoever has replicas."""
-
-    def starting(self, replica: Replica) -> Start:
-        """What a process that starts is told first."""
-
-    def publish(self, news: Iterable[News]) -> None:
-        """Take what a replica tells of requests."""
-
-
 class Load:
     """What of a request is still to be done."""
 
@@ -76,15 +66,26 @@ class Load:
 
 
 class Replica:
-    """One engine process after another under one name."""
+    """One engine process after another under one name.
 
-    def __init__(self, name: str, context: Any, threads: int, front: Front) -> None:
+    `starting` says what a process that starts is told first; `publish` takes what it says of requests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: Any,
+        threads: int,
+        starting: Callable[[Replica], Start],
+        publish: Callable[[Iterable[News]], None],
+    ) -> None:
         self.name = name
         self.ready: Future[Ready] = Future()  # of the first start
         self.num_restarts = 0
         self._context = context
         self._threads = threads
-        self._front = front
+        self._starting = starting
+        self._publish = publish
         self._lock = threading.Lock()
         # All below is guarded by `_lock`.
         self._channel: Channel[Any] | None = None  # while the engine takes requests
@@ -219,7 +220,7 @@ class Replica:
             with others:
                 process = self._process = self._spawn(folder, others, rows)
             channel.wait_for_peer()
-            channel.send(self._front.starting(self))
+            channel.send(self._starting(self))
             told = self._follow(channel, folder)
             channel.send(Stop())
             process.wait(CLOSE_S)
@@ -290,7 +291,7 @@ class Replica:
                         answer = self._asked.pop(number)
                     answer.set_result(report)
         if news:
-            self._front.publish(news)
+            self._publish(news)
         return None
 
     def _go_up(self, channel: Channel[Any], ready: Ready) -> None:
@@ -351,4 +352,4 @@ class Replica:
         for number, answer in asked.items():
             answer.set_result(Answer(number, error=reason))
         if request_ids:
-            self._front.publish([Failure(request_id, reason) for request_id in request_ids])
+            self._publish([Failure(request_id, reason) for request_id in request_ids])
