@@ -88,7 +88,7 @@ def test_a_bad_pair_is_refused_by_name(tiny_llm: LLM, pair: Any, parameter: str)
 def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError):
         tiny_llm.generate([[5], [6], [999999]])
-    assert not tiny_llm.engine._readers._folds
+    assert not tiny_llm.engine._folds
     assert not tiny_llm.engine.core.engine.has_work
 
 

@@ -140,7 +140,7 @@ def test_afterwards_every_slot_has_one_owner_and_nothing_is_in_flight(bounded_lm
     bounded_lm.next_token_logprobs_sync([5])
     assert bounded_lm._desk._in_flight == {}
     assert bounded_lm._desk._held == []
-    assert not bounded_lm._engine._readers._folds  # type: ignore[attr-defined]
+    assert not bounded_lm._engine._folds  # type: ignore[attr-defined]
     bounded_lm._engine.core.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
 
 

@@ -135,7 +135,7 @@ def test_a_row_that_nobody_waits_for_any_more_is_given_up(
     asyncio.run(ask())
     lm.next_token_logprobs_sync(random_ids(9, 3))
     assert lm._desk._in_flight == {}
-    assert not lm._engine._readers._folds  # type: ignore[attr-defined]
+    assert not lm._engine._folds  # type: ignore[attr-defined]
 
 
 def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
@@ -256,7 +256,7 @@ def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
             lm.next_token_logprobs_sync(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=str(lm._engine.capabilities().max_model_len)):
         lm.next_token_logprobs_sync(too_long)
-    assert not lm._engine._readers._folds  # type: ignore[attr-defined]
+    assert not lm._engine._folds  # type: ignore[attr-defined]
     assert_row(lm.next_token_logprobs_sync(random_ids(58, 4)), plain_row(random_ids(58, 4)))
 
 

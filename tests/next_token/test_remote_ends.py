@@ -125,8 +125,8 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
     async def ask() -> None:
         tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(110 + i, 6))) for i in range(3)]
         tasks.append(asyncio.create_task(far.sample([5, 6], 100, [])))
-        readers = lm._loaded.engine._readers
-        await asyncio.to_thread(wait_until, lambda: len(readers._folds) == len(tasks))
+        front = lm._loaded.engine
+        await asyncio.to_thread(wait_until, lambda: len(front._folds) == len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ from logprobe.transport.collector import Parcel
 from logprobe.transport.messages import Abort, Delta, Failure, ForgetPrefixes, Pause, Resume, Submit
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from logprobe.engine.protocol import Capabilities, Core, EngineStats
@@ -33,14 +33,27 @@ WIDE = 1024  # alternatives from which each row is folded at once
 
 
 class Front:
-    """Implements `EngineBackend` on a `Core`; any thread may ask."""
+    """Implements `EngineBackend` on a `Core`; any thread may ask.
+
+    It has the folds of all requests whose output was not taken yet.
+    """
 
     def __init__(self, core: Core, table: TokenTable) -> None:
         """Start the core; `table` gives the texts of ids."""
         self.core = core
         own = core.capabilities()
-        self._readers = Readers(Describer(own.source(), own.vocab_size, table), core.send)
-        core.start(self._readers.publish, self._readers.end)
+        self._describer = Describer(own.source(), own.vocab_size, table)
+        self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
+            BUFFER_ROWS,
+            pause=lambda request_id: core.send(Pause(request_id, "reader")),
+            resume=lambda request_id: core.send(Resume(request_id, "reader")),
+        )
+        self._lock = threading.Lock()
+        # All below is guarded by `_lock`.
+        self._folds: dict[str, Fold] = {}
+        self._read: set[str] = set()  # those of them that somebody follows
+        self._is_closed = False
+        core.start(self._publish, self._end)
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request.
@@ -57,19 +70,23 @@ class Front:
             ParameterError: an id that is in use; none was accepted then.
             EngineClosedError: the engine was closed.
         """
-        self._readers.open(admitted)
+        self._open(admitted)
         self.core.send(Submit(tuple(admitted)))
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended; giving up the wait aborts the request."""
-        return await self._readers.result(request_id)
+        async with aclosing(self._grow(request_id, every_step=False, buffer_rows=BUFFER_ROWS)) as outputs:
+            async for output in outputs:
+                if output.is_finished:
+                    return output
+        raise AssertionError("a stream ends with a finished output")
 
     def stream(self, request_id: str, *, buffer_rows: int = BUFFER_ROWS) -> AsyncGenerator[RequestOutput]:
         """The request's one output, each time it has grown; leaving the stream early aborts the request.
 
         The request is paused while `buffer_rows` rows wait for the reader.
         """
-        return self._readers.stream(request_id, buffer_rows)
+        return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
 
     def abort(self, request_id: str) -> None:
         """Give a request up; its output ends with finish reason `abort` and keeps what there is."""
@@ -135,38 +152,6 @@ class Front:
         return self.core.stalled_s()
 
     def expect(self, number: int, source: LogprobsInfo) -> None:
-        """As `Readers.expect`."""
-        self._readers.expect(number, source)
-
-    def took_over(self, number: int) -> None:
-        """As `Readers.took_over`."""
-        self._readers.took_over(number)
-
-    def close(self) -> None:
-        """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
-        self._readers.close()
-        self.core.close()
-
-
-class Readers:
-    """The folds of all requests whose output was not taken yet; any thread may publish and ask."""
-
-    def __init__(self, describer: Describer, send: Callable[[Abort | Pause | Resume], None]) -> None:
-        """Open outputs by `describer`; `send` takes the pauses, resumptions and aborts of requests."""
-        self._describer = describer
-        self._send = send
-        self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
-            BUFFER_ROWS,
-            pause=lambda request_id: send(Pause(request_id, "reader")),
-            resume=lambda request_id: send(Resume(request_id, "reader")),
-        )
-        self._lock = threading.Lock()
-        # All below is guarded by `_lock`.
-        self._folds: dict[str, Fold] = {}
-        self._read: set[str] = set()  # those of them that somebody follows
-        self._is_closed = False
-
-    def expect(self, number: int, source: LogprobsInfo) -> None:
         """Learn what records of the weights of a load say, before these may take over."""
         with self._lock:
             now = self._describer.weights_number
@@ -177,13 +162,13 @@ class Readers:
         """Open what comes from now on as of the weights of this load."""
         self._describer.weights_number = number
 
-    def open(self, admitted: Sequence[Admitted]) -> None:
-        """Take requests in; what comes for them waits until `result` or `stream`.
+    def close(self) -> None:
+        """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+        self.core.close()
 
-        Raises:
-            ParameterError: an id that is in use; none was taken then.
-            EngineClosedError: the engine was closed.
-        """
+    def _open(self, admitted: Sequence[Admitted]) -> None:
         folds = {one.request.request_id: Fold(one.request, self._describer) for one in admitted}
         with self._lock:
             if self._is_closed:
@@ -196,40 +181,20 @@ class Readers:
                 self._collector.open(request_id)
             self._folds |= folds
 
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended; giving up the wait aborts the request."""
-        async with aclosing(self._grow(request_id, every_step=False, buffer_rows=BUFFER_ROWS)) as outputs:
-            async for output in outputs:
-                if output.is_finished:
-                    return output
-        raise AssertionError("a stream ends with a finished output")
-
-    def stream(self, request_id: str, buffer_rows: int) -> AsyncGenerator[RequestOutput]:
-        """The request's one output, each time it has grown; leaving the stream early aborts the request.
-
-        The request is paused while `buffer_rows` rows wait for the reader.
-        """
-        return self._grow(request_id, every_step=True, buffer_rows=buffer_rows)
-
-    def publish(self, news: Iterable[News]) -> None:
-        """Hand on what an engine tells; what comes for a request that nobody opened is dropped."""
+    def _publish(self, news: Iterable[News]) -> None:
+        """Hand on what the core tells; what comes for a request that nobody opened is dropped."""
         for request_id in self._collector.add_many(map(_parcel, news)):
             # Its reader's event loop was closed: nobody can come back.
             self._collector.unregister(request_id)
             self._forget(request_id)
-            self._send(Abort(request_id))
+            self.core.send(Abort(request_id))
 
-    def close(self) -> None:
-        """Take no more requests."""
+    def _end(self, error: LogprobeError) -> None:
+        """Take no more requests, and end all that there are with `error`."""
         with self._lock:
             self._is_closed = True
-
-    def end(self, error: LogprobeError) -> None:
-        """Take no more requests, and end all that there are with `error`."""
-        self.close()
-        with self._lock:
             request_ids = list(self._folds)
-        self.publish(Failure(request_id, error) for request_id in request_ids)
+        self._publish(Failure(request_id, error) for request_id in request_ids)
 
     async def _grow(
         self, request_id: str, *, every_step: bool, buffer_rows: int
@@ -258,7 +223,7 @@ class Readers:
         finally:
             self._forget(request_id)
             if not fold.output.is_finished:
-                self._send(Abort(request_id))
+                self.core.send(Abort(request_id))
 
     def _forget(self, request_id: str) -> None:
         with self._lock:

@@ -86,8 +86,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_idle(llm: LLM) -> bool:
-    scheduler, readers = llm.engine.core.engine.scheduler, llm.engine._readers
-    is_done = not (readers._folds or readers._read or readers._collector._inboxes)
+    scheduler, front = llm.engine.core.engine.scheduler, llm.engine
+    is_done = not (front._folds or front._read or front._collector._inboxes)
     return is_done and scheduler.num_available == scheduler.pool.num_slots
 
 

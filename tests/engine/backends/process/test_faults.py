@@ -128,7 +128,7 @@ def test_a_reader_that_never_reads_holds_up_nobody(engine: Front, teller: Any, u
     lazy = teller.submit(engine, max_tokens=4000, logprobs=2)
 
     def num_waiting() -> int:
-        return engine._readers._collector.num_waiting(lazy)
+        return engine._collector.num_waiting(lazy)
 
     async def others_go_on() -> None:
         stream = engine.stream(lazy, buffer_rows=4)
@@ -172,7 +172,7 @@ def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: U
     assert (stats.waiting, stats.running, stats.paused) == (0, 0, 0)
     assert engine.core._replicas[0].pid == pid, "it was not started again"
     assert not engine.is_busy
-    assert not engine._readers._folds
+    assert not engine._folds
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
 
 
