@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from logprobe.engine.protocol import EngineBackend
+    from logprobe.engine.front import Front
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
     from logprobe.scoring.windows import Truncation
@@ -67,7 +67,7 @@ class AskedPair(NamedTuple):
 class Client:
     """Prompts, conversations and pairs in; outputs and scores out, in whatever event loop calls."""
 
-    def __init__(self, engine: EngineBackend, text: TextEdge) -> None:
+    def __init__(self, engine: Front, text: TextEdge) -> None:
         self.engine = engine
         self.text = text
         self.requests = Requests(engine)

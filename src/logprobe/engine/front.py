@@ -33,7 +33,7 @@ WIDE = 1024  # alternatives from which each row is folded at once
 
 
 class Front:
-    """Implements `EngineBackend` on a `Core`; any thread may ask.
+    """Accepts requests and ends each in exactly one result or one error; any thread may ask.
 
     It has the folds of all requests whose output was not taken yet.
     """

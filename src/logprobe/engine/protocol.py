@@ -1,8 +1,8 @@
-"""The seams of the engine: what front doors talk to, what stands behind that, and what the scheduler drives.
+"""The seams of the engine: what stands behind a `Front`, what the scheduler drives, and what rows need.
 
-`EngineBackend` is all that `LLM`, the async front door and a server know of an engine; `Front` implements it
-over a `Core`. The native engine's core has a scheduler over a `ForwardBackend`; an engine with a scheduler of
-its own is a `Core` alone.
+`Front` is all that `LLM`, the async front door and a server know of an engine; behind it is a `Core`. The
+native engine's core has a scheduler over a `ForwardBackend`; an engine with a scheduler of its own is a
+`Core` alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logprobe.processors.interface import ProcessorCounter
 from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     import torch
@@ -141,7 +141,7 @@ class EngineStats:
 
 
 class RowEngine(Protocol):
-    """The part of `EngineBackend` that rows and samples need; a request ends in one output or one error."""
+    """The part of a `Front` that rows and samples need; a request ends in one output or one error."""
 
     def admit(self, request: Request) -> Admitted:
         """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
@@ -173,37 +173,6 @@ class RowEngine(Protocol):
 
     def close(self) -> None:
         """End all requests and let the model go; a second call does nothing."""
-
-
-class EngineBackend(RowEngine, Protocol):
-    """Accepts requests and ends each in exactly one result or one error."""
-
-    def stream(self, request_id: str, *, buffer_rows: int = ...) -> AsyncGenerator[RequestOutput]:
-        """The request's one output each time it has grown, until it has ended.
-
-        The request is paused while `buffer_rows` rows wait for the reader.
-        """
-
-    def pause(self, request_id: str) -> None:
-        """Let a request take no step until `resume`; what it has computed stays."""
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request go on."""
-
-    def forget_prefixes(self) -> None:
-        """Let go of every cached prefix that no request stands on."""
-
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; requests then name them as their `lora`."""
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights, which go once none runs on them."""
-
-    def stats(self) -> EngineStats:
-        """What it is doing and has done."""
-
-    def stalled_s(self) -> float:
-        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
 
 
 class Core(Protocol):
@@ -244,7 +213,7 @@ class Core(Protocol):
         """What it is doing and has done."""
 
     def stalled_s(self) -> float:
-        """As `EngineBackend.stalled_s`."""
+        """As `Front.stalled_s`."""
 
     def close(self) -> None:
         """End what runs and let the model go; a second call does nothing."""

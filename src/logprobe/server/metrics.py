@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-    from logprobe.engine.protocol import EngineBackend, EngineStats
+    from logprobe.engine.front import Front
+    from logprobe.engine.protocol import EngineStats
     from logprobe.engine.request import RequestOutput
 
     Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by the values of the label `replica`, if any
@@ -47,7 +48,7 @@ PROCESSOR_COUNTERS: Final = {
 class Metrics:
     """The counters of one server, in a registry of their own."""
 
-    def __init__(self, engine: EngineBackend) -> None:
+    def __init__(self, engine: Front) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Engine requests by how they ended.", "state")
         self.replies = self._counter("http_replies", "HTTP replies by route and status.", "route", "status")
@@ -87,7 +88,7 @@ class Metrics:
 class _EngineFigures:
     """Reads the engine's counts when asked."""
 
-    def __init__(self, engine: EngineBackend) -> None:
+    def __init__(self, engine: Front) -> None:
         self._engine = engine
 
     def describe(self) -> Iterator[Metric]:

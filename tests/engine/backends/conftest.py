@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from logprobe.engine.protocol import EngineBackend, RowEngine
+    from logprobe.engine.front import Front
+    from logprobe.engine.protocol import RowEngine
     from logprobe.engine.request import RequestOutput
 
 LIMIT_S = 240  # nothing takes as long, also on a busy machine
@@ -44,7 +45,7 @@ CONTEXT_LEN = 4096  # more tokens than are drawn before a test has given a reque
 
 
 @contextmanager
-def thread(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+def thread(config: EngineConfig, _: Any) -> Iterator[Front]:
     """The engine on a thread of this process."""
     engine = start_native_engine(config).engine
     try:
@@ -54,21 +55,21 @@ def thread(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
 
 
 @contextmanager
-def overlapped(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+def overlapped(config: EngineConfig, _: Any) -> Iterator[Front]:
     """The same, with each step told beside the next one."""
     with thread(replace(config, overlap=True), None) as engine:
         yield engine
 
 
 @contextmanager
-def speculating(config: EngineConfig, _: Any) -> Iterator[EngineBackend]:
+def speculating(config: EngineConfig, _: Any) -> Iterator[Front]:
     """The same, with drafts of what repeats itself."""
     with thread(replace(config, overlap=True, speculate=True), None) as engine:
         yield engine
 
 
 @contextmanager
-def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[EngineBackend]:
+def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[Front]:
     """The engine in a process of its own."""
     engine = start_engine(replace(config, **settings or {"process": True})).engine
     try:
@@ -77,20 +78,20 @@ def process(config: EngineConfig, _: Any, **settings: Any) -> Iterator[EngineBac
         engine.close()
 
 
-def router(config: EngineConfig, _: Any) -> AbstractContextManager[EngineBackend]:
+def router(config: EngineConfig, _: Any) -> AbstractContextManager[Front]:
     """Two such processes."""
     return process(config, _, data_parallel=2)
 
 
 @contextmanager
-def vllm(config: EngineConfig, _: Any, **more: Any) -> Iterator[EngineBackend]:
+def vllm(config: EngineConfig, _: Any, **more: Any) -> Iterator[Front]:
     """The model in vLLM, uncompiled."""
     options = {"enforce_eager": True, "block_size": VLLM_BLOCK, **more}
     with process(config, None, engine="vllm", weights="auto", engine_options=options) as engine:
         yield engine
 
 
-def vllm_with_lora(config: EngineConfig, _: Any) -> AbstractContextManager[EngineBackend]:
+def vllm_with_lora(config: EngineConfig, _: Any) -> AbstractContextManager[Front]:
     """The same, ready for LoRA weights, beside which it scores no prompts on a CPU."""
     return vllm(config, _, enable_lora=True, max_lora_rank=8)
 
@@ -110,7 +111,7 @@ def remote(config: EngineConfig, new_serving: Any) -> Iterator[RowEngine]:
             loaded.engine.close()
 
 
-# Whole engines implement `EngineBackend`, the others `RowEngine` alone.
+# Whole engines stand behind a `Front`, the others `RowEngine` alone.
 WHOLE: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
     "thread": thread,
     "overlapped": overlapped,
@@ -184,11 +185,11 @@ def started(config: EngineConfig, new_serving: Any) -> Iterator[Callable[..., An
 
 
 @pytest.fixture(params=marked(WHOLE))
-def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iterator[EngineBackend]:
+def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iterator[Front]:
     """Each whole engine, which holds no request before or after a test."""
     needs_lora = getattr(request.cls, "needs_lora", False) and request.param in WITH_LORA
     name = f"{request.param} with LoRA" if needs_lora else request.param
-    engine: EngineBackend = started(name, WITH_LORA[request.param] if needs_lora else None)
+    engine: Front = started(name, WITH_LORA[request.param] if needs_lora else None)
     facts = engine.capabilities()
     num_slots = facts.num_slots * max(facts.num_processes, 1)
     wait_until(lambda: is_idle(engine, num_slots))
@@ -204,13 +205,13 @@ def row_engine(request: pytest.FixtureRequest, started: Callable[[str], Any]) ->
 
 
 @pytest.fixture
-def reference(started: Callable[[str], Any]) -> EngineBackend:
+def reference(started: Callable[[str], Any]) -> Front:
     """The engine that all others are held to."""
-    engine: EngineBackend = started("thread")
+    engine: Front = started("thread")
     return engine
 
 
-def is_idle(engine: EngineBackend, num_slots: int) -> bool:
+def is_idle(engine: Front, num_slots: int) -> bool:
     stats = engine.stats()
     return (stats.waiting, stats.running, stats.paused, stats.free_slots) == (0, 0, 0, num_slots)
 
@@ -261,7 +262,7 @@ def asker() -> Asker:
 
 
 @pytest.fixture
-def block_size(backend: EngineBackend) -> int:
+def block_size(backend: Front) -> int:
     """Tokens of a prefix that the engine knows together or not at all."""
     return VLLM_BLOCK if backend.capabilities().engine == "vllm" else 1
 

@@ -1,4 +1,4 @@
-"""One suite for every engine: whatever stands behind `EngineBackend` keeps the same promises."""
+"""One suite for every engine: whatever stands behind a `Front` keeps the same promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.engine.protocol import EngineBackend, RowEngine
+from logprobe.engine.front import Front
+from logprobe.engine.protocol import RowEngine
 from logprobe.errors import ParameterError, PromptTooLongError
 from logprobe.integrations.remote.engine import HttpEngine
 from logprobe.sampling import SamplingParams
@@ -115,7 +116,7 @@ def assert_close(got: RequestOutput, want: RequestOutput, assert_same: Callable[
 
 
 async def growth(
-    engine: EngineBackend, name: str, buffer_rows: int, limit_s: float
+    engine: Front, name: str, buffer_rows: int, limit_s: float
 ) -> tuple[list[list[int]], RequestOutput]:
     """What each hand-over added to the first completion, and the output that it grew to."""
     added: list[list[int]] = []
@@ -133,7 +134,7 @@ async def growth(
 
 class TestResults:
     def test_every_kind_of_request_gives_the_numbers_of_the_thread(
-        self, backend: EngineBackend, reference: EngineBackend, asker: Any, assert_same: Any
+        self, backend: Front, reference: Front, asker: Any, assert_same: Any
     ) -> None:
         """All beside each other here; there each alone."""
         requests = [
@@ -148,7 +149,7 @@ class TestResults:
 
     @pytest.mark.parametrize("buffer_rows", [1, 2, 7])
     def test_a_stream_comes_to_the_whole(
-        self, backend: EngineBackend, asker: Any, assert_same: Any, buffer_rows: int, limit_s: int
+        self, backend: Front, asker: Any, assert_same: Any, buffer_rows: int, limit_s: int
     ) -> None:
         kinds = {title: kind for title, kind in KINDS.items() if "best" not in title}
         whole = asyncio.run(asker.ended(backend, *(asker.request(PROMPT, **kind) for kind in kinds.values())))
@@ -162,7 +163,7 @@ class TestResults:
             assert list(chain.from_iterable(added)) == want.outputs[0].token_ids
 
     def test_a_stop_string_ends_a_text_in_the_same_place(
-        self, backend: EngineBackend, reference: EngineBackend, asker: Any
+        self, backend: Front, reference: Front, asker: Any
     ) -> None:
         ids = asker.ask(reference, PROMPT, max_tokens=6).outputs[0].token_ids
         asked = {"max_tokens": 6, "stop_token_ids": [ids[3]], "logprobs": 1}
@@ -172,7 +173,7 @@ class TestResults:
         assert got.outputs[0].token_ids == want.outputs[0].token_ids == ids[: ids.index(ids[3]) + 1]
 
     def test_a_long_prompt_is_scored_in_chunks(
-        self, backend: EngineBackend, reference: EngineBackend, asker: Any, assert_same: Any, limit_s: int
+        self, backend: Front, reference: Front, asker: Any, assert_same: Any, limit_s: int
     ) -> None:
         ids = np.random.default_rng(5).integers(2, 250, 300).tolist()
         [name] = asker.submit(backend, asker.request(ids, max_tokens=2, prompt_logprobs=1))
@@ -181,7 +182,7 @@ class TestResults:
         assert_close(output, asker.ask(reference, ids, max_tokens=2, prompt_logprobs=1), assert_same)
 
     def test_what_is_known_of_a_prompt_is_used_until_it_is_forgotten(
-        self, backend: EngineBackend, asker: Any, block_size: int
+        self, backend: Front, asker: Any, block_size: int
     ) -> None:
         ids = np.random.default_rng(6).integers(2, 250, 40).tolist()
 
@@ -230,9 +231,7 @@ class TestRowsAndSamples:
                 assert want.error is None, (name, form)
                 assert_close(got, want, assert_same)
 
-    def test_a_whole_row_is_the_threads(
-        self, row_engine: RowEngine, reference: EngineBackend, asker: Any
-    ) -> None:
+    def test_a_whole_row_is_the_threads(self, row_engine: RowEngine, reference: Front, asker: Any) -> None:
         prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
         requests = [asker.request(ids, wants_row=True, max_tokens=1) for ids in prompts]
         for ids, output in zip(prompts, asyncio.run(asker.ended(row_engine, *requests)), strict=True):
@@ -244,9 +243,7 @@ class TestRowsAndSamples:
             assert not one.row.flags.writeable
             np.testing.assert_allclose(one.row, want, atol=TOLERANCE, rtol=0)
 
-    def test_a_sample_is_the_threads(
-        self, row_engine: RowEngine, reference: EngineBackend, asker: Any
-    ) -> None:
+    def test_a_sample_is_the_threads(self, row_engine: RowEngine, reference: Front, asker: Any) -> None:
         for asked in ({}, {"temperature": 1.2, "seed": 9}, {"temperature": 0.8, "top_k": 5, "seed": 1}):
             got, want = asker.ask(row_engine, PROMPT, **asked), asker.ask(reference, PROMPT, **asked)
             assert got.outputs[0].token_ids == want.outputs[0].token_ids
@@ -324,7 +321,7 @@ class TestRowsAndSamples:
         assert len(asker.ask(row_engine).outputs[0].token_ids) == 8
 
     def test_capabilities_tell_the_model_and_the_limits(
-        self, row_engine: RowEngine, reference: EngineBackend
+        self, row_engine: RowEngine, reference: Front
     ) -> None:
         told, want = row_engine.capabilities(), reference.capabilities()
         for name in ("model", "device", "dtype", "vocab_size", "stages"):
@@ -347,4 +344,4 @@ class TestRowsAndSamples:
 
 def lacking(engine: object) -> set[str]:
     """The methods of a whole engine that this one does not have."""
-    return {name for name in vars(EngineBackend) if not name.startswith("_") and not hasattr(engine, name)}
+    return {name for name in vars(Front) if not name.startswith("_") and not hasattr(engine, name)}

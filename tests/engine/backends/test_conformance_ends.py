@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from logprobe.engine.protocol import EngineBackend, RowEngine
+    from logprobe.engine.front import Front
+    from logprobe.engine.protocol import RowEngine
     from logprobe.engine.request import RequestOutput
 
 PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
@@ -43,9 +44,7 @@ async def grown(outputs: Any, least: int) -> list[int]:
 
 
 class TestControl:
-    def test_an_abort_midway_keeps_what_there_is(
-        self, backend: EngineBackend, asker: Any, limit_s: int
-    ) -> None:
+    def test_an_abort_midway_keeps_what_there_is(self, backend: Front, asker: Any, limit_s: int) -> None:
         async def run() -> RequestOutput:
             [name] = asker.submit(backend, asker.request(max_tokens=LONG, logprobs=0))
             async with asyncio.timeout(limit_s), aclosing(backend.stream(name)) as outputs:
@@ -59,7 +58,7 @@ class TestControl:
         assert one.error is None
         assert 3 <= len(one.token_ids) == len(one.logprobs or []) < LONG
 
-    def test_leaving_a_stream_gives_the_request_up(self, backend: EngineBackend, asker: Any) -> None:
+    def test_leaving_a_stream_gives_the_request_up(self, backend: Front, asker: Any) -> None:
         async def run() -> None:
             [name] = asker.submit(backend, asker.request(max_tokens=LONG))
             async with aclosing(backend.stream(name)) as outputs:
@@ -70,7 +69,7 @@ class TestControl:
     # A pause reaches an engine of another process while it steps: these requests are too long to end before.
 
     def test_a_paused_request_waits_and_goes_on_with_the_same_tokens(
-        self, backend: EngineBackend, asker: Any, until: Any, limit_s: int
+        self, backend: Front, asker: Any, until: Any, limit_s: int
     ) -> None:
         whole = asker.ask(backend, PROMPT, max_tokens=400, logprobs=1).outputs[0].token_ids
 
@@ -88,7 +87,7 @@ class TestControl:
         assert asyncio.run(run()) == whole
 
     def test_a_slow_reader_pauses_its_own_request_alone(
-        self, backend: EngineBackend, asker: Any, until: Any, limit_s: int
+        self, backend: Front, asker: Any, until: Any, limit_s: int
     ) -> None:
         whole = asker.ask(backend, PROMPT, max_tokens=400, logprobs=1).outputs[0].token_ids
 
@@ -108,7 +107,7 @@ class TestControl:
         assert backend.stats().pauses > 0
 
     def test_a_reader_that_reads_on_lets_no_request_go_that_its_caller_paused(
-        self, backend: EngineBackend, asker: Any, until: Any, limit_s: int
+        self, backend: Front, asker: Any, until: Any, limit_s: int
     ) -> None:
         async def run() -> list[int]:
             seen: list[int] = []
@@ -133,7 +132,7 @@ class TestControl:
         assert asyncio.run(run())[-1] < LONG
 
     def test_sixty_four_slow_readers_hold_no_more_than_their_bound_and_lose_no_row(
-        self, backend: EngineBackend, asker: Any, until: Any, assert_same: Any, limit_s: int
+        self, backend: Front, asker: Any, until: Any, assert_same: Any, limit_s: int
     ) -> None:
         """They read on only once none of their requests can go on: all that have not ended are paused.
 
@@ -176,7 +175,7 @@ class TestControl:
         assert backend.stats().pauses > num_pauses + count, "only the test paused requests, and no reader"
 
     def test_many_aborts_at_random_end_every_request_once(
-        self, backend: EngineBackend, asker: Any, limit_s: int
+        self, backend: Front, asker: Any, limit_s: int
     ) -> None:
         chance = np.random.default_rng(4)
 
@@ -205,9 +204,7 @@ class TestControl:
 
 
 class TestFailures:
-    def test_a_dead_end_fails_its_request_by_name_and_no_other(
-        self, backend: EngineBackend, asker: Any
-    ) -> None:
+    def test_a_dead_end_fails_its_request_by_name_and_no_other(self, backend: Front, asker: Any) -> None:
         requests = [
             asker.request(PROMPT, **(DEAD_END if place == 2 else {}), logprobs=1) for place in range(5)
         ]
@@ -246,8 +243,8 @@ class TestLora:
 
     def test_lora_weights_are_those_of_the_thread(
         self,
-        backend: EngineBackend,
-        reference: EngineBackend,
+        backend: Front,
+        reference: Front,
         asker: Any,
         adapter_folders: dict[str, Path],
         assert_same: Any,
@@ -268,7 +265,7 @@ class TestLora:
                 engine.remove_lora("own")
 
     def test_a_name_loaded_again_stands_for_the_new_weights(
-        self, backend: EngineBackend, asker: Any, adapter_folders: dict[str, Path]
+        self, backend: Front, asker: Any, adapter_folders: dict[str, Path]
     ) -> None:
         def chosen() -> float:
             return asker.ask(backend, PROMPT, lora="own", logprobs=0).outputs[0].cumulative_logprob
@@ -283,7 +280,7 @@ class TestLora:
         backend.remove_lora("own")
 
     def test_a_removed_name_is_refused_and_what_runs_on_it_ends(
-        self, backend: EngineBackend, asker: Any, adapter_folders: dict[str, Path], until: Any, limit_s: int
+        self, backend: Front, asker: Any, adapter_folders: dict[str, Path], until: Any, limit_s: int
     ) -> None:
         backend.add_lora("own", adapter_folders["wide"])
         whole = asker.ask(backend, PROMPT, lora="own", max_tokens=100).outputs[0].token_ids
@@ -305,7 +302,7 @@ class TestLora:
         assert asyncio.run(read()) == whole
 
     def test_weights_that_cannot_be_read_are_refused(
-        self, backend: EngineBackend, asker: Any, tmp_path: Path
+        self, backend: Front, asker: Any, tmp_path: Path
     ) -> None:
         with pytest.raises(ModelError, match=str(tmp_path)):
             backend.add_lora("bad", tmp_path)

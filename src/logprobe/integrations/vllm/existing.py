@@ -54,7 +54,7 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
 
 
 def existing_engine(llm: Any) -> LoadedModel:
-    """Put a running `vllm.LLM` or `AsyncLLM` behind `EngineBackend`; closing that leaves it to its owner.
+    """Put a running `vllm.LLM` or `AsyncLLM` behind a `Front`; closing that leaves it to its owner.
 
     Raises:
         EngineError: rows captured in vLLM's workers are not vLLM's own.

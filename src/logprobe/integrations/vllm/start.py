@@ -201,7 +201,7 @@ def end_ids(files: ModelFiles, text: TextEdge) -> frozenset[int]:
 
 
 def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles) -> LoadedModel:
-    """Put a running `AsyncLLM`, which was made of `engine_args`, behind `EngineBackend`.
+    """Put a running `AsyncLLM`, which was made of `engine_args`, behind a `Front`.
 
     Raises:
         EngineError: rows captured in vLLM's workers are not vLLM's own.

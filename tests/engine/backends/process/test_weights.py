@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
     from logprobe.engine.front import Front
-    from logprobe.engine.protocol import EngineBackend
 
     Until = Callable[[Callable[[], bool]], None]
 
@@ -58,7 +57,7 @@ def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor]) -> Iterator[EngineBackend]:
+def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
     """An engine of this process on the new weights."""
     with start(process=False, weights="packed") as engine:
         replace_weights(engine, packed, state, finishes=True)
@@ -104,7 +103,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
     *,
     packed: EngineConfig,
     state: dict[str, torch.Tensor],
-    new_thread: EngineBackend,
+    new_thread: Front,
     adapter_folders: dict[str, Path],
     answers: Callable[..., list[Any]],
     teller: Any,

@@ -81,7 +81,7 @@ class Pulse(msgspec.Struct, tag=True, frozen=True):
     """A sign of life, several times a second."""
 
     stats: EngineStats
-    stalled_s: float  # as `EngineBackend.stalled_s`
+    stalled_s: float  # as `Front.stalled_s`
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
