@@ -249,7 +249,7 @@ class LLM:
         What is returned is their version, as records of theirs have it in `info.weight_version`.
 
         Every cache is dropped, LoRA weights are kept, and no request sees numbers of both. Until the old
-        weights go, both are in memory.
+        weights go, both are in memory. Loads take turns.
 
         Args:
             weights: a `state_dict()`, which is copied, or a folder of safetensors files.
@@ -262,16 +262,13 @@ class LLM:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
             ParameterError: the engine is not the native one, or a version that no record can hold.
         """
-        from logprobe.engine.backends.start import replace_weights
-
         known = f"must be finish or end, got {on_running!r}"
         require(on_running in ("finish", "end"), "on_running", known)
         is_name = version is None or (
             isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
         )
         require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
-        finishes = on_running == "finish"
-        return replace_weights(self.engine, self.config, weights, version=version, finishes=finishes)
+        return self.engine.load_weights(weights, version=version, finishes=on_running == "finish")
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.

@@ -18,14 +18,16 @@ from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
-from logprobe.errors import require
+from logprobe.errors import ParameterError, require
 from logprobe.models import Vocabulary
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.protocol import StepBatch
+    from logprobe.engine.protocol import ForwardBackend, Layout, StepBatch
+    from logprobe.models.loading import State
+    from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
 __all__ = ["FakeForward", "fake_model"]
@@ -52,7 +54,7 @@ class FakeForward:
         self.vocab_size, self.num_slots, self.context_len = vocab_size, num_slots, context_len
         self.dtype = torch.float32
         self.rope_boundary: int | None = None
-        self.loras = _NoLoras()
+        self.layout: Layout | None = None
         self._seed = seed
         self._token_ids: IntArray = np.zeros(num_slots, np.int32)
         self._states = torch.zeros((num_slots, 1))
@@ -76,6 +78,17 @@ class FakeForward:
         rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))
 
+    def load_lora(self, name: str, path: str, number: int) -> LoraWeights:  # noqa: ARG002 - the interface
+        """Refuse them."""
+        raise ParameterError("name", f"{name!r} from {path}: a fake model takes no LoRA weights")
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Nothing is changed: there are none."""
+
+    def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:  # noqa: ARG002 - as above
+        """Refuse them."""
+        raise ParameterError("weights", "a fake model takes no other weights; another seed is another model")
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -91,22 +104,6 @@ class FakeForward:
 
     def _logits_of(self, state: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         return np.random.default_rng([self._seed, state]).normal(0, 3, self.vocab_size).astype(np.float32)
-
-
-class _NoLoras:
-    """A model without LoRA weights."""
-
-    def get(self, name: str | None) -> None:
-        require(name is None, "lora", f"no LoRA weights {name!r} are loaded; a fake model has none")
-
-    def paths(self) -> dict[str, str]:
-        return {}
-
-    def add(self, name: str, path: str) -> None:
-        require(False, "name", f"{name!r} from {path}: a fake model takes no LoRA weights")
-
-    def remove(self, name: str) -> None:
-        self.get(name)
 
 
 def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedModel:

@@ -190,7 +190,7 @@ def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
     loading.start()
     later: list[Any] = []
     asking = threading.Thread(target=lambda: later.extend(llm.score(PAIRS)))
-    wait_for_command(llm, "ReplaceForward")
+    wait_for_command(llm, "TakeWeights")
     asking.start()
     wait_for_command(llm, "Submit")  # behind the new weights
     running.go_on()
@@ -208,7 +208,7 @@ def test_requests_that_run_end_by_name_where_that_is_asked(
     running = Running(llm, monkeypatch)
     loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"on_running": "end"})
     loading.start()
-    wait_for_command(llm, "ReplaceForward")
+    wait_for_command(llm, "TakeWeights")
     running.go_on()
     loading.join(LIMIT_S)
     running.join()
@@ -254,7 +254,7 @@ def test_a_request_given_up_while_it_waits_never_runs(
     running = Running(llm, monkeypatch)
     loading = threading.Thread(target=llm.load_weights, args=(state,))
     loading.start()
-    wait_for_command(llm, "ReplaceForward")
+    wait_for_command(llm, "TakeWeights")
     stream = llm.stream([5, 60], LONG)
     waiter = threading.Thread(target=lambda: next(stream, None))
     waiter.start()
@@ -352,7 +352,7 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
         loading.start()
         later: list[Any] = []
         asking = threading.Thread(target=lambda: later.extend(llm.generate(["the cat"], ALL)))
-        wait_for_command(llm, "ReplaceForward")
+        wait_for_command(llm, "TakeWeights")
         asking.start()
         wait_for_command(llm, "Submit")
         running.go_on()
@@ -366,18 +366,16 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
     assert later[0].prompt_logprobs == want.prompt_logprobs
 
 
-def test_of_two_loads_that_wait_the_later_is_told(
+def test_of_two_loads_the_later_answers_in_the_end(
     llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Running(llm, monkeypatch)
-    loads = []
-    for count, (weights, version) in enumerate([(state, "passed over"), (tiny_model_folder, "last")], 1):
-        loads.append(threading.Thread(target=llm.load_weights, args=(weights,), kwargs={"version": version}))
-        loads[-1].start()
-        deadline = time.monotonic() + LIMIT_S
-        while len(llm.engine.core._commands) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+    loads = [threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "first"})]
+    loads[0].start()
+    wait_for_command(llm, "TakeWeights")
+    last = {"version": "last"}
+    loads.append(threading.Thread(target=llm.load_weights, args=(tiny_model_folder,), kwargs=last))
+    loads[1].start()
     running.go_on()
     for thread in loads:
         thread.join(LIMIT_S)
@@ -385,6 +383,27 @@ def test_of_two_loads_that_wait_the_later_is_told(
     running.join()
     assert llm.engine.capabilities().weight_version == "last"
     assert llm.score(PAIRS[:1])[0].record.info.weight_version == "last"
+
+
+def test_lora_weights_that_come_while_others_wait_run_on_both(
+    llm: LLM,
+    state: dict[str, torch.Tensor],
+    new_folder: Path,
+    adapter_folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = Running(llm, monkeypatch)
+    loading = threading.Thread(target=llm.load_weights, args=(state,))
+    loading.start()
+    wait_for_command(llm, "TakeWeights")
+    llm.add_lora("wide", adapter_folders["wide"])
+    running.go_on()
+    loading.join(LIMIT_S)
+    assert not loading.is_alive()
+    running.join()
+    with _new_llm(new_folder) as fresh:
+        fresh.add_lora("wide", adapter_folders["wide"])
+        assert llm.score(PAIRS, lora="wide") == fresh.score(PAIRS, lora="wide")
 
 
 # -- no cache gives an old model's numbers -----------------------------------------------------------------
@@ -434,7 +453,7 @@ def test_a_row_that_waited_for_other_weights_is_not_kept_as_the_old_ones(
         running = Running(llm, monkeypatch)
         loading = threading.Thread(target=llm.load_weights, args=(state,))
         loading.start()
-        wait_for_command(llm, "ReplaceForward")
+        wait_for_command(llm, "TakeWeights")
         rows: list[Any] = []
         asking = threading.Thread(target=lambda: rows.append(lm.next_token_logprobs_sync([5, 60])))
         asking.start()

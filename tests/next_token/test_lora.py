@@ -187,7 +187,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     (name, folder), ids, gate = next(iter(adapter_folders.items())), random_ids(5, 9), threading.Event()
     with new_lm() as lm:
         lm.add_new_lora(folder, name)
-        weights = weakref.ref(lm._engine.core.engine.forward.loras.get(name))
+        weights = weakref.ref(lm._engine.core.engine._loras[lm._engine.lora_number(name)])
         forward = lm._engine.core.engine.forward
         run = forward.run
         monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])

@@ -23,7 +23,6 @@ from logprobe.transport.messages import (
     Drafts,
     Failure,
     Finish,
-    LoraNumber,
     News,
     Request,
     Submit,
@@ -68,7 +67,7 @@ def test_a_request_crosses_whole() -> None:
         "seed": -(2**40),
         "lora": "x",
     }
-    sent = Admitted(request(**params), {4: {"own": [1]}}, LoraNumber(3))
+    sent = Admitted(request(**params), {4: {"own": [1]}}, 3)
     got = commands.decode(commands.encode(Submit((sent,))))
     assert isinstance(got, Submit)
     [admitted] = got.requests
@@ -78,7 +77,7 @@ def test_a_request_crosses_whole() -> None:
     assert (admitted.request.request_id, admitted.request.first_scored) == ("r", 2)
     assert admitted.request.wants_row
     assert admitted.processor_args == {4: {"own": [1]}}
-    assert admitted.lora == LoraNumber(3)
+    assert admitted.lora_number == 3
 
 
 def test_what_is_new_crosses_whole() -> None:

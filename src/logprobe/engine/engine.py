@@ -23,24 +23,25 @@ from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Recorder, StepNews
 from logprobe.engine.request import check_request
 from logprobe.engine.succession import Succession
-from logprobe.errors import ForwardError, LogprobeError, WeightsReplacedError
+from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors import ModelFacts
 from logprobe.sampling import Sampler
 from logprobe.sampling.sampled import SampledRows
 from logprobe.transport.messages import (
     Abort,
-    AddLora,
     Admitted,
     Delta,
     Drafts,
+    DropLora,
+    DropWeights,
+    Failure,
     Finish,
     ForgetPrefixes,
     Pause,
-    RemoveLora,
-    ReplaceForward,
     Resume,
     Submit,
+    TakeWeights,
 )
 
 if TYPE_CHECKING:
@@ -49,10 +50,12 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.sample import Draw
     from logprobe.engine.plan.scheduler import StepPlan
-    from logprobe.engine.protocol import ForwardBackend
+    from logprobe.engine.protocol import ForwardBackend, Layout
+    from logprobe.models.loading import State
+    from logprobe.models.lora import LoraWeights
     from logprobe.records.host import Send
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Command, News, Request
+    from logprobe.transport.messages import Command, LoadLora, News, Request
 
 
 PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "tell", "publish")
@@ -104,6 +107,7 @@ class Engine:
         self.drawing = Drawing(self.processing, self.sampler)
         self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
         self._succession = Succession()
+        self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
         self._counter = itertools.count()
         self._num_pauses = 0
 
@@ -123,17 +127,39 @@ class Engine:
             ParameterError: it can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
-        lora = self.forward.loras.get(request.lora)
-        args = self.processing.admit(request.params)
-        return Admitted(request, args, lora, self._succession.number)
+        return Admitted(request, self.processing.admit(request.params))
 
-    def handle(self, command: Command) -> list[News]:
-        """Do what a message asks; what it ends is told at once.
+    def load_lora(self, command: LoadLora) -> None:
+        """Load LoRA weights, for requests to name by their number; from any thread.
 
         Raises:
-            ModelError: LoRA weights that cannot be read, or do not fit the model.
-            ParameterError: the name of LoRA weights is taken, or unknown.
+            ModelError: they cannot be read, or do not fit the model.
         """
+        lora = self.forward.load_lora(command.name, command.path, command.number)
+        self._loras[command.number] = lora
+        self.forward.make_room(lora)  # after that: other weights take over with room for all that are here
+
+    def load_weights(self, number: int, state: State) -> Layout | None:
+        """Make other weights of the model ready for `TakeWeights`; from any thread.
+
+        Raises:
+            ModelError: they do not fit the model.
+        """
+        forward = self.forward.with_weights(self.config, state)
+        self._succession.ready[number] = forward
+        return forward.layout
+
+    @property
+    def weights_number(self) -> int:
+        """Which load of the model's own weights answers now; from any thread."""
+        return self._succession.number
+
+    def has_ready(self, number: int) -> bool:
+        """Whether a load of weights waits for `TakeWeights`; from any thread."""
+        return number in self._succession.ready
+
+    def handle(self, command: Command | TakeWeights) -> list[News]:
+        """Do what a message asks; what it ends is told at once."""
         match command:
             case Submit(requests):
                 return [news for admitted in requests for news in self._add(admitted)]
@@ -146,15 +172,15 @@ class Engine:
             case Resume(request_id, by):
                 for sample in self._samples_of(request_id):
                     sample.paused_by.discard(by)
-            case AddLora(name, path):
-                self.forward.loras.add(name, path)
-            case RemoveLora(name):
-                self.forward.loras.remove(name)
             case ForgetPrefixes():
                 self.scheduler.tree.clear()
-            case ReplaceForward():
-                self._succession.begin(command)
-                return [*self._end_all(paused_only=command.finishes), *self._succeed()]
+            case DropLora(number):
+                self._loras.pop(number, None)
+            case DropWeights(number):
+                self._succession.ready.pop(number, None)
+            case TakeWeights(number, finishes):
+                self._succession.next = number
+                return [*self._end_all(paused_only=finishes), *self._succeed()]
         return []
 
     def step(self) -> list[News]:
@@ -205,22 +231,6 @@ class Engine:
             sample.end = Finish("error", error=reason)
         return [*self.recorder.end(news.deltas), *news.others, *self._succeed()]
 
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path; from any thread."""
-        return self.forward.loras.paths()
-
-    def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights; from any thread.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        if name is None:
-            return self._succession.number
-        lora = self.forward.loras.get(name)
-        assert lora is not None, "a name stands for weights, or raises"
-        return lora.number
-
     def check_integrity(self) -> None:
         """Assert that every slot has exactly one owner."""
         self.scheduler.check_integrity()
@@ -258,11 +268,11 @@ class Engine:
         news: list[News] = [*self._end_all(paused_only=True)]
         if any(self.scheduler.samples()):
             return news
-        command, held = self._succession.end()
-        self.forward = command.forward
+        self.forward, held = self._succession.end()
+        for lora in list(self._loras.values()):
+            self.forward.make_room(lora)
         self.scheduler = self._new_scheduler()
         self.scorer = PromptScorer(self.forward)
-        command.on_done()
         return [*news, *(one for admitted in held for one in self._add(admitted))]
 
     def _end_all(self, *, paused_only: bool) -> list[Delta]:
@@ -277,13 +287,17 @@ class Engine:
             self._succession.held.append(admitted)
             return []
         request, number = admitted.request, next(self._counter)
+        lora = self._loras.get(admitted.lora_number)
+        if admitted.lora_number and lora is None:
+            gone = f"LoRA weights {request.lora!r} ended with an engine process; please report this"
+            return [Failure(request.request_id, EngineError(gone))]
         samples = [
             Sample(
                 request,
                 index,
                 self.max_len,
                 new_generator(request, number, index, self.config.seed),
-                admitted.lora,
+                lora,
                 weights_number=self._succession.number,
             )
             for index in range(request.params.num_samples)

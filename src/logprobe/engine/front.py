@@ -7,23 +7,44 @@ so that nothing grows under two threads; each loop is woken once a batch of mess
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from logprobe.engine.fold import Describer, Fold
+from logprobe.engine.loras import LoraTable
 from logprobe.errors import EngineClosedError, require
+from logprobe.models.loading import digest_of, read_state
+from logprobe.models.lora import resolved_folder
 from logprobe.transport import StreamingLogprobsCollector
 from logprobe.transport.collector import Parcel
-from logprobe.transport.messages import Abort, Delta, Failure, ForgetPrefixes, Pause, Resume, Submit
+from logprobe.transport.messages import (
+    Abort,
+    Delta,
+    DropLora,
+    DropWeights,
+    Failure,
+    ForgetPrefixes,
+    LoadLora,
+    LoadWeights,
+    Pause,
+    Resume,
+    Submit,
+    TakeWeights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from logprobe.engine.protocol import Capabilities, Core, EngineStats
     from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
+    from logprobe.models.loading import State
     from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.transport.messages import Admitted, News, Request
 
@@ -41,8 +62,10 @@ class Front:
     def __init__(self, core: Core, table: TokenTable) -> None:
         """Start the core; `table` gives the texts of ids."""
         self.core = core
-        own = core.capabilities()
+        self._capabilities = own = core.capabilities()
         self._describer = Describer(own.source(), own.vocab_size, table)
+        self._numbers = itertools.count(1)  # of loads: of LoRA weights, and of others of the model's own
+        self._loading = threading.Lock()  # weights of the model's own, one load after the other
         self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
@@ -52,6 +75,8 @@ class Front:
         # All below is guarded by `_lock`.
         self._folds: dict[str, Fold] = {}
         self._read: set[str] = set()  # those of them that somebody follows
+        self._loras = LoraTable()
+        self._held: dict[str, int] = {}  # which of its loads a request runs on, where it runs on any
         self._is_closed = False
         core.start(self._publish, self._end)
 
@@ -61,17 +86,18 @@ class Front:
         Raises:
             ParameterError: it can never be served.
         """
-        return self.core.admit(request)
+        lora_number = 0 if request.lora is None else self.lora_number(request.lora)
+        admitted = self.core.admit(request)
+        return replace(admitted, lora_number=lora_number, weights_number=self.weights_number)
 
     def submit(self, admitted: Sequence[Admitted]) -> None:
         """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
 
         Raises:
-            ParameterError: an id that is in use; none was accepted then.
+            ParameterError: an id that is in use, or LoRA weights that were removed; none was accepted then.
             EngineClosedError: the engine was closed.
         """
-        self._open(admitted)
-        self.core.send(Submit(tuple(admitted)))
+        self.core.send(Submit(self._open(admitted)))
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended; giving up the wait aborts the request."""
@@ -115,9 +141,15 @@ class Front:
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.
             ParameterError: the engine takes none.
-            EngineError: a process of the engine ended meanwhile.
+            EngineError: a process of the engine ended meanwhile, or it was closed.
         """
-        self.core.add_lora(name, path)
+        require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
+        load = LoadLora(next(self._numbers), name, str(resolved_folder(path)))
+        self._check_open()
+        self.core.ask(load)
+        with self._lock:
+            gone = self._loras.put(load)
+        self._drop(gone)
 
     def remove_lora(self, name: str) -> None:
         """Refuse new requests for LoRA weights; they go once none runs on them.
@@ -125,23 +157,64 @@ class Front:
         Raises:
             ParameterError: no such weights.
         """
-        self.core.remove_lora(name)
+        with self._lock:
+            gone = self._loras.remove(name)
+        self._drop(gone)
 
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
-        return self.core.list_loras()
+        with self._lock:
+            return self._loras.paths()
 
-    def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights.
+    def lora_number(self, name: str) -> int:
+        """Which load of a name answers now.
 
         Raises:
             ParameterError: no such weights.
         """
-        return self.core.lora_number(name)
+        with self._lock:
+            return self._loras.number(name)
+
+    def load_weights(self, weights: str | Path | State, *, version: str | None = None, finishes: bool) -> str:
+        """Go on with other weights of the same model; it returns once they answer: their version.
+
+        Loads take turns.
+
+        Args:
+            weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
+            version: what records call them; None: `models.loading.digest_of`.
+            finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
+
+        Raises:
+            ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
+            ParameterError: the engine is not the native one.
+            EngineError: a process of the engine ended meanwhile, or it was closed.
+        """
+        given = weights if isinstance(weights, Mapping) else str(Path(weights).absolute())
+        with self._loading:
+            number = next(self._numbers)
+            layout = self.core.ask(LoadWeights(number, given))
+            assert layout is not None, "other weights give theirs"
+            try:
+                # Once, here, and not in every process.
+                version = version or digest_of(given if isinstance(given, Mapping) else read_state(given))
+            except BaseException:
+                self.core.send(DropWeights(number))
+                raise
+            capabilities = self._capabilities.of_weights(layout, version)
+            self._expect(number, capabilities.source())
+            self.core.ask(TakeWeights(number, finishes))
+            self._capabilities, self._describer.weights_number = capabilities, number
+        return version
+
+    @property
+    def weights_number(self) -> int:
+        """Which load of the model's own weights answers now."""
+        return self._describer.weights_number
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do; slots and rows are each process's, where it has several."""
-        return self.core.capabilities()
+        """What this engine can do now; slots and rows are each process's, where it has several."""
+        return self._capabilities
 
     def stats(self) -> EngineStats:
         """What it is doing and has done; read while it runs, so each figure is of its own moment."""
@@ -151,43 +224,60 @@ class Front:
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
         return self.core.stalled_s()
 
-    def expect(self, number: int, source: LogprobsInfo) -> None:
-        """Learn what records of the weights of a load say, before these may take over."""
-        with self._lock:
-            now = self._describer.weights_number
-            oldest = min((fold.output.weights_number for fold in self._folds.values()), default=now)
-            self._describer.expect(number, source, min(oldest, now))
-
-    def took_over(self, number: int) -> None:
-        """Open what comes from now on as of the weights of this load."""
-        self._describer.weights_number = number
-
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
         with self._lock:
             self._is_closed = True
         self.core.close()
 
-    def _open(self, admitted: Sequence[Admitted]) -> None:
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine is closed; make a new one")
+
+    def _expect(self, number: int, source: LogprobsInfo) -> None:
+        """Learn what records of the weights of a load say, before these may take over."""
+        with self._lock:
+            now = self.weights_number
+            oldest = min((fold.output.weights_number for fold in self._folds.values()), default=now)
+            self._describer.expect(number, source, min(oldest, now))
+
+    def _drop(self, lora_number: int | None) -> None:
+        """Let the core let go of LoRA weights that nothing holds."""
+        if lora_number is not None:
+            self.core.send(DropLora(lora_number))
+
+    def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         folds = {one.request.request_id: Fold(one.request, self._describer) for one in admitted}
         with self._lock:
-            if self._is_closed:
-                raise EngineClosedError("the engine is closed; make a new one")
+            self._check_open()
             require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
             for request_id in folds:
                 is_new = request_id not in self._folds
                 require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
+            bound = tuple(map(self._bound, admitted))
+            for one in bound:
+                if one.lora_number:
+                    self._loras.hold(one.lora_number)
+                    self._held[one.request.request_id] = one.lora_number
             for request_id in folds:
                 self._collector.open(request_id)
             self._folds |= folds
+        return bound
+
+    def _bound(self, admitted: Admitted) -> Admitted:
+        """A request on LoRA weights that are still there; its name may stand for others by now."""
+        name = admitted.request.lora
+        if name is None or self._loras.has(admitted.lora_number):
+            return admitted
+        return replace(admitted, lora_number=self._loras.number(name))
 
     def _publish(self, news: Iterable[News]) -> None:
         """Hand on what the core tells; what comes for a request that nobody opened is dropped."""
         for request_id in self._collector.add_many(map(_parcel, news)):
             # Its reader's event loop was closed: nobody can come back.
             self._collector.unregister(request_id)
-            self._forget(request_id)
             self.core.send(Abort(request_id))
+            self._forget(request_id)
 
     def _end(self, error: LogprobeError) -> None:
         """Take no more requests, and end all that there are with `error`."""
@@ -221,14 +311,17 @@ class Front:
         try:
             yield fold
         finally:
-            self._forget(request_id)
             if not fold.output.is_finished:
                 self.core.send(Abort(request_id))
+            self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._folds.pop(request_id, None)
             self._read.discard(request_id)
+            held = self._held.pop(request_id, None)
+            gone = None if held is None else self._loras.release(held)
+        self._drop(gone)
 
 
 def _parcel(news: News) -> Parcel[News]:

@@ -19,16 +19,17 @@ from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     import torch
 
+    from logprobe.config import EngineConfig
     from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
     from logprobe.models import Vocabulary
+    from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +157,12 @@ class RowEngine(Protocol):
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
 
-    def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights.
+    def lora_number(self, name: str) -> int:
+        """Which load of a name answers now; `ParameterError` where there are no such weights."""
 
-        `ParameterError` where there are no such weights.
-        """
+    @property
+    def weights_number(self) -> int:
+        """Which load of the model's own weights answers now."""
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended."""
@@ -185,29 +187,26 @@ class Core(Protocol):
         """
 
     def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
+        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why.
 
-    def send(self, command: FrontCommand) -> None:
+        Which loads it runs on is the front's to say.
+        """
+
+    def send(self, command: Command) -> None:
         """Do this before the next step; what it says of a request that has ended is dropped."""
+
+    def ask(self, command: Asked) -> Layout | None:
+        """Do this, or nothing of it, and return once it is done; other weights give their layout.
+
+        `LogprobeError` where it cannot be done. What requests are sent later finds it done.
+        """
 
     @property
     def is_busy(self) -> bool:
         """Whether requests run or wait."""
 
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder, in place of any of that name."""
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights, which go once none runs on them."""
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-
-    def lora_number(self, name: str | None) -> int:
-        """As `RowEngine.lora_number`."""
-
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """What it can do with the weights that it was started with."""
 
     def stats(self) -> EngineStats:
         """What it is doing and has done."""
@@ -257,22 +256,6 @@ class StepBatch:
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
 
-class LoraStore(Protocol):
-    """The LoRA weights of one model, known by name; all may be called on any thread."""
-
-    def get(self, name: str | None) -> LoraWeights | None:
-        """What a name stands for now; `ParameterError` where there are no such weights, None for None."""
-
-    def paths(self) -> dict[str, str]:
-        """Name → path of all that requests may use."""
-
-    def add(self, name: str, path: str) -> None:
-        """Load weights and make them known; a name loaded again stands for the new ones from then on."""
-
-    def remove(self, name: str) -> None:
-        """Refuse them to new requests."""
-
-
 class ForwardBackend(Protocol):
     """Runs packed tokens through a model and keeps keys, values and hidden rows by slot."""
 
@@ -283,8 +266,17 @@ class ForwardBackend(Protocol):
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies throughout
 
     @property
-    def loras(self) -> LoraStore:
-        """The LoRA weights that requests may name."""
+    def layout(self) -> Layout | None:
+        """How its layers run, where it has any."""
+
+    def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
+        """LoRA weights of a folder, for this model or one of its shape; from any thread, beside `run`."""
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Let steps name such weights; from any thread, beside `run`."""
+
+    def with_weights(self, config: EngineConfig, state: State) -> ForwardBackend:
+        """The same model with other weights by name, which are copied; from any thread, beside `run`."""
 
     def run(self, batch: StepBatch) -> None:
         """Compute a step's tokens; all keys of a layer are stored before any is read."""

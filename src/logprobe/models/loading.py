@@ -9,7 +9,7 @@ import hashlib
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
 from logprobe.models.resolution import checked_folder
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from logprobe.models.resolution import ModelFiles
+
+State: TypeAlias = "Mapping[str, torch.Tensor]"
+"""A model's weights by name."""
 
 
 def load_model(
@@ -58,7 +61,7 @@ def load_model(
 
 def load_state(
     model: PreTrainedModel,
-    state: Mapping[str, torch.Tensor],
+    state: State,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -114,7 +117,7 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def digest_of(state: Mapping[str, torch.Tensor]) -> str:
+def digest_of(state: State) -> str:
     """What tells weights apart: `blake2b:` and 32 hexadecimal digits, the same for a state and for its files.
 
     BLAKE2b of 16 bytes over the tensors by ascending name: name, dtype and shape as one JSON array each, then

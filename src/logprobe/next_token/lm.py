@@ -368,8 +368,8 @@ class NextTokenLM(ABC, Generic[ArrayT]):
     ) -> list[Row]:
         self._check_open()
         prompts = [self._as_prompt(ids) for ids in prefixes]
-        number = self._engine.lora_number(lora)
-        rows = [self._cache.get((lora, number, ids.tobytes())) if use_cache else None for ids in prompts]
+        loads = (0 if lora is None else self._engine.lora_number(lora), self._engine.weights_number)
+        rows = [self._cache.get((lora, *loads, ids.tobytes())) if use_cache else None for ids in prompts]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
         missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
         params = row_params(lora)

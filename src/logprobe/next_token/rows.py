@@ -28,16 +28,15 @@ ArrayT = TypeVar("ArrayT")
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
 
-RowKey: TypeAlias = tuple[str | None, int, bytes]
-"""All that changes a row of one model: the LoRA weights, the number of their load (of the model's own weights
-where there are none), and every token id."""
+RowKey: TypeAlias = tuple[str | None, int, int, bytes]
+"""All that changes a row of one model: the LoRA weights by name and load, the load of the model's own
+weights, and every token id."""
 
 
 def key_of(admitted: Admitted) -> RowKey:
     """The key of the row that a request asks for."""
     request = admitted.request
-    number = admitted.weights_number if admitted.lora is None else admitted.lora.number
-    return request.lora, number, request.prompt_token_ids.tobytes()
+    return request.lora, admitted.lora_number, admitted.weights_number, request.prompt_token_ids.tobytes()
 
 
 @final

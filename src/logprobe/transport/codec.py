@@ -21,7 +21,6 @@ from logprobe import errors
 from logprobe.errors import EngineError, LogprobeError, ParameterError
 from logprobe.records.rows import HostRows
 from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
-from logprobe.transport.messages import LoraNumber, NumberedLora
 from logprobe.transport.shm import Span
 
 if TYPE_CHECKING:
@@ -120,10 +119,8 @@ class Codec(Generic[T]):
             return self._rows_at(*msgspec.convert(value, Place))
         if get_origin(kind) is np.ndarray:
             return self._array_at(msgspec.convert(value, int))
-        if kind is LogprobeError:
-            return _error(value)
-        assert kind is NumberedLora
-        return msgspec.convert(value, LoraNumber)
+        assert kind is LogprobeError
+        return _error(value)
 
     def _rows_at(self, block: int, start: int, stop: int) -> HostRows:
         known = self._present.rows

@@ -6,8 +6,7 @@ engine once they are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -42,27 +41,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return self.params.lora
 
 
-@runtime_checkable  # msgspec checks what it made
-class NumberedLora(Protocol):
-    """LoRA weights; each load has a number of its own, also where a name is loaded again."""
-
-    @property
-    def number(self) -> int:
-        """Of the load."""
-
-
-class LoraNumber(msgspec.Struct, frozen=True, weakref=True):
-    """Stands for LoRA weights where they lie in another process."""
-
-    number: int
-
-
 class Admitted(msgspec.Struct, frozen=True, eq=False):
     """A request that an engine has said yes to, with what it found out by the way."""
 
     request: Request
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
-    lora: NumberedLora | None = None  # what the name stood for then; held, so that it lasts as long
+    lora_number: int = 0  # which load of the LoRA weights that it names answered then; 0: it names none
     weights_number: int = 0  # which load of the model's weights answered then
 
 
@@ -92,37 +76,52 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
     by: PausedBy = "caller"
 
 
-class AddLora(msgspec.Struct, tag=True, frozen=True):
-    """Load LoRA weights from a folder; may be handled on any thread."""
-
-    name: str
-    path: str
-
-
-class RemoveLora(msgspec.Struct, tag=True, frozen=True):
-    """Refuse new requests for LoRA weights, which go once none runs on them; may be handled on any thread."""
-
-    name: str
-
-
 class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
     """Let go of every cached prefix that no request stands on."""
 
 
-class ReplaceForward(msgspec.Struct, frozen=True, eq=False):
-    """Run what comes from now on through another forward pass of the same shape; no cache outlives it.
+class LoadLora(msgspec.Struct, tag=True, frozen=True):
+    """Load LoRA weights from a folder; answered. Requests name them by this number."""
 
-    What runs is ended by `WeightsReplacedError`, or finishes first, and what comes meanwhile waits.
+    number: int
+    name: str
+    path: str
+
+
+class DropLora(msgspec.Struct, tag=True, frozen=True):
+    """No request names these weights any more, nor will one."""
+
+    number: int
+
+
+class LoadWeights(msgspec.Struct, tag=True, frozen=True, eq=False):
+    """Make other weights of the model ready, beside those that answer; answered with their layout."""
+
+    number: int
+    weights: Any  # by name, or the folder of their safetensors files
+    is_passing: bool = False  # the folder goes with the front
+
+
+class TakeWeights(msgspec.Struct, tag=True, frozen=True):
+    """Run what comes from now on on weights that are ready; answered once they have taken over.
+
+    What runs is ended by `WeightsReplacedError`, or finishes first, and what comes meanwhile waits. No cache
+    outlives the old ones.
     """
 
-    forward: Any
+    number: int
     finishes: bool
-    number: int  # of the load of its weights
-    on_done: Callable[[], None]  # called on the engine's own thread once it, or a later one, has its place
 
 
-FrontCommand: TypeAlias = Submit | Abort | Pause | Resume | ForgetPrefixes
-Command: TypeAlias = FrontCommand | AddLora | RemoveLora | ReplaceForward
+class DropWeights(msgspec.Struct, tag=True, frozen=True):
+    """Weights that are ready will not be taken."""
+
+    number: int
+
+
+Command: TypeAlias = Submit | Abort | Pause | Resume | ForgetPrefixes | DropLora | DropWeights
+Asked: TypeAlias = LoadLora | LoadWeights | TakeWeights
+"""Commands that are answered, once."""
 
 
 class Drafts(msgspec.Struct, omit_defaults=True):

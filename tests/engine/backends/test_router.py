@@ -7,7 +7,7 @@ import pytest
 
 from logprobe.engine.backends.router import BLOCK, Router
 from logprobe.sampling import SamplingParams
-from logprobe.transport.messages import Admitted, LoraNumber, Request
+from logprobe.transport.messages import Admitted, Request
 
 UP = [True, True, True]
 
@@ -16,7 +16,7 @@ def admitted(ids: list[int], lora: int | None = None) -> Admitted:
     request = Request(
         request_id="r", prompt_token_ids=np.array(ids, np.int32), params=SamplingParams(max_tokens=4)
     )
-    return Admitted(request, {}, None if lora is None else LoraNumber(lora))
+    return Admitted(request, {}, lora or 0)
 
 
 def prompt(seed: int, length: int = 10 * BLOCK) -> list[int]:

@@ -318,3 +318,28 @@ def test_capabilities_state_the_limits(llm: LLM) -> None:
     assert (facts.max_batch_tokens, facts.max_batch_rows, facts.max_model_len) == (32, 6, 128)
     assert facts.num_slots == llm.engine.core.engine.forward.num_slots
     assert (facts.engine, facts.device, facts.dtype) == ("native", "cpu", "float32")
+
+
+def test_a_request_runs_on_what_its_name_stands_for_as_it_is_submitted(
+    wide_heads: tuple[Path, dict[str, Path]],
+) -> None:
+    """Weights that nothing holds go at once, also where a request was admitted on them."""
+    model, folders = wide_heads
+    with LLM(str(model), kv_bytes=1 << 20) as llm:
+        llm.add_lora("own", folders["narrow"])
+        want = asyncio.run(ask(llm, "want", lora="own", logprobs=0)).outputs[0].cumulative_logprob
+        llm.add_lora("own", folders["wide"])
+        late, gone, plain = (
+            llm.engine.admit(request(name, logprobs=0, lora=lora))
+            for name, lora in (("late", "own"), ("gone", "own"), ("plain", None))
+        )
+        llm.add_lora("own", folders["narrow"])
+        llm.engine.submit([late])
+        late_output = asyncio.run(llm.engine.result("late"))
+        assert late_output.outputs[0].cumulative_logprob == pytest.approx(want, abs=1e-4)
+        llm.remove_lora("own")
+        with pytest.raises(ParameterError, match="no LoRA weights 'own'"):
+            llm.engine.submit([plain, gone])
+        llm.engine.submit([plain])  # it was not accepted then
+        plain_output = asyncio.run(llm.engine.result("plain"))
+        assert plain_output.outputs[0].cumulative_logprob != pytest.approx(want, abs=1e-4)

@@ -113,11 +113,12 @@ def test_lora_weights_of_layers_with_other_names_are_pefts(
     forward = NativeForward(
         EngineConfig(model=str(path), weights=weights, kv_bytes=1 << 21), resolve(str(path))
     )
-    forward.loras.add("own", tmp_path)
+    lora = forward.load_lora("own", str(tmp_path), 1)
+    forward.make_room(lora)
     ids = np.arange(3, 43, dtype=np.int32)
     with torch.inference_mode():
         want = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].double().log_softmax(-1)
-    got = run(forward, [ids], split=13, lora=forward.loras.get("own"))
+    got = run(forward, [ids], split=13, lora=lora)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     assert (run(forward, [ids], split=13) - want).abs().max() > 1e-2
 

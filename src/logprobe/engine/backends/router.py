@@ -54,7 +54,7 @@ class Router:
 def _blocks(admitted: Admitted) -> Iterator[int]:
     """A number for each whole block of the prompt, which stands for all tokens up to its end."""
     ids = admitted.request.prompt_token_ids
-    number = 0 if admitted.lora is None else admitted.lora.number
+    number = admitted.lora_number
     for start in range(0, len(ids) - BLOCK + 1, BLOCK):
         number = hash((number, ids[start : start + BLOCK].tobytes()))
         yield number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,10 @@ from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.forward.pool import keep_out_of_collections, resident_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
-from logprobe.errors import require
 from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
-from logprobe.models.loading import digest_of, read_state
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors
@@ -29,10 +26,8 @@ from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.forward.native import State
     from logprobe.models import ModelFiles
     from logprobe.processors import Pipeline
 
@@ -148,47 +143,6 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
     way = "recalled" if forward.is_recalled else "proven"
     return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, room for {forward.num_slots} tokens"
-
-
-def replace_weights(
-    front: Front,
-    config: EngineConfig,
-    weights: str | Path | State,
-    *,
-    version: str | None = None,
-    finishes: bool,
-) -> str:
-    """Give a running engine other weights of the same model; it returns once they answer: their version.
-
-    Args:
-        front: of the engine, in this process or in others of this machine.
-        config: what it was started with.
-        weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
-        version: what records call them; None: `models.loading.digest_of`.
-        finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
-
-    Raises:
-        ModelError: the weights cannot be read, or do not fit the model.
-        ParameterError: the engine is not the native one.
-        EngineError: an engine process ended while it read the weights; all go on with the old ones.
-    """
-    core = front.core
-    if not isinstance(core, EngineThread):
-        from logprobe.engine.backends.process.engine import ProcessEngine
-
-        is_known = isinstance(core, ProcessEngine)
-        require(is_known, "weights", "are replaced in the native engine; make a new LLM")
-        assert isinstance(core, ProcessEngine)
-        return core.load_weights(weights, front, version=version, finishes=finishes)
-    state = weights if isinstance(weights, Mapping) else read_state(weights)
-    before: Any = core.engine.forward
-    with quiet_transformers():
-        forward = before.with_weights(config, state)
-    release_threads()
-    version = version or digest_of(state)
-    capabilities = core.capabilities().of_weights(forward.layout, version)
-    core.replace_forward(forward, capabilities, front, finishes=finishes)
-    return version
 
 
 def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:

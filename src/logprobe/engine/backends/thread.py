@@ -7,31 +7,34 @@ what is new of the requests is published.
 from __future__ import annotations
 
 import atexit
-import itertools
 import math
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
 from logprobe.engine.overlap import Overlapped, Plain
 from logprobe.errors import EngineClosedError, EngineError
-from logprobe.transport.messages import AddLora, RemoveLora, ReplaceForward
+from logprobe.kernels.threads.parallel import release_threads
+from logprobe.models.loading import read_state
+from logprobe.models.quiet import quiet_transformers
+from logprobe.transport.messages import LoadLora, LoadWeights, TakeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     from logprobe.engine.engine import Engine
-    from logprobe.engine.front import Front
-    from logprobe.engine.protocol import Capabilities, EngineStats, ForwardBackend
+    from logprobe.engine.protocol import Capabilities, EngineStats, Layout
     from logprobe.errors import LogprobeError
-    from logprobe.transport.messages import Admitted, Command, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
 
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
+CLOSED: Final = "the engine was closed before the new weights answered"
 SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others want it; Python's own is 5 ms
 
 
@@ -46,12 +49,13 @@ class EngineThread:
         """`overlap`: the next step runs while what the one before found is published, on a second thread."""
         self.engine = engine
         self._capabilities = capabilities
-        self._loads = itertools.count(1)  # of weights that take over, guarded by `_loading`
-        self._loading = threading.Lock()
         self._overlap = overlap
         self._wake = threading.Condition()
-        # Both are guarded by `_wake`.
-        self._commands: deque[Command] = deque()
+        # All three are guarded by `_wake`.
+        self._commands: deque[Command | TakeWeights] = deque()
+        self._taking: dict[
+            int, Future[None]
+        ] = {}  # weights that shall take over, by the numbers of their loads
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
@@ -86,50 +90,46 @@ class EngineThread:
         """Whether the engine has work, or messages to handle."""
         return bool(self._commands) or self.engine.has_work
 
-    def replace_forward(
-        self, forward: ForwardBackend, capabilities: Capabilities, front: Front, *, finishes: bool
-    ) -> None:
-        """Run what comes from now on through another forward pass of the same shape; wait until it does.
-
-        `capabilities` are those of the engine with it; `front` is told of them first: its records name them.
+    def ask(self, command: Asked) -> Layout | None:
+        """Do what is answered; weights are read on the caller's thread, so that no step waits for the disk.
 
         Raises:
+            ModelError: weights that cannot be read, or do not fit the model.
             EngineClosedError: the engine was closed meanwhile.
         """
-        has_taken_over = threading.Event()
+        match command:
+            case LoadLora():
+                self.engine.load_lora(command)
+            case LoadWeights(number, weights):
+                state = weights if isinstance(weights, Mapping) else read_state(weights)
+                with quiet_transformers():
+                    layout = self.engine.load_weights(number, state)
+                release_threads()  # from here on the engine's own thread computes
+                return layout
+            case TakeWeights():
+                self.take(command).result()
+        return None
 
-        def on_done() -> None:
-            if self.lora_number(None) == number:  # else a later one has its place
-                self._capabilities = capabilities
-                front.took_over(number)
-            has_taken_over.set()
+    def take(self, command: TakeWeights) -> Future[None]:
+        """Have weights that are ready take over; it ends once they have.
 
-        with self._loading:
-            number = next(self._loads)
-            front.expect(number, capabilities.source())
-            self.send(ReplaceForward(forward, finishes, number, on_done))
-        while not has_taken_over.wait(CHECK_AFTER_IDLE_S):
-            if math.isinf(self.stalled_s()):
-                raise EngineClosedError("the engine was closed before the new weights answered")
-
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; errors as `Engine.handle`."""
-        self.engine.handle(AddLora(name, str(path)))  # here, so that no step waits for the disk
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; errors as `Engine.handle`."""
-        self.engine.handle(RemoveLora(name))
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-        return self.engine.list_loras()
-
-    def lora_number(self, name: str | None) -> int:
-        """Which load of a name answers now, or for None which of the model's own weights; errors as there."""
-        return self.engine.lora_number(name)
+        Raises:
+            EngineError: they are not ready.
+            EngineClosedError: the engine was closed.
+        """
+        if not self.engine.has_ready(command.number):
+            raise EngineError("the weights that shall take over are not ready here; please report this")
+        taking: Future[None] = Future()
+        with self._wake:
+            if self._is_closed:
+                raise EngineClosedError(CLOSED)
+            self._taking[command.number] = taking
+            self._commands.append(command)
+            self._wake.notify()
+        return taking
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do."""
+        """What this engine can do with the weights that it was started with."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
@@ -168,11 +168,25 @@ class EngineThread:
                     self._loop.step()
                     if not self.engine.has_work:
                         self._loop.settle()
+                    self._tell_taken()
                     self._turn_began = None
         except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
             reason = EngineError(f"the engine stopped: {error!r}; please report this")
             reason.__cause__ = error
+        with self._wake:
+            self._is_closed = True
+            taking, self._taking = self._taking, {}
+        for one in taking.values():
+            one.set_exception(EngineClosedError(CLOSED))
         self._end(reason)
+
+    def _tell_taken(self) -> None:
+        """End the wait for weights that have taken over."""
+        if self._taking:
+            with self._wake:
+                taking = self._taking.pop(self.engine.weights_number, None)
+            if taking is not None:
+                taking.set_result(None)
 
     def _take_commands(self) -> bool:
         """Wait for work and do what the messages ask; False once closed."""

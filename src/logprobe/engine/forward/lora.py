@@ -6,7 +6,6 @@ which weights; rows without any, and steps without any, take the model's own pat
 
 from __future__ import annotations
 
-import itertools
 import threading
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -15,12 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from logprobe.engine.layers.packed import added
-from logprobe.errors import require, shortened
-from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from logprobe.engine.protocol import StepBatch
     from logprobe.models.lora import LoraWeights
 
@@ -86,79 +81,26 @@ class LoraLinear(nn.Module):
 
 @final
 class Loras:
-    """The LoRA weights of one model by name; loading may happen on any thread while steps run."""
+    """Room for LoRA weights in one model's layers; it may be made on any thread while steps run."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._rows = StepRows()
-        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._loaded: dict[str, LoraWeights] = {}  # guarded by `_lock`
-
-    def adopt(self, others: Loras) -> None:
-        """Load what another model of the same shape has, by their names; their numbers go on.
-
-        Raises:
-            ModelError: a folder can no longer be read.
-        """
-        self._numbers = others._numbers
-        for name, path in others.paths().items():
-            self.add(name, path)
 
     @property
     def are_running(self) -> bool:
         """Whether any row of the present step runs under LoRA weights."""
         return bool(self._rows.groups)
 
-    def paths(self) -> dict[str, str]:
-        """Name → path of all that requests may use."""
-        with self._lock:
-            return {name: lora.path for name, lora in self._loaded.items()}
-
-    def get(self, name: str | None) -> LoraWeights | None:
-        """What a name stands for now; None for None.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        if name is None:
-            return None
-        with self._lock:
-            lora, listed = self._loaded.get(name), ", ".join(self._loaded) or "none"
-        require(lora is not None, "lora", f"no LoRA weights {shortened(name)!r} are loaded; known: {listed}")
-        return lora
-
-    def add(self, name: str, path: str | Path) -> None:
-        """Load weights and make them known; those that had the name serve what was asked before.
-
-        Raises:
-            ModelError: the folder cannot be read, or does not fit the model.
-            ParameterError: the name is no text.
-        """
-        require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
-        lora = load_lora(name, path, self._model, next(self._numbers))
-        self.make_room(lora)
-        with self._lock:
-            self._loaded[name] = lora
-
     def make_room(self, lora: LoraWeights) -> None:
-        """Let weights that were loaded for this model or one of its shape run, whatever their name."""
+        """Let weights that were loaded for this model or one of its shape run."""
         with self._lock:
             for module_name in lora.parts:
                 self._wrap(module_name)
 
-    def remove(self, name: str) -> None:
-        """Refuse weights to new requests; they go once none runs on them.
-
-        Raises:
-            ParameterError: no such weights.
-        """
-        self.get(name)
-        with self._lock:
-            self._loaded.pop(name, None)
-
     def close(self) -> None:
-        """Let the model go; what was loaded can still be listed."""
+        """Let the model go."""
         self._model = None
 
     def select(self, batch: StepBatch) -> None:

@@ -6,7 +6,7 @@ Before it: the scheduler's plan. After it: hidden rows in their slots, which the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,17 +18,15 @@ from logprobe.engine.layers.recorded import RecordedSteps, record_steps
 from logprobe.engine.ready.start import make_ready
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.models.loading import load_state
+from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from logprobe.config import EngineConfig
     from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
+    from logprobe.models.loading import State
+    from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
-
-State: TypeAlias = "Mapping[str, torch.Tensor]"
-"""A model's weights by name."""
 
 RECORDED_TOLERANCE = 1e-5  # of the largest number; the integers are the same
 NUM_TOKENS = 12  # of the text that recorded steps are tried on
@@ -62,9 +60,7 @@ class NativeForward:
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
         self.eos_token_ids = ready.eos_token_ids
-        self.loras = Loras(self.model)
-        if replaced is not None:
-            self.loras.adopt(replaced[0].loras)
+        self._loras = Loras(self.model)
         self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready.probe, ready.hidden_size)
         self.recorded = self._record(is_proven=ready.is_recorded)
         remember(self.recorded is not None)
@@ -89,7 +85,7 @@ class NativeForward:
         for name in ("model", "decoder", "head", "step", "recorded", "pool", "hidden"):
             setattr(self, name, None)
         self.__dict__.pop("_own_module", None)
-        self.loras.close()
+        self._loras.close()
         if self._memory is not None:
             self._memory.release()
             self._memory = None
@@ -107,8 +103,23 @@ class NativeForward:
         self.pool.make_like(probe, self._new_zeros)
         self.hidden = self._new_zeros((self.num_slots, hidden_size))
 
+    def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
+        """LoRA weights of a folder, for this model or one of its shape.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            EngineClosedError: this one was closed.
+        """
+        if self.model is None:
+            raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
+        return load_lora(name, path, self.model, number)
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Let steps name such weights."""
+        self._loras.make_room(lora)
+
     def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
-        """The same with other weights, and the same LoRA weights.
+        """The same with other weights.
 
         Raises:
             ModelError: they do not fit the model.
@@ -141,8 +152,8 @@ class NativeForward:
         )
         if leaves_scratch:
             return_freed()  # the logits of the last chunk, where it was scored
-        self.loras.select(batch)
-        recorded = None if self.loras.are_running else self.recorded
+        self._loras.select(batch)
+        recorded = None if self._loras.are_running else self.recorded
         if recorded is not None and recorded.can_run(attention):
             self.step.is_long = is_long
             hidden = recorded.run(batch.token_ids, batch.positions, attention)

@@ -135,16 +135,19 @@ class HttpEngine:
         """The LoRA weights that the server had when it was met: name → path over there."""
         return dict(self._facts.loras)
 
-    def lora_number(self, name: str | None) -> int:
-        """One more each time that a reply was of other weights: the server alone knows its loads.
+    def lora_number(self, name: str) -> int:
+        """0: the server alone knows its loads.
 
         Raises:
             ParameterError: the server had no such weights when it was met.
         """
-        known = ", ".join(self._facts.loras) or "none"
-        is_known = name is None or name in self._facts.loras
-        asked = shortened(name or "")
-        require(is_known, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
+        known, asked = ", ".join(self._facts.loras) or "none", shortened(name)
+        require(name in self._facts.loras, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
+        return 0
+
+    @property
+    def weights_number(self) -> int:
+        """One more each time that a reply was of other weights."""
         return self._weights_number
 
     def capabilities(self) -> Capabilities:

@@ -22,17 +22,27 @@ from logprobe.integrations.vllm.follow import Fetcher, Follow
 from logprobe.integrations.vllm.orders import WORKS, Work
 from logprobe.integrations.vllm.params import drawing_params, scoring_params
 from logprobe.integrations.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
-from logprobe.transport.messages import Abort, Delta, Failure, Finish, ForgetPrefixes, Pause, Resume, Submit
+from logprobe.transport.messages import (
+    Abort,
+    Delta,
+    DropLora,
+    Failure,
+    Finish,
+    ForgetPrefixes,
+    LoadLora,
+    Pause,
+    Resume,
+    Submit,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
     from logprobe.engine.protocol import Capabilities
     from logprobe.integrations.vllm.loras import VllmLoras
-    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
 
 logger = logging.getLogger("logprobe")
 
@@ -92,7 +102,7 @@ class VllmEngine:
             )
         return admitted
 
-    def send(self, command: FrontCommand) -> None:
+    def send(self, command: Command) -> None:
         """Have this done on the event loop; a request's pause or end at once where this is called there."""
         is_on_loop = threading.get_ident() == self._thread_id
         match command:
@@ -104,6 +114,8 @@ class VllmEngine:
                 self._bridge.post(self._begin, requests)
             case ForgetPrefixes():
                 self._bridge.post(self._reset_prefixes)
+            case DropLora(number):
+                self._bridge.post(self._loras.drop, number)
             case _:
                 self._bridge.post(self._handle, command)
 
@@ -112,21 +124,16 @@ class VllmEngine:
         """Whether requests run or wait."""
         return bool(self._follows)
 
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; errors as `VllmLoras.add`."""
-        self._loras.add(name, path)
+    def ask(self, command: Asked) -> None:
+        """Load LoRA weights; errors as `VllmLoras.load`.
 
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; errors as `VllmLoras.remove`."""
-        self._loras.remove(name)
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-        return {load.name: load.path for load in self._loras.names.all()}
-
-    def lora_number(self, name: str | None) -> int:
-        """As `Front.lora_number`; 0 for the model's own weights, which are never replaced."""
-        return 0 if name is None else self._loras.names.get(name).number
+        Raises:
+            ParameterError: other weights of the model.
+        """
+        is_lora = isinstance(command, LoadLora)
+        require(is_lora, "weights", "are replaced in the native engine; make a new LLM")
+        assert isinstance(command, LoadLora)
+        self._bridge.run(self._loras.load(command))
 
     def capabilities(self) -> Capabilities:
         """What this engine can do."""
@@ -329,8 +336,6 @@ class VllmEngine:
     def _forget_request(self, request_id: str) -> None:
         if all(one.is_over for one in self._follows.get(request_id, [])):
             self._follows.pop(request_id, None)
-            if not self._follows:
-                self._loras.drop()
 
     def _reset_prefixes(self) -> None:
         """Let go of every cached prefix; vLLM keeps them while any request runs."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.backends.process.admission import Admission, LoraNames, processor_names
+from logprobe.engine.backends.process.admission import Admission, processor_names
 from logprobe.engine.backends.start import LoadedModel, text_edge
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
@@ -219,14 +219,13 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
         tokenizer=text.tokenizer,
         vocabulary=text.vocabulary,
     )
-    loras = LoraNames()
     told = replace(config, dtype=capabilities.dtype)  # what processors are told
     core = VllmEngine(
         llm,
         bridge,
         capabilities=capabilities,
-        admission=Admission(told, capabilities, facts, loras),
-        loras=VllmLoras(llm, bridge, loras, capabilities.device),
+        admission=Admission(told, capabilities, facts),
+        loras=VllmLoras(llm, capabilities.device),
         end_ids=sorted(ends),
     )
     engine = Front(core, text.vocabulary)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logprobe.engine.backends.start import replace_weights
 from logprobe.errors import EngineError, UnsupportedModelError, WeightsReplacedError
 
 if TYPE_CHECKING:
@@ -57,10 +56,10 @@ def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def new_thread(packed: EngineConfig, start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
+def new_thread(start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
     """An engine of this process on the new weights."""
     with start(process=False, weights="packed") as engine:
-        replace_weights(engine, packed, state, finishes=True)
+        engine.load_weights(state, finishes=True)
         yield engine
 
 
@@ -69,7 +68,7 @@ def whole_again(replicas: Front, packed: EngineConfig, until: Until) -> Iterator
     """Both processes run, and have the model's own weights after the test."""
     until(lambda: all(replica.is_up for replica in replicas.core._replicas))
     yield
-    replace_weights(replicas, packed, packed.model, finishes=False)
+    replicas.load_weights(packed.model, finishes=False)
 
 
 @pytest.fixture
@@ -113,10 +112,10 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
     for engine in engines:
         engine.add_lora("a", adapter_folders["wide"])
     before = answers()
-    numbers = [replicas.lora_number(name) for name in (None, "a")]
-    assert replace_weights(replicas, packed, state, version="new", finishes=True) == "new"
+    number = replicas.weights_number
+    assert replicas.load_weights(state, version="new", finishes=True) == "new"
     assert replicas.capabilities().weight_version == "new"
-    assert [replicas.lora_number(name) for name in (None, "a")] > numbers
+    assert replicas.weights_number > number
     want = [teller.ask(new_thread, IDS, logprobs=3, lora=lora).outputs[0].logprobs for lora in (None, "a")]
     assert want[0] not in before
 
@@ -136,7 +135,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
     def load() -> None:
         with pytest.raises(EngineError) as caught:
-            replace_weights(replicas, packed, packed.model, finishes=True)
+            replicas.load_weights(packed.model, finishes=True)
         errors.append(caught.value)
 
     loading = threading.Thread(target=load)
@@ -153,7 +152,6 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 @pytest.mark.usefixtures("nothing_left")
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     replicas: Front,
-    packed: EngineConfig,
     state: dict[str, torch.Tensor],
     answers: Callable[..., list[Any]],
 ) -> None:
@@ -161,7 +159,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     name = "model.layers.0.mlp.up_proj.weight"
     part = {key: weight for key, weight in state.items() if key != name}
     with pytest.raises(UnsupportedModelError, match=rf"1 missing \({name}\)"):
-        replace_weights(replicas, packed, part, finishes=True)
+        replicas.load_weights(part, finishes=True)
     assert answers() == before
 
 
@@ -171,7 +169,7 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
     replicas: Front, packed: EngineConfig, teller: Any, finishes: bool
 ) -> None:
     want = teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids
-    number = replicas.lora_number(None)
+    number = replicas.weights_number
     asked = {"max_tokens": 200 if finishes else 4000, "logprobs": 0}
     names = [teller.submit(replicas, IDS, **asked) for _ in range(4)]
     old = replicas.capabilities().weight_version
@@ -180,9 +178,7 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
 
     async def run() -> list[Any]:
         waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]
-        await asyncio.to_thread(
-            replace_weights, replicas, packed, packed.model, version="again", finishes=finishes
-        )
+        await asyncio.to_thread(replicas.load_weights, packed.model, version="again", finishes=finishes)
         return await asyncio.gather(*waiting)
 
     for output in asyncio.run(run()):
@@ -193,4 +189,4 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
             assert type(output.error) is WeightsReplacedError
     after = teller.ask(replicas, IDS, max_tokens=200, logprobs=0)
     assert after.outputs[0].token_ids == want
-    assert (after.weights_number, after.info.weight_version) == (replicas.lora_number(None), "again")
+    assert (after.weights_number, after.info.weight_version) == (replicas.weights_number, "again")

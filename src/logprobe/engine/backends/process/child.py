@@ -15,25 +15,19 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
 
-    from logprobe.config import EngineConfig
-    from logprobe.engine.backends.process.orders import (
-        LoadLora,
-        LoadWeights,
-        Order,
-        Report,
-        Start,
-        TakeWeights,
-    )
+    from logprobe.engine.backends.process.orders import Order, Report, Start
     from logprobe.engine.backends.start import NativeParts
-    from logprobe.engine.protocol import ForwardBackend, Layout
+    from logprobe.engine.backends.thread import EngineThread
+    from logprobe.engine.protocol import Layout
     from logprobe.errors import LogprobeError
     from logprobe.transport.channel import Channel
-    from logprobe.transport.messages import Admitted, News
+    from logprobe.transport.messages import Admitted, LoadLora, LoadWeights, News, TakeWeights
 
 PULSE_S: Final = 0.2
 CHECK_FRONT_S: Final = 1.0
@@ -82,21 +76,17 @@ def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> 
 class Child:
     """One engine behind a channel."""
 
-    _config: EngineConfig
     _parts: NativeParts
+    _thread: EngineThread
 
     def __init__(self, channel: Channel[Order], passing: set[Path]) -> None:
         self._channel = channel
         self._passing = passing
         self._pulsing = threading.Lock()  # from the figures of a pulse until it is sent
-        self._loras: dict[int, Any] = {}  # weights by the number that the front gave them
-        # The model with other weights and its LoRA weights, by the number that the front gave them.
-        self._ready: dict[int, tuple[Any, dict[int, Any]]] = {}
 
     def run(self) -> None:
         """Start the engine, and serve until the order to stop."""
         from logprobe.engine.backends.process.orders import Ready, Start, Stop, Stopped
-        from logprobe.engine.backends.thread import EngineThread
 
         start = self._channel.receive()
         assert isinstance(start, Start)
@@ -107,31 +97,28 @@ class Child:
             while not isinstance(self._channel.receive(), Stop):
                 pass
             return
-        engine, capabilities = self._parts.engine, self._parts.capabilities
-        self._thread = EngineThread(engine, capabilities, overlap=engine.config.overlap)
         self._thread.start(self._publish, self._end)
         eos = sorted(self._parts.eos_token_ids)
-        self._send_pulse(beside=[Ready(capabilities, eos)])
+        self._send_pulse(beside=[Ready(self._parts.capabilities, eos)])
         self._serve()
         self._thread.close()
 
     def _load(self, start: Start) -> None:
         from logprobe.config import EngineConfig
         from logprobe.engine.backends.start import build_native_engine
+        from logprobe.engine.backends.thread import EngineThread
         from logprobe.kernels.threads.parallel import release_threads
-        from logprobe.transport.messages import ReplaceForward
+        from logprobe.transport.messages import TakeWeights
 
-        self._config = EngineConfig(**start.settings)
-        self._parts = build_native_engine(self._config)
+        self._parts = build_native_engine(EngineConfig(**start.settings))
         engine = self._parts.engine
+        self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.overlap)
         if start.weights is not None:
-            self._make_ready(start.weights)
-            number = start.weights.number
-            forward, _ = self._ready.pop(number)
-            engine.handle(ReplaceForward(forward, finishes=False, number=number, on_done=lambda: None))
-        release_threads()  # from here on the engine's own thread computes
+            self._ask(start.weights)
+            engine.handle(TakeWeights(start.weights.number, finishes=False))
         for order in start.loras:
-            self._loras[order.number] = _loaded(engine.forward, order)
+            self._ask(order)
+        release_threads()  # from here on the engine's own thread computes
 
     def _serve(self) -> None:
         from logprobe.engine.backends.process.orders import Stop
@@ -175,14 +162,7 @@ class Child:
             self._channel.send([pulse, *beside])
 
     def _take(self, order: Order) -> None:
-        from logprobe.engine.backends.process.orders import (
-            DropLora,
-            DropWeights,
-            LoadLora,
-            LoadWeights,
-            TakeWeights,
-        )
-        from logprobe.transport.messages import Submit
+        from logprobe.transport.messages import LoadLora, LoadWeights, Submit, TakeWeights
 
         match order:
             case Submit(requests):
@@ -192,82 +172,57 @@ class Child:
                 threading.Thread(target=self._answer, args=(order,), daemon=True).start()
             case TakeWeights():
                 self._take_weights(order)
-            case DropLora(number):
-                self._loras.pop(number, None)
-            case DropWeights(number):
-                self._ready.pop(number, None)
             case _:
                 self._thread.send(order)  # type: ignore[arg-type]  # `Start` and `Stop` never come here
 
     def _taken_in(self, requests: Iterable[Admitted]) -> list[Admitted]:
         """Requests that the front admitted, with this side's own objects; those that cannot run are told."""
-        from logprobe.transport.messages import Admitted, Failure
+        from msgspec.structs import replace
+
+        from logprobe.transport.messages import Failure
 
         ready = []
         for one in requests:
             try:
                 args = self._parts.engine.processing.pipeline.take_in(one.processor_args)
-                ready.append(Admitted(one.request, args, self._lora_of(one)))
+                ready.append(replace(one, processor_args=args))
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
                 told = _as_ours(error, "cannot take a request in")
                 self._channel.send([Failure(one.request.request_id, told)])
         return ready
 
-    def _lora_of(self, admitted: Admitted) -> Any:
-        from logprobe.errors import EngineError
+    def _ask(self, order: LoadLora | LoadWeights) -> Layout | None:
+        from logprobe.transport.messages import LoadWeights
 
-        if admitted.lora is None:
-            return None
-        if admitted.lora.number not in self._loras:
-            raise EngineError(f"LoRA weights {admitted.request.lora!r} ended with an engine process")
-        return self._loras[admitted.lora.number]
+        if isinstance(order, LoadWeights) and order.is_passing:
+            self._passing.add(Path(order.weights))
+        return self._thread.ask(order)
 
     def _answer(self, order: LoadLora | LoadWeights) -> None:
-        from logprobe.engine.backends.process.orders import Answer, LoadLora
+        from logprobe.engine.backends.process.orders import Answer
 
         try:
-            if isinstance(order, LoadLora):
-                self._loras[order.number] = lora = _loaded(self._parts.engine.forward, order)
-                answer = Answer(order.number, lora.path)
-            else:
-                answer = Answer(order.number, layout=self._make_ready(order))
+            answer = Answer(order.number, self._ask(order))
         except BaseException as error:  # noqa: BLE001 - whoever waits for the answer must hear of it
             answer = Answer(order.number, error=_as_ours(error, "cannot load weights"))
         self._channel.send([answer])
 
-    def _make_ready(self, order: LoadWeights) -> Layout:
-        from logprobe.engine.forward.native import NativeForward
-        from logprobe.kernels.threads.parallel import release_threads
-        from logprobe.models.loading import read_state
-        from logprobe.models.quiet import quiet_transformers
-
-        if order.is_passing:
-            self._passing.add(Path(order.path))
-        before = self._parts.engine.forward
-        assert isinstance(before, NativeForward)
-        with quiet_transformers():
-            forward = before.with_weights(self._config, read_state(order.path))
-        release_threads()
-        for lora in list(self._loras.values()):  # requests may have named them before
-            forward.loras.make_room(lora)
-        self._ready[order.number] = forward, {one.number: _loaded(forward, one) for one in order.loras}
-        return forward.layout
-
     def _take_weights(self, order: TakeWeights) -> None:
+        """Have weights take over behind the requests that came before them, and no others."""
         from logprobe.engine.backends.process.orders import Answer
         from logprobe.errors import EngineError
-        from logprobe.transport.messages import ReplaceForward
 
-        if order.of not in self._ready:  # it was started while they were read; it is started again with them
-            self._end(EngineError("an engine process lacks the weights that the others have"))
-            return
-        forward, loras = self._ready.pop(order.of)
+        def tell(taking: Future[None]) -> None:
+            if taking.exception() is None:  # else the process ends, and so does the wait for an answer
+                self._channel.send([Answer(order.number)])
 
-        def take_over() -> None:
-            self._loras |= loras
+        engine = self._parts.engine
+        if engine.weights_number == order.number:  # it was started with them
             self._channel.send([Answer(order.number)])
-
-        self._thread.send(ReplaceForward(forward, order.finishes, order.of, take_over))
+        elif engine.has_ready(order.number):
+            self._thread.take(order).add_done_callback(tell)
+        else:  # it was started while they were read; it is started again with them
+            self._end(EngineError("an engine process lacks the weights that the others have"))
 
     def _publish(self, news: Iterable[News]) -> None:
         from logprobe.errors import EngineError, ParameterError
@@ -295,15 +250,6 @@ class Child:
         from logprobe.engine.backends.process.orders import Stopped
 
         self._channel.send([Stopped(reason)])
-
-
-def _loaded(forward: ForwardBackend, order: LoadLora) -> Any:
-    """The weights of a folder, known by their number alone: the names are the front's."""
-    loras = forward.loras
-    loras.add(order.name, order.path)
-    lora = loras.get(order.name)
-    loras.remove(order.name)
-    return lora
 
 
 def _as_ours(error: BaseException, what: str) -> LogprobeError:

@@ -1,7 +1,7 @@
 """`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
 
-Before it: a `Front` in this process. After it: replicas, each behind a channel. Admission and the names of
-LoRA weights are on this side, once for all replicas.
+Before it: a `Front` in this process. After it: replicas, each behind a channel. Admission is on this side,
+once for all replicas.
 """
 
 from __future__ import annotations
@@ -15,38 +15,36 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import zmq
 
-from logprobe.engine.backends.process.admission import Admission, LoraNames, processor_names
-from logprobe.engine.backends.process.orders import (
-    DropLora,
-    DropWeights,
-    LoadLora,
-    LoadWeights,
-    Start,
-    TakeWeights,
-)
+from logprobe.engine.backends.process.admission import Admission, processor_names
+from logprobe.engine.backends.process.orders import Start
 from logprobe.engine.backends.process.replica import Load, Replica
 from logprobe.engine.backends.router import Router
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
-from logprobe.models.loading import digest_of, read_state, save_state
+from logprobe.models.loading import save_state
 from logprobe.processors import ModelFacts
-from logprobe.transport.messages import ForgetPrefixes, Submit
+from logprobe.transport.messages import (
+    DropLora,
+    DropWeights,
+    ForgetPrefixes,
+    LoadLora,
+    LoadWeights,
+    Submit,
+    TakeWeights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.backends.process.orders import Answer, Asked, Order, Ready
-    from logprobe.engine.forward.native import State
-    from logprobe.engine.front import Front
-    from logprobe.engine.protocol import Capabilities
+    from logprobe.engine.backends.process.orders import Answer, Order, Ready
+    from logprobe.engine.protocol import Capabilities, Layout
     from logprobe.errors import LogprobeError
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Admitted, FrontCommand, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
 
 
 class ProcessEngine:
@@ -64,10 +62,11 @@ class ProcessEngine:
         settings = {field.name: getattr(config, field.name) for field in fields(config)}
         settings |= {"logits_processors": processor_names(config.logits_processors)}
         self._settings = settings | {"process": False, "data_parallel": 1}
-        self._loras = LoraNames()
-        self._weights: LoadWeights | None = None  # that answer now; None: the model's own
-        self._passing = ExitStack()  # has the folder of weights that came without one
-        self._is_loading = threading.Lock()
+        # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
+        self._loras: dict[int, LoadLora] = {}
+        self._weights: LoadWeights | None = None
+        self._passing = ExitStack()  # has the folder of those, where they came without one
+        self._ready: tuple[LoadWeights, ExitStack] | None = None  # that may take over, with theirs
         self._is_routing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         threads = max(torch.get_num_threads() // config.data_parallel, 1)
@@ -96,7 +95,7 @@ class ProcessEngine:
             vocabulary=text.vocabulary,
         )
         told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
-        self._admission = Admission(told, own, facts, self._loras)
+        self._admission = Admission(told, own, facts)
 
     def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
         """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
@@ -110,7 +109,7 @@ class ProcessEngine:
         """
         return self._admission.admit(request)
 
-    def send(self, command: FrontCommand) -> None:
+    def send(self, command: Command) -> None:
         """Have the processes that it is for do this before their next step."""
         match command:
             case Submit(requests):
@@ -119,13 +118,18 @@ class ProcessEngine:
                 with self._is_routing:
                     self._router.forget()
                 self._send_all(command)
+            case DropLora(number):
+                del self._loras[number]
+                self._send_all(command)
+            case DropWeights():
+                self._drop_ready()
+                self._send_all(command)
             case _:
                 for replica in self._replicas:
                     if replica.has(command.request_id):
                         replica.send(command)
 
     def _submit(self, admitted: Sequence[Admitted]) -> None:
-        self._drop_loras()
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
             is_up = [replica.is_up for replica in self._replicas]
@@ -144,70 +148,52 @@ class ProcessEngine:
         """Whether requests run or wait."""
         return any(replica.num_queued_tokens for replica in self._replicas)
 
-    def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder in every process or in none; errors as `Front.add_lora`."""
-        with self._is_loading:
-            load = LoadLora(self._loras.next_number(), name, str(Path(path).absolute()))
-            first, *_ = self._ask_all(load, DropLora(load.number))
-            self._loras.add(LoadLora(load.number, name, first.path))
-        self._drop_loras()
-
-    def remove_lora(self, name: str) -> None:
-        """Refuse new requests for LoRA weights; errors as `Front.remove_lora`."""
-        self._loras.remove(name)
-        self._drop_loras()
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-        return {load.name: load.path for load in self._loras.all()}
-
-    def lora_number(self, name: str | None) -> int:
-        """As `Front.lora_number`."""
-        return self._admission.weights_number if name is None else self._loras.get(name).number
-
-    def load_weights(
-        self, weights: str | Path | State, front: Front, *, version: str | None = None, finishes: bool
-    ) -> str:
-        """Go on with other weights of the model in every process or in none, as `start.replace_weights` says.
-
-        `front` is told of them before they can answer: its records name them.
+    def ask(self, command: Asked) -> Layout | None:
+        """Have every process do something, or none.
 
         Raises:
-            ModelError: they cannot be read, or do not fit the model.
-            EngineError: a process ended while it read them.
-            EngineClosedError: the engine was closed before they answered.
+            ModelError: weights that cannot be read, or do not fit the model.
+            EngineError: a process ended before its answer.
+            EngineClosedError: the engine was closed before the answer.
         """
-        with self._is_loading, ExitStack() as own:
-            is_state = isinstance(weights, Mapping)
-            # Once, here, and not in every process.
-            version = version or digest_of(weights if isinstance(weights, Mapping) else read_state(weights))
+        match command:
+            case LoadLora(number):
+                self._loras[number] = command  # a process that starts meanwhile has them, too
+                try:
+                    self._ask_all(command, DropLora(number))
+                except BaseException:
+                    del self._loras[number]
+                    raise
+            case LoadWeights():
+                return self._load_weights(command)
+            case TakeWeights():
+                self._take_weights(command)
+        return None
+
+    def _load_weights(self, command: LoadWeights) -> Layout | None:
+        number, weights = command.number, command.weights
+        with ExitStack() as own:
             if isinstance(weights, Mapping):
-                folder = Path(own.enter_context(TemporaryDirectory(prefix="logprobe-weights-")))
-                save_state(weights, folder)
-            else:
-                folder = Path(weights).absolute()
-            number, loras = self._loras.next_number(), self._loras.renumbered()
-            load = LoadWeights(number, str(folder), is_passing=is_state, loras=loras)
-            first, *_ = self._ask_all(load, DropWeights(number))
-            assert first.layout is not None, "it is told with other weights"
-            capabilities = self._capabilities.of_weights(first.layout, version)
-            front.expect(number, capabilities.source())
-            # A process that starts from here on has them; LoRA weights it has by `_starting`.
-            self._weights = msgspec.structs.replace(load, loras=[])
-            take = TakeWeights(self._loras.next_number(), number, finishes)
+                folder = own.enter_context(TemporaryDirectory(prefix="logprobe-weights-"))
+                save_state(weights, Path(folder))
+                command = LoadWeights(number, folder, is_passing=True)
+            answers = self._ask_all(command, DropWeights(number))
+            self._ready = command, own.pop_all()
+        return answers[0].layout
+
+    def _take_weights(self, command: TakeWeights) -> None:
+        assert self._ready is not None, "they were loaded"
+        # A process that starts from here on has them.
+        (self._weights, own), self._ready = self._ready, None
+        with own:
             with self._is_routing:
                 self._router.forget()
-                answers = [replica.ask(take) for replica in self._replicas]
+                answers = [replica.ask(command) for replica in self._replicas]
             for answer in answers:
                 if isinstance(error := answer.result().error, EngineClosedError):
                     raise error
-            self._loras.replace(loras)
-            self._admission.weights_number, self._capabilities = number, capabilities
-            front.took_over(number)
             self._passing.close()
             self._passing = own.pop_all()
-        self._drop_loras()
-        return version
 
     def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
         """Have every process do something; where one cannot, the others undo it."""
@@ -222,7 +208,7 @@ class ProcessEngine:
             replica.send(order)
 
     def capabilities(self) -> Capabilities:
-        """What this engine can do; slots and rows are each replica's."""
+        """What it can do with the weights that it was started with; slots and rows are each replica's."""
         return self._capabilities
 
     def stats(self) -> EngineStats:
@@ -245,7 +231,7 @@ class ProcessEngine:
         if replica in self._replicas:
             with self._is_routing:
                 self._router.forget(self._replicas.index(replica))
-        return Start(self._settings, self._loras.all(), self._weights)
+        return Start(self._settings, list(self._loras.values()), self._weights)
 
     def _take(self, news: Iterable[News]) -> None:
         """What a replica says of requests, of which there are none before `start`."""
@@ -257,13 +243,15 @@ class ProcessEngine:
         for replica in self._replicas:
             replica.close()
         self._passing.close()
+        self._drop_ready()
         self._context.term()
         atexit.unregister(self._close_replicas)
 
-    def _drop_loras(self) -> None:
-        """Let the processes let go of weights that no request to come names."""
-        for number in self._loras.take_dropped():
-            self._send_all(DropLora(number))
+    def _drop_ready(self) -> None:
+        """Let go of the folder of weights that will not take over."""
+        if self._ready is not None:
+            self._ready[1].close()
+            self._ready = None
 
 
 def _names(count: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What crosses the wall beside `transport.messages`: an engine process's start, its health and its weights.
+"""What crosses the wall beside `transport.messages`: an engine process's start, its health and its answers.
 
 Before it: `Replica`, on the front's side. After it: `child`, on the engine's, and back.
 """
@@ -12,44 +12,7 @@ import msgspec
 # msgspec reads the annotations.
 from logprobe.engine.protocol import Capabilities, EngineStats, Layout  # noqa: TC001
 from logprobe.errors import LogprobeError  # noqa: TC001
-from logprobe.transport.messages import Delta, Failure, FrontCommand
-
-
-class LoadLora(msgspec.Struct, tag=True, frozen=True):
-    """Load LoRA weights from a folder, to be known by a number that the front gives; answered."""
-
-    number: int
-    name: str
-    path: str
-
-
-class DropLora(msgspec.Struct, tag=True, frozen=True):
-    """No request to come names these weights."""
-
-    number: int
-
-
-class LoadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Make other weights of the model ready, beside those that answer; answered."""
-
-    number: int
-    path: str  # a folder of safetensors files
-    is_passing: bool  # the folder goes with the front
-    loras: list[LoadLora]  # under the numbers that they have with these weights
-
-
-class TakeWeights(msgspec.Struct, tag=True, frozen=True):
-    """Run what comes from now on on weights that are ready; answered once they have taken over."""
-
-    number: int
-    of: int  # the number of their `LoadWeights`
-    finishes: bool  # as `ReplaceForward` has it
-
-
-class DropWeights(msgspec.Struct, tag=True, frozen=True):
-    """Weights that are ready will not be taken."""
-
-    of: int
+from logprobe.transport.messages import Asked, Command, Delta, Failure, LoadLora, LoadWeights
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -85,16 +48,14 @@ class Pulse(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """What became of an order that has a number."""
+    """What became of what was asked by this number."""
 
     number: int
-    path: str = ""  # of LoRA weights, as they name it
-    layout: Layout | None = None  # how the layers run, of other weights of the model
+    layout: Layout | None = None  # of `LoadWeights`: how the layers run
     error: LogprobeError | None = None
 
 
-Asked: TypeAlias = LoadLora | LoadWeights | TakeWeights
-Order: TypeAlias = Start | Stop | FrontCommand | Asked | DropLora | DropWeights
+Order: TypeAlias = Start | Stop | Command | Asked
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
 """They come in lists: what a step found is one message."""
 

@@ -32,8 +32,8 @@ from logprobe.transport.shm import PageReader, unnamed_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from logprobe.engine.backends.process.orders import Asked, Order
-    from logprobe.transport.messages import Admitted, News
+    from logprobe.engine.backends.process.orders import Order
+    from logprobe.transport.messages import Admitted, Asked, News
 
 THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
