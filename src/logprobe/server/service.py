@@ -19,6 +19,7 @@ import msgspec
 from logprobe.engine.client import Client
 from logprobe.errors import shortened
 from logprobe.records.forms.json import ChatEncoder
+from logprobe.sampling import SamplingParams
 from logprobe.server.http.documents import Documents
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.workers import Workers
@@ -210,9 +211,16 @@ class Service:
             message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
             raise bad_request(param, message, code="context_length_exceeded")
 
-    def name_of(self, lora: str | None) -> str:
+    def name_of(self, body: ChoosesWeights) -> str:
         """What replies call the weights that answered: LoRA weights go by their own name."""
-        return lora or self.model_name
+        return body.lora or self.model_name
+
+    @staticmethod
+    def params_for(
+        body: ChoosesWeights, *, max_tokens: int, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """What a request on the weights that a body chose asks of them, where the body asks for no more."""
+        return SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs, lora=body.lora)
 
     async def run_all(self, admitted: Sequence[Admitted]) -> list[RequestOutput]:
         """The outputs of some requests once all have ended; giving up the wait gives them up.

@@ -135,7 +135,7 @@ class ChatShape:
             "id": self._generation.reply_id,
             "object": kind,
             "created": self._service.now(),
-            "model": self._service.name_of(self._body.lora),
+            "model": self._service.name_of(self._body),
             "choices": choices,
         }
         return reply | {"usage": None} if self._has_usage else reply

@@ -171,7 +171,7 @@ class CompletionShape:
             "id": self._generation.reply_id,
             "object": "text_completion",
             "created": self._service.now(),
-            "model": self._service.name_of(self._body.lora),
+            "model": self._service.name_of(self._body),
             "choices": choices,
         }
         return reply | {"usage": None} if self._has_usage else reply

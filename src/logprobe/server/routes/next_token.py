@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import read
 from logprobe.server.http.sse import Streamed, while_connected
 from logprobe.server.openai.bodies import NextTokenBody
@@ -41,7 +40,7 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
-    told = {"stage": "raw", "unit": "nats", "model": service.name_of(body.lora)}
+    told = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
     if first.info is not None and first.info.weight_version is not None:
         told["weight_version"] = first.info.weight_version  # all rows of a call are of the same weights
     head = table_head((len(admitted), service.vocab_size), dtype, told)
@@ -94,7 +93,7 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
         for prompt in body.prompts
     ]
     requests = service.of_one_call()
-    base, params = service.new_id("next"), SamplingParams(max_tokens=1, lora=body.lora)
+    base, params = service.new_id("next"), service.params_for(body, max_tokens=1)
     return body, [
         requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
         for number, ids in enumerate(prompts)

@@ -196,7 +196,7 @@ class ResponseShape:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._service.name_of(self._body.lora),
+            "model": self._service.name_of(self._body),
             "output": output,
             "parallel_tool_calls": False,
             "previous_response_id": body.previous_response_id,

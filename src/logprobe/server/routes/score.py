@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from logprobe.engine.truncation import Split
 from logprobe.records.forms.json import finite_fields
-from logprobe.sampling import SamplingParams
 from logprobe.server.http.decode import QUICK_ITEMS, read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.sse import while_connected
@@ -61,7 +60,7 @@ def _reply(
     reply = {
         "id": asked.reply_id,
         "object": "score",
-        "model": service.name_of(asked.lora),
+        "model": asked.model,
         "unit": "nats",
         "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(found)],
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
@@ -74,7 +73,7 @@ class Asked:
     """A score's requests: of each continuation with its context, then, where that is asked, by itself."""
 
     reply_id: str
-    lora: str | None
+    model: str  # as replies name it
     pairs: list[Split]
     admitted: list[Admitted]
 
@@ -90,11 +89,11 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     laid_out, before = _before(body, len(continuations), service)
     pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
-    base, params = service.new_id("score"), SamplingParams(max_tokens=0, prompt_logprobs=0, lora=body.lora)
+    base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
     requests = service.of_one_call()
     admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
-    return Asked(base, body.lora, pairs, admitted)
+    return Asked(base, service.name_of(body), pairs, admitted)
 
 
 def _before(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
