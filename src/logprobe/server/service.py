@@ -148,10 +148,14 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        served = [self.model_name, *self.engine.list_loras()]
+        served = [known for known, _ in self.served()]
         if name is not None and name not in {*served, *self._own_names}:
             message = f"model {shortened(name)!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def served(self) -> list[tuple[str, str | None]]:
+        """The names to ask for: the model's (None), then those of LoRA weights, each with its folder."""
+        return [(self.model_name, None), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
         """Settle the LoRA weights of a body: a name that stands as `model` is noted as `lora`.

@@ -49,7 +49,7 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 async def models(request: HttpRequest, service: Service) -> Response:
     """List the model, then its LoRA weights, each of which can be asked for by name."""
     # Made anew, in some microseconds: the owner of the engine may load weights at any time.
-    found = [_model(service), *(_lora(service, *one) for one in service.engine.list_loras().items())]
+    found = [_model(service, *served) for served in service.served()]
     return Document.of(msgspec.json.encode({"object": "list", "data": found})).reply(request)
 
 
@@ -57,8 +57,7 @@ async def model(request: HttpRequest, service: Service) -> Response:
     """Tell about the model, or about LoRA weights of its own."""
     name = request.path_params["model"]
     service.check_model(name)
-    path = service.engine.list_loras().get(name)
-    return json_reply(_model(service) if path is None else _lora(service, name, path))
+    return json_reply(_model(service, name, dict(service.served()).get(name)))
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:
@@ -159,8 +158,8 @@ def _tokenizer_info(service: Service) -> bytes:
     return msgspec.json.encode(found | {"vocab_size": service.vocab_size})
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {
+def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
+    base = {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
@@ -168,7 +167,4 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": service.capabilities.max_model_len,
         "weight_version": service.engine.capabilities().weight_version,
     }
-
-
-def _lora(service: Service, name: str, path: str) -> dict[str, Any]:
-    return _model(service) | {"id": name, "root": path, "parent": service.model_name}
+    return base if folder is None else base | {"id": name, "root": folder, "parent": service.model_name}
