@@ -16,7 +16,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
-from logprobe.server.app import load_loras
+from logprobe.server.service import Service
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -42,10 +42,9 @@ ROUTES: dict[str, dict[str, Any]] = {
 def adapted(tiny_model_folder: Path, adapter_folders: dict[str, Path], serve_llm: Any) -> Iterator[Any]:
     given = tuple(f"{name}={folder}" for name, folder in adapter_folders.items())
     settings = {"model_name": "base", "lora": given}
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
-        load_loras(LoadedModel(llm.engine, llm.text), ServerSettings(**settings))
-        with serve_llm(llm, **settings) as running:
-            yield running
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm, serve_llm(llm, **settings) as running:
+        running.service.prepare()
+        yield running
 
 
 def ask(server: Any, path: str, **fields: Any) -> dict[str, Any]:
@@ -161,12 +160,12 @@ def test_an_adapter_without_name_and_path_is_refused(given: str) -> None:
 def test_adapters_that_cannot_be_loaded_end_the_start(adapted: Any, tmp_path: Path) -> None:
     model, known = LoadedModel(adapted.llm.engine, adapted.llm.text), adapted.llm.list_loras()
     with pytest.raises(ModelError, match="adapter_config"):
-        load_loras(model, ServerSettings(lora=(f"new={tmp_path}",)))
+        Service(model, ServerSettings(lora=(f"new={tmp_path}",))).prepare()
     for name in ("base", model.engine.capabilities().model):
         with pytest.raises(ParameterError, match="own name"):
-            load_loras(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",)))
+            Service(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",))).prepare()
     with pytest.raises(ParameterError, match="given twice"):
-        load_loras(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2))
+        Service(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2)).prepare()
     assert adapted.llm.list_loras() == known
 
 

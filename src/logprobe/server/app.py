@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.pool import keep_out_of_collections
-from logprobe.errors import ParameterError, require, shortened
+from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
@@ -38,7 +38,7 @@ from logprobe.server.routes.responses import (
     list_input_items,
 )
 from logprobe.server.routes.score import score
-from logprobe.server.service import DEFAULT_NAME, Service
+from logprobe.server.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,8 +140,8 @@ def serve(
     with _listen(settings) as listener:
         model = start_engine(config)
         try:
-            load_loras(model, settings)
             app = create_app(model, settings, config.logits_processors)
+            app.state.service.prepare()
             keep_out_of_collections()
             host, port = listener.getsockname()[:2]
             if ready is not None:
@@ -164,21 +164,6 @@ def _listen(settings: ServerSettings) -> socket.socket:
         reason = str(error.strerror or error).partition(" (while")[0]
         message = f"{settings.host}:{settings.port} cannot be listened on ({reason}); choose {remedy}"
         raise ParameterError(name, message) from error
-
-
-def load_loras(model: LoadedModel, settings: ServerSettings) -> None:
-    """Load the LoRA weights that the settings name.
-
-    Raises:
-        ModelError: a folder cannot be read, or does not fit the model.
-        ParameterError: a name is the model's own, or given twice.
-    """
-    own = {settings.model_name, *settings.served_model_name, DEFAULT_NAME, model.engine.capabilities().model}
-    for given in settings.lora:
-        name, _, path = given.partition("=")
-        require(name not in own, "lora", f"{name!r} is the model's own name, or given twice; choose another")
-        own.add(name)
-        model.engine.add_lora(name, path)
 
 
 def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket) -> None:

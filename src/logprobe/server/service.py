@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from logprobe.engine.client import Client
-from logprobe.errors import shortened
+from logprobe.errors import require, shortened
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.documents import Documents
@@ -93,6 +93,21 @@ class Service:
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
         self.metrics = Metrics(model.engine)
         self.is_draining = False
+
+    def prepare(self) -> None:
+        """Load the LoRA weights that the settings name.
+
+        Raises:
+            ModelError: a folder cannot be read, or does not fit the model.
+            ParameterError: a name is the model's own, or given twice.
+        """
+        known = set(self._own_names)
+        for given in self.settings.lora:
+            name, _, path = given.partition("=")
+            is_new = name not in known
+            require(is_new, "lora", f"{name!r} is the model's own name, or given twice; choose another")
+            known.add(name)
+            self.engine.add_lora(name, path)
 
     def for_one_request(self, caller: str) -> Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
