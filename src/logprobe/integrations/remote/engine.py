@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, check_request
 from logprobe.errors import EngineClosedError, ParameterError, require, shortened
-from logprobe.integrations.remote.link import TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
+from logprobe.integrations.remote.link import CARRIED, TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
 from logprobe.sampling import SamplingParams
 from logprobe.transport.messages import Admitted
 
@@ -31,16 +31,6 @@ MOST_ROWS: Final = 64  # an exchange
 SHARE: Final = 2  # one client takes at most half of what the server lets through
 ROW_BYTES: Final = 12  # that a server counts for each id of a whole row
 ID_BYTES: Final = 12  # most that one id takes in JSON
-CARRIED: Final = {
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "lora",
-}
 NOT_CARRIED: Final[dict[str, Any]] = {  # what a request must leave as it is, rather than lose on the way
     field.name: getattr(SamplingParams(), field.name)
     for field in fields(SamplingParams)

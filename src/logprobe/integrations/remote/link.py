@@ -225,6 +225,17 @@ def decoded(data: bytes, kind: type[T], what: str) -> T:
 
 ROWS = "/v1/next_token_logprobs"
 SAMPLES = "/v1/completions"
+CARRIED: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "lora",
+)
+"""What a remote sample takes of `SamplingParams`, under the same names."""
 
 
 class Limits(msgspec.Struct):
@@ -344,18 +355,9 @@ async def ask_sample(link: Link, request: Request, vocab_size: int) -> Completio
     params = request.params
     if not params.max_tokens:  # a server refuses to be asked for nothing
         return CompletionOutput(index=0, finish_reason="length")
-    body: dict[str, Any] = {
-        "prompt": request.prompt_token_ids.tolist(),
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "seed": params.seed,
-        "stop_token_ids": list(params.stop_token_ids or ()),
-        "ignore_eos": params.ignore_eos,
-        "lora": request.lora,
-        "return_token_ids": True,
-    }
+    prompt = request.prompt_token_ids.tolist()
+    carried = {name: getattr(params, name) for name in CARRIED}
+    body = {"prompt": prompt, **carried, "return_token_ids": True}
     where = f"{link.url}{SAMPLES}"
     data = await link.post(SAMPLES, body, FACTS_BYTES + params.max_tokens * TOKEN_BYTES)
     choices = decoded(data, _Completion, where).choices
