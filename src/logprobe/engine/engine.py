@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from logprobe.engine.request import check_request
 from logprobe.engine.succession import Succession
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.models.loading import read_state
 from logprobe.processors import ModelFacts
 from logprobe.sampling import Sampler
 from logprobe.sampling.sampled import SampledRows
@@ -38,6 +40,8 @@ from logprobe.transport.messages import (
     Failure,
     Finish,
     ForgetPrefixes,
+    LoadLora,
+    LoadWeights,
     Pause,
     Resume,
     Submit,
@@ -51,11 +55,10 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.sample import Draw
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend, Layout
-    from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.host import Send
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Command, LoadLora, News, Request
+    from logprobe.transport.messages import Command, News, Request
 
 
 PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "tell", "publish")
@@ -129,25 +132,24 @@ class Engine:
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
         return Admitted(request, self.processing.admit(request.params))
 
-    def load_lora(self, command: LoadLora) -> None:
-        """Load LoRA weights, for requests to name by their number; from any thread.
+    def load(self, command: LoadLora | LoadWeights) -> Layout | None:
+        """Load LoRA weights, for requests to name by number, or others of the model, ready to take over.
+
+        From any thread; the layout is that of the others.
 
         Raises:
             ModelError: they cannot be read, or do not fit the model.
         """
-        lora = self.forward.load_lora(command.name, command.path, command.number)
-        self._loras[command.number] = lora
-        self.forward.make_room(lora)  # after that: other weights take over with room for all that are here
-
-    def load_weights(self, number: int, state: State) -> Layout | None:
-        """Make other weights of the model ready for `TakeWeights`; from any thread.
-
-        Raises:
-            ModelError: they do not fit the model.
-        """
-        forward = self.forward.with_weights(self.config, state)
-        self._succession.ready[number] = forward
-        return forward.layout
+        match command:
+            case LoadLora(number, name, path):
+                self._loras[number] = lora = self.forward.load_lora(name, path, number)
+                # After that: other weights take over with room for all that are here.
+                self.forward.make_room(lora)
+                return None
+            case LoadWeights(number, weights):
+                state = weights if isinstance(weights, Mapping) else read_state(weights)
+                self._succession.ready[number] = forward = self.forward.with_weights(self.config, state)
+                return forward.layout
 
     @property
     def weights_number(self) -> int:

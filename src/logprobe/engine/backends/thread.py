@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
@@ -20,9 +19,8 @@ from typing import TYPE_CHECKING, Final
 from logprobe.engine.overlap import Overlapped, Plain
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.kernels.threads.parallel import release_threads
-from logprobe.models.loading import read_state
 from logprobe.models.quiet import quiet_transformers
-from logprobe.transport.messages import LoadLora, LoadWeights, TakeWeights
+from logprobe.transport.messages import TakeWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -97,18 +95,13 @@ class EngineThread:
             ModelError: weights that cannot be read, or do not fit the model.
             EngineClosedError: the engine was closed meanwhile.
         """
-        match command:
-            case LoadLora():
-                self.engine.load_lora(command)
-            case LoadWeights(number, weights):
-                state = weights if isinstance(weights, Mapping) else read_state(weights)
-                with quiet_transformers():
-                    layout = self.engine.load_weights(number, state)
-                release_threads()  # from here on the engine's own thread computes
-                return layout
-            case TakeWeights():
-                self.take(command).result()
-        return None
+        if isinstance(command, TakeWeights):
+            self.take(command).result()
+            return None
+        with quiet_transformers():
+            layout = self.engine.load(command)
+        release_threads()  # from here on the engine's own thread computes
+        return layout
 
     def take(self, command: TakeWeights) -> Future[None]:
         """Have weights that are ready take over; it ends once they have.

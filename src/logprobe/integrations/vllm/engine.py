@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError, EngineError, LogprobeError, require
 from logprobe.integrations.vllm.follow import Fetcher, Follow
+from logprobe.integrations.vllm.loras import VllmLoras
 from logprobe.integrations.vllm.orders import WORKS, Work
 from logprobe.integrations.vllm.params import drawing_params, scoring_params
 from logprobe.integrations.vllm.prompt import asked_of_vllm, check_prompt, prompt_rows
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
     from logprobe.engine.protocol import Capabilities
-    from logprobe.integrations.vllm.loras import VllmLoras
     from logprobe.transport.messages import Admitted, Asked, Command, News, Request
 
 logger = logging.getLogger("logprobe")
@@ -63,11 +63,11 @@ class VllmEngine:
         *,
         capabilities: Capabilities,
         admission: Admission,
-        loras: VllmLoras,
         end_ids: Sequence[int],
     ) -> None:
         self._llm, self._bridge = llm, bridge
-        self._capabilities, self._admission, self._loras = capabilities, admission, loras
+        self._capabilities, self._admission = capabilities, admission
+        self._loras = VllmLoras(llm, capabilities.device)
         self._end_ids = sorted(end_ids)
         self._is_closed = False
         # All below is touched on the event loop alone.

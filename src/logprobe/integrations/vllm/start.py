@@ -19,7 +19,6 @@ from logprobe.engine.protocol import Capabilities
 from logprobe.engine.request import Requests
 from logprobe.errors import EngineError, ModelError, ParameterError, UnknownParameterError, require
 from logprobe.integrations.vllm.engine import VllmEngine
-from logprobe.integrations.vllm.loras import VllmLoras
 from logprobe.integrations.vllm.orders import SETTINGS
 from logprobe.integrations.vllm.params import portable_params, portable_row
 from logprobe.models import load_config, resolve
@@ -225,7 +224,6 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
         bridge,
         capabilities=capabilities,
         admission=Admission(told, capabilities, facts),
-        loras=VllmLoras(llm, capabilities.device),
         end_ids=sorted(ends),
     )
     engine = Front(core, text.vocabulary)

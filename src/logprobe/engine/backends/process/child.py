@@ -108,16 +108,15 @@ class Child:
         from logprobe.engine.backends.start import build_native_engine
         from logprobe.engine.backends.thread import EngineThread
         from logprobe.kernels.threads.parallel import release_threads
-        from logprobe.transport.messages import TakeWeights
+        from logprobe.transport.messages import LoadWeights, TakeWeights
 
         self._parts = build_native_engine(EngineConfig(**start.settings))
         engine = self._parts.engine
         self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.overlap)
-        if start.weights is not None:
-            self._ask(start.weights)
-            engine.handle(TakeWeights(start.weights.number, finishes=False))
-        for order in start.loras:
+        for order in start.loads:
             self._ask(order)
+            if isinstance(order, LoadWeights):
+                engine.handle(TakeWeights(order.number, finishes=False))
         release_threads()  # from here on the engine's own thread computes
 
     def _serve(self) -> None:

@@ -231,7 +231,8 @@ class ProcessEngine:
         if replica in self._replicas:
             with self._is_routing:
                 self._router.forget(self._replicas.index(replica))
-        return Start(self._settings, list(self._loras.values()), self._weights)
+        weights = [] if self._weights is None else [self._weights]
+        return Start(self._settings, [*weights, *self._loras.values()])
 
     def _take(self, news: Iterable[News]) -> None:
         """What a replica says of requests, of which there are none before `start`."""

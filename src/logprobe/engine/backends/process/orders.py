@@ -19,8 +19,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """Load the model and serve; the first message."""
 
     settings: dict[str, Any]  # fields of `EngineConfig`
-    loras: list[LoadLora]  # to be there from the beginning
-    weights: LoadWeights | None = None  # in place of the model's own
+    loads: list[LoadLora | LoadWeights]  # to be there from the beginning; other weights answer, too
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
