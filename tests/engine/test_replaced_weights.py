@@ -29,6 +29,7 @@ from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.sources import find_sources
 from logprobe.scoring.windows import WindowSettings, score_windows
 from logprobe.server import ServerSettings
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -236,7 +237,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     (tmp_path / "model.safetensors").write_bytes(b"no such thing")
     with pytest.raises(UnsupportedModelError, match="cannot be read"):
         llm.load_weights(tmp_path)
-    with pytest.raises(ParameterError, match="on_running"):
+    with raises(ParameterError, parameter="on_running"):
         llm.load_weights(state, on_running="wait")  # type: ignore[arg-type]
     assert llm.score(PAIRS) == before
 
@@ -332,7 +333,7 @@ def test_weights_without_a_name_go_by_a_digest_of_their_numbers(
 def test_a_version_that_no_record_can_hold_is_refused(
     llm: LLM, state: dict[str, torch.Tensor], version: Any
 ) -> None:
-    with pytest.raises(ParameterError, match="version"):
+    with raises(ParameterError, parameter="version"):
         llm.load_weights(state, version=version)
     assert llm.engine.capabilities().weight_version is None
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ParameterError, RequestAbortedError
+from refusals import raises
 
 if TYPE_CHECKING:
     from logprobe import AsyncLM
@@ -146,10 +147,10 @@ def test_topk_and_given_ids_are_parts_of_the_row(lm: AsyncLM, random_ids: Any) -
     np.testing.assert_array_equal(top.logprobs, row[order])
     given = asyncio.run(lm.next_token_logprobs_for(ids, [3, 200, 3]))
     np.testing.assert_array_equal(given, row[[3, 200, 3]])
-    with pytest.raises(ParameterError, match="given_token_ids"):
+    with raises(ParameterError, parameter="given_token_ids"):
         asyncio.run(lm.next_token_logprobs_for(ids, [lm.vocab_size]))
     for k in (0, lm.vocab_size + 1):
-        with pytest.raises(ParameterError, match="k"):
+        with raises(ParameterError, parameter="k"):
             asyncio.run(lm.next_token_topk(ids, k))
 
 
@@ -340,7 +341,7 @@ def test_two_front_doors_share_an_engine_and_one_may_leave(
     [("batch_size", 0), ("timeout", -1.0), ("timeout", float("nan")), ("engine", "nothing")],
 )
 def test_a_setting_out_of_range_is_named(new_lm: Any, name: str, value: Any) -> None:
-    with pytest.raises(ParameterError, match=name):
+    with raises(ParameterError, parameter=name):
         new_lm(**{name: value})
 
 

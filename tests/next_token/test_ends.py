@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import EngineClosedError, ParameterError
+from refusals import raises
 
 if TYPE_CHECKING:
     from logprobe import AsyncLM
@@ -69,5 +70,5 @@ def test_cleanup_ends_every_ask_in_flight(
 
 def test_an_unbounded_cache_is_refused(new_lm: Any) -> None:
     for bound in (None, -1, float("inf"), True):
-        with pytest.raises(ParameterError, match="cache_bytes"):
+        with raises(ParameterError, parameter="cache_bytes"):
             new_lm(cache_bytes=bound)

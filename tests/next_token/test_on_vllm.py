@@ -13,6 +13,7 @@ import pytest
 from logprobe import AsyncVirtualLM
 from logprobe.errors import ModelError, ParameterError
 from logprobe.processors import GlobalLogprobsCapture
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,7 +105,7 @@ def test_rows_of_lora_weights_are_never_stale(
     rows = asyncio.run(asyncio.wait_for(ask(), LIMIT_S))
     assert_rows(rows, [lora_rows[second](ids[:40]), plain_row(ids[:40])] * 3)
     lm.remove_lora("tuned")
-    with pytest.raises(ParameterError, match="tuned"):
+    with raises(ParameterError, parameter="lora"):
         lm.next_token_logprobs_sync(ids, lora="tuned")
 
 
@@ -211,5 +212,5 @@ def test_an_engine_that_exists_on_several_workers_gives_the_rows_and_stays_its_o
 
 
 def test_what_is_no_engine_is_named() -> None:
-    with pytest.raises(ParameterError, match="llm_engine"):
+    with raises(ParameterError, parameter="llm_engine"):
         AsyncVirtualLM(object(), GlobalLogprobsCapture())

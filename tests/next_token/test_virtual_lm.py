@@ -13,6 +13,7 @@ import logprobe.integrations.vllm.virtual_lm
 from logprobe import AsyncVirtualLM
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.processors import GlobalLogprobsCapture
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,10 +140,10 @@ def test_without_vllm_the_line_that_installs_it_is_told(monkeypatch: pytest.Monk
 def test_a_setting_out_of_range_is_named_before_a_model_is_loaded(
     new_virtual: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(ParameterError, match=name):
+    with raises(ParameterError, parameter=name):
         new_virtual(**settings)
     monkeypatch.setattr(logprobe.integrations.vllm.virtual_lm, "find_spec", lambda _: True)
-    with pytest.raises(ParameterError, match=name):
+    with raises(ParameterError, parameter=name):
         AsyncVirtualLM.from_name("no such model", **settings)
     with pytest.raises(ParameterError, match="batch_size"):
         AsyncVirtualLM.from_name("no such model", batchsize=3)

@@ -17,6 +17,7 @@ from logprobe.records import (
     TokenLogprob,
     TopLogprobs,
 )
+from refusals import raises
 
 
 def row_of(rng: np.random.Generator, vocab_size: int) -> np.ndarray:
@@ -61,9 +62,8 @@ def test_positions_are_set_without_a_view_of_the_device(
 
 @pytest.mark.parametrize("ids", [[[1, 2], [3]], [["a"], ["b"]], [[1.5], [2.0]], [None, 1]])
 def test_ids_that_are_no_rows_of_integers_are_named(ids: Any) -> None:
-    with pytest.raises(ParameterError) as error:
+    with raises(ParameterError, parameter="sampled_token_ids"):
         ModelRunnerOutput.create(ids, ["one", "two"])
-    assert error.value.parameter == "sampled_token_ids"
 
 
 def test_all_texts_are_decoded_in_one_call(rng: np.random.Generator) -> None:
@@ -133,9 +133,8 @@ def test_a_row_of_nothing_but_minus_infinity_is_flagged() -> None:
 )
 def test_what_does_not_fit_is_refused_by_name(arguments: Any, parameter: Any) -> None:
     tensors = LogprobsTensors.create_empty(2, 3, 4)
-    with pytest.raises(ParameterError) as error:
+    with raises(ParameterError, parameter=parameter):
         tensors.set_position(*arguments)
-    assert error.value.parameter == parameter
     assert tensors.to_lists().total_tokens() == 0
 
 
@@ -193,7 +192,7 @@ def test_a_request_is_cut_out_with_its_own_k() -> None:
     lists.append(1, some_top(0, token_id=50, k=6))
     assert [lists.slice_request(row).num_entries for row in range(2)] == [3, 7]
     assert list(lists.slice_request(0)[0]) == [50, 1, 2]
-    with pytest.raises(ParameterError, match="row"):
+    with raises(ParameterError, parameter="row"):
         lists.slice_request(2)
 
 
@@ -247,11 +246,11 @@ def test_one_request_reads_its_own_row_alone(rng: np.random.Generator) -> None:
 def test_sampled_ids_may_be_one_or_many_a_row() -> None:
     assert SamplerOutput(sampled_token_ids=np.array([4, 5])).get_token_ids(1).tolist() == [5]
     assert SamplerOutput(sampled_token_ids=np.array([[4, 5]])).get_token_ids(0).tolist() == [4, 5]
-    with pytest.raises(ParameterError, match="batch_idx"):
+    with raises(ParameterError, parameter="batch_idx"):
         SamplerOutput(sampled_token_ids=np.array([4, 5])).get_token_ids(2)
 
 
 @pytest.mark.parametrize("req_ids", [["a"], ["a", "a"], ["a", "b", "c"]])
 def test_rows_and_requests_must_match(req_ids: Any) -> None:
-    with pytest.raises(ParameterError, match="req_ids"):
+    with raises(ParameterError, parameter="req_ids"):
         ModelRunnerOutput.create([1, 2], req_ids)

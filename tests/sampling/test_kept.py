@@ -14,6 +14,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.errors import ParameterError
 from logprobe.records import FlatLogprobs
 from logprobe.sampling import Sampler
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ def test_rows_of_one_step_keep_their_own(tiny_llm: LLM) -> None:
 
 def test_kept_ids_need_processed_numbers() -> None:
     for more in ({}, {"logprobs": 0}):
-        with pytest.raises(ParameterError, match="comes with processed numbers"):
+        with raises(ParameterError, parameter="kept_ids"):
             SamplingParams(kept_ids=True, **more)  # type: ignore[arg-type]
 
 

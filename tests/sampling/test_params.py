@@ -11,6 +11,7 @@ import pytest
 
 from logprobe import SamplingParams
 from logprobe.errors import ParameterError, UnknownParameterError
+from refusals import raises
 
 
 @pytest.mark.parametrize(
@@ -38,27 +39,23 @@ from logprobe.errors import ParameterError, UnknownParameterError
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_the_name_of_its_parameter(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError) as caught:
+    with raises(ParameterError, parameter=name) as caught:
         SamplingParams(**{"logprobs": 0, name: value})
-    assert caught.value.parameter == name
     assert isinstance(caught.value, ValueError)
 
 
 @pytest.mark.parametrize(
-    ("options", "parameter", "says"),
+    ("options", "parameter"),
     [
-        ({"n": 3, "best_of": 2}, "best_of", "at least n"),
-        ({"best_of": 2, "max_tokens": 0}, "best_of", "max_tokens"),
-        ({"entropy": True}, "entropy", "logprobs=|set one"),
-        ({"logprob_token_ids": [5]}, "logprob_token_ids", "set one"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "max_tokens": 0}, "best_of"),
+        ({"entropy": True}, "entropy"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids"),
     ],
 )
-def test_wishes_that_contradict_each_other_are_refused(
-    options: dict[str, Any], parameter: str, says: str
-) -> None:
-    with pytest.raises(ParameterError, match=says) as caught:
+def test_wishes_that_contradict_each_other_are_refused(options: dict[str, Any], parameter: str) -> None:
+    with raises(ParameterError, parameter=parameter):
         SamplingParams(**options)
-    assert caught.value.parameter == parameter
 
 
 @pytest.mark.parametrize(
@@ -156,9 +153,8 @@ def test_a_legal_form_becomes_the_plain_one(name: str, given: Any, want: Any) ->
     ],
 )  # fmt: skip
 def test_what_no_process_could_read_is_refused_by_its_name(name: str, value: Any) -> None:
-    with pytest.raises(ParameterError) as caught:
+    with raises(ParameterError, parameter=name):
         SamplingParams(**{name: value})
-    assert caught.value.parameter == name
 
 
 def test_none_means_no_stops() -> None:

@@ -16,6 +16,7 @@ import pytest
 from logprobe import LLM, SamplingParams
 from logprobe.errors import EngineClosedError, EngineError, ParameterError
 from logprobe.transport.messages import Request
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,7 +241,7 @@ def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event
 def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: threading.Event) -> None:
     async def run() -> Any:
         submit(llm, request("same"))
-        with pytest.raises(ParameterError, match="'same'"):
+        with raises(ParameterError, parameter="request_id"):
             submit(llm, request("same", [8, 9]))
         held.set()
         return await llm.engine.result("same")
@@ -251,7 +252,7 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: threading
 
 
 def test_an_unknown_id_is_refused(llm: LLM) -> None:
-    with pytest.raises(ParameterError, match="'nobody'"):
+    with raises(ParameterError, parameter="request_id"):
         asyncio.run(llm.engine.result("nobody"))
 
 

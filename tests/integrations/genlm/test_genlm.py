@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from doc_pages import examples_of
+from refusals import raises
 
 control = pytest.importorskip("genlm.control", reason="genlm-control is not installed (make test-genlm)")
 
@@ -137,7 +138,7 @@ def test_a_model_by_name_is_ours_while_served() -> None:
             pytest.skip(f"smollm2 cannot be had: {error}")
         assert type(potential.model) is LogprobeLM
         potential.model.cleanup()
-        with pytest.raises(ParameterError, match="quantization"):
+        with raises(ParameterError, parameter="quantization"):
             LogprobeLM.from_name("smollm2", hf_opts={"quantization": 4})
     import genlm.backend.llm
 
@@ -213,12 +214,12 @@ def test_what_cannot_be_done_is_an_error(lm: GenlmLM) -> None:
         asyncio.run(lm.batch_next_token_logprobs([[5]], lora_name="absent"))
     with pytest.raises(RuntimeError, match="lora_name"):  # as genlm-backend has it
         lm.set_lora("here", "absent")
-    with pytest.raises(ParameterError, match="bitsandbytes_opts"):
+    with raises(ParameterError, parameter="bitsandbytes_opts"):
         LogprobeLM.from_name("smollm2", bitsandbytes_opts={"load_in_4bit": True})
     if type(lm) is LogprobeVirtualLM:
-        with pytest.raises(ParameterError, match="hf_opts"):
+        with raises(ParameterError, parameter="hf_opts"):
             LogprobeVirtualLM.from_name("smollm2", hf_opts={})
-        with pytest.raises(ParameterError, match="no_such_option"):
+        with raises(ParameterError, parameter="no_such_option"):
             LogprobeVirtualLM.from_name("smollm2", {"no_such_option": 1})
 
 

@@ -32,6 +32,7 @@ from logprobe.errors import (
 from logprobe.integrations.remote import link
 from logprobe.integrations.remote.link import as_error, retry_after_s
 from logprobe.server import ServerSettings
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -215,7 +216,7 @@ def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLM, body: b
 def test_the_key_is_brought_and_a_wrong_one_named(tiny_llm: LLM, new_serving: Any) -> None:
     with new_serving(tiny_llm, ServerSettings(api_key=("säsam",))) as (address, _):
         for key in (None, "wrong"):
-            with pytest.raises(ParameterError, match="api_key"):
+            with raises(ParameterError, parameter="api_key"):
                 RemoteLM(address, key)
         with RemoteLM(address, "säsam") as lm:
             assert lm.next_token_logprobs_sync([5]).shape == (lm.vocab_size,)
@@ -239,9 +240,8 @@ def test_a_setting_out_of_range_is_named_and_leaves_no_thread(
     url: str, name: str, settings: dict[str, Any]
 ) -> None:
     before = set(threading.enumerate())
-    with pytest.raises(ParameterError) as raised:
+    with raises(ParameterError, parameter=name):
         RemoteLM(**({"url": url} | settings))
-    assert raised.value.parameter == name
     assert set(threading.enumerate()) <= before
 
 

@@ -18,6 +18,7 @@ import pytest
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
 from logprobe.errors import EngineError, ParameterError
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,7 +179,7 @@ def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: U
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_process_that_cannot_use_its_settings_says_why(start: Any) -> None:
-    with pytest.raises(ParameterError, match="kv_bytes"), start(kv_bytes=100):
+    with raises(ParameterError, parameter="kv_bytes"), start(kv_bytes=100):
         pass
 
 

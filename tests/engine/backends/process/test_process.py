@@ -26,6 +26,7 @@ from logprobe.errors import ModelError, ParameterError, ProcessorError, require
 from logprobe.processors import LogitsProcessor
 from logprobe.transport.messages import Admitted
 from logprobe.transport.shm import FILE_BYTES, _Lease
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -211,18 +212,18 @@ def test_what_can_never_be_served_is_refused_on_this_side(
         raise AssertionError("it was sent")
 
     monkeypatch.setattr(engine.core._replicas[0], "submit", never)
-    for ids, params, match in (
-        ([], {}, "empty"),
-        ([10**6], {}, "outside the vocabulary"),
-        ([5] * 5000, {}, "at most 4096 fit"),
-        ([5], {"lora": "x"}, "no LoRA weights 'x'"),
-        ([5], {"logits_processors_args": {"raised": 1}}, "no registered processor"),
+    for ids, params, parameter in (
+        ([], {}, "prompt"),
+        ([10**6], {}, "prompt"),
+        ([5] * 5000, {}, "prompt"),
+        ([5], {"lora": "x"}, "lora"),
+        ([5], {"logits_processors_args": {"raised": 1}}, "logits_processors_args"),
         ([5], {"response_format": {"type": "regex", "regex": "("}}, "response_format"),
-        ([5], {"seed": 2**70}, "^seed: .*64 bits"),
-        ([5], {"max_tokens": 2**70}, "^max_tokens: .*64 bits"),
-        ([5], {"response_format": {"type": "text", "of": "\ud800"}}, "^response_format: .*Unicode"),
+        ([5], {"seed": 2**70}, "seed"),
+        ([5], {"max_tokens": 2**70}, "max_tokens"),
+        ([5], {"response_format": {"type": "text", "of": "\ud800"}}, "response_format"),
     ):
-        with pytest.raises(ParameterError, match=match):
+        with raises(ParameterError, parameter=parameter):
             teller.submit(engine, ids, **params)
 
 
@@ -234,9 +235,8 @@ def spoilt(teller: Any) -> Any:
 
 
 def test_what_that_process_could_not_read_is_refused_on_this_side(engine: Front, teller: Any) -> None:
-    with pytest.raises(ParameterError, match=r"^logit_bias: .*Expected `int`, got `str`") as caught:
+    with raises(ParameterError, parameter="logit_bias"):
         engine.admit(spoilt(teller))
-    assert caught.value.parameter == "logit_bias"
 
 
 def test_requests_that_cannot_be_read_over_there_fail_and_no_others(engine: Front, teller: Any) -> None:
@@ -275,7 +275,7 @@ def test_registered_processors_run_over_there_and_check_here(other: Front, telle
     assert output.outputs[0].token_ids == [65] * 8
     with pytest.raises(ParameterError, match="token 3 on cpu"):
         teller.submit(other, logits_processors_args={"raised": 3})
-    with pytest.raises(ParameterError, match="raised"):
+    with raises(ParameterError, parameter="logits_processors_args"):
         teller.submit(other, logits_processors_args={"raised": "x"})
 
 
@@ -317,7 +317,7 @@ def test_lora_weights_are_loaded_there_and_known_here(
     assert narrow.outputs[0].logprobs not in (wide.outputs[0].logprobs, plain.outputs[0].logprobs)
     held = teller.submit(engine, ids, lora="a", max_tokens=500, logprobs=2)
     engine.remove_lora("a")
-    with pytest.raises(ParameterError, match="no LoRA weights 'a'"):
+    with raises(ParameterError, parameter="lora"):
         teller.submit(engine, ids, lora="a")
     output = asyncio.run(teller.result(engine, held))
     assert output.outputs[0].logprobs[:8] == narrow.outputs[0].logprobs
