@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from doc_pages import examples_of, run_examples
 from logprobe import AsyncLM, SamplingParams
 from logprobe.engine.client import Client
-from logprobe.errors import ParameterError
-from logprobe.testing import FakeForward, fake_model
+from logprobe.errors import EngineClosedError, ForwardError, ParameterError
+from logprobe.testing import (
+    FakeForward,
+    check_integrity,
+    failing_steps,
+    fake_model,
+    holding_steps,
+    open_requests,
+    process_ids,
+    watching_steps,
+)
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from logprobe.engine.backends.start import LoadedModel
 
@@ -74,3 +87,68 @@ def test_it_takes_no_lora_weights(model: LoadedModel) -> None:
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
     with pytest.raises(ParameterError, match="vocab_size"):
         fake_model(FakeForward(vocab_size=100))
+
+
+# -- faults ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lm(model: LoadedModel) -> Iterator[AsyncLM]:
+    with AsyncLM(model) as own:
+        yield own
+
+
+def test_steps_are_watched_and_fail_until_the_block_ends(model: LoadedModel, lm: AsyncLM) -> None:
+    counts: list[int] = []
+    with watching_steps(model, lambda batch: counts.append(len(batch.token_ids))):
+        lm.next_token_logprobs_sync([5, 6])
+        with failing_steps(lm, MemoryError("no room")), pytest.raises(ForwardError, match="no room"):
+            lm.next_token_logprobs_sync([8, 9, 10])
+        lm.next_token_logprobs_sync([5, 6, 7])
+    lm.next_token_logprobs_sync([11])
+    assert counts == [2, 1]
+    check_integrity(model)
+
+
+def test_a_step_is_held_until_it_is_released(model: LoadedModel, lm: AsyncLM) -> None:
+    with holding_steps(model.engine) as hold:
+        with pytest.raises(TimeoutError):
+            hold.wait(0)
+        asking = threading.Thread(target=lm.next_token_logprobs_sync, args=([5, 6],))
+        asking.start()
+        hold.wait()
+        assert len(open_requests(lm)) == 1
+        assert asking.is_alive()
+        hold.release()
+        asking.join()
+    assert open_requests(lm) == []
+
+
+def test_a_held_step_goes_on_where_the_engine_is_closed(model: LoadedModel, lm: AsyncLM) -> None:
+    async def ask() -> None:
+        asked = asyncio.create_task(lm.sample([5, 6], 9, []))
+        await asyncio.to_thread(hold.wait)
+        await asyncio.to_thread(model.engine.close)
+        await asked
+
+    with holding_steps(model) as hold, pytest.raises(EngineClosedError):
+        asyncio.run(ask())
+
+
+def test_an_engine_that_has_no_such_thing_is_refused(
+    model: LoadedModel, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with raises(ParameterError, parameter="model"):
+        process_ids(model)
+    with raises(ParameterError, parameter="model"):
+        open_requests(tiny_model_folder)  # type: ignore[arg-type]
+    monkeypatch.setattr(model.engine, "core", object())
+    for seam in (lambda: check_integrity(model), lambda: holding_steps(model).__enter__()):
+        with raises(ParameterError, parameter="model"):
+            seam()
+    monkeypatch.undo()
+
+
+def test_the_pages_example_runs(tiny_model_folder: Path) -> None:
+    page = "reference/testing.md"
+    run_examples(page, examples_of(page), model=tiny_model_folder)

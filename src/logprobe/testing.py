@@ -3,16 +3,22 @@
 `fake_model()` is a whole engine (scheduler, prefix cache, processors, sampler, records) over `FakeForward`, a
 forward pass whose distributions are numbers drawn anew for each prefix. So a test can say what every
 log-probability must be (`FakeForward.logits_after`), and a cache, batch or chunk that goes wrong shows.
+
+The functions below it provoke faults in an engine, fake or real, and look at what it holds.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
 
 from logprobe.config import EngineConfig
+from logprobe.engine.backends.process.engine import ProcessEngine
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
@@ -23,17 +29,33 @@ from logprobe.models import Vocabulary
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.engine.protocol import ForwardBackend, Layout, StepBatch
+    from logprobe.llm import LLM
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
+    from logprobe.next_token.local import LocalLM
     from logprobe.records.values import IntArray
 
-__all__ = ["FakeForward", "fake_model"]
+    Opened = LLM | LocalLM[Any] | LoadedModel | Front
+
+__all__ = [
+    "FakeForward",
+    "StepHold",
+    "check_integrity",
+    "failing_steps",
+    "fake_model",
+    "holding_steps",
+    "open_requests",
+    "process_ids",
+    "watching_steps",
+]
 
 NUM_STATES = 1 << 20  # that a prefix can be in; a float32 holds each exactly
 BOS, EOS = "<|bos|>", "<|eos|>"
+HELD_S: Final = 0.005  # between two looks at whether a held step's engine was closed
+LIMIT_S: Final = 120.0  # nothing takes as long, also on a busy machine
 
 
 class FakeForward:
@@ -156,3 +178,129 @@ def _byte_tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     make: Any = ExactTokenizer  # transformers' own has no types
     return make(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+@contextmanager
+def watching_steps(model: Opened, watch: Callable[[StepBatch], None]) -> Iterator[None]:
+    """Call `watch` on the engine's thread with each step's batch, before the forward pass runs it.
+
+    What it raises fails the step, as what the model raises does.
+
+    Raises:
+        ParameterError: the engine does not run in this process, or has no steps of ours.
+    """
+    forward = _engine_of(model).forward
+    run = forward.run
+
+    def watched(batch: StepBatch) -> None:
+        watch(batch)
+        run(batch)
+
+    with mock.patch.object(forward, "run", watched):
+        yield
+
+
+@contextmanager
+def failing_steps(model: Opened, error: Exception) -> Iterator[None]:
+    """Let each step fail with this error of the forward pass, until the block ends.
+
+    Raises:
+        ParameterError: the engine does not run in this process, or has no steps of ours.
+    """
+
+    def fail(_: StepBatch) -> None:
+        raise error
+
+    with watching_steps(model, fail):
+        yield
+
+
+class StepHold:
+    """The steps that `holding_steps` holds."""
+
+    def __init__(self) -> None:
+        self._has_begun, self._is_released = threading.Event(), threading.Event()
+
+    def wait(self, timeout_s: float = LIMIT_S) -> None:
+        """Wait until a step has begun; what is asked from then on joins a later one.
+
+        Raises:
+            TimeoutError: none has in this time.
+        """
+        if not self._has_begun.wait(timeout_s):
+            raise TimeoutError(f"no step has begun in {timeout_s} s")
+
+    def release(self) -> None:
+        """Let this step, and all later ones, go on."""
+        self._is_released.set()
+
+
+@contextmanager
+def holding_steps(model: Opened) -> Iterator[StepHold]:
+    """Let no step go on until it is released, the block ends or the engine is being closed.
+
+    Raises:
+        ParameterError: the engine does not run in this process, or has no steps of ours.
+    """
+    core, hold = _thread_of(model), StepHold()
+
+    def held(_: StepBatch) -> None:
+        hold._has_begun.set()
+        while not (hold._is_released.wait(HELD_S) or core._is_closed):
+            continue
+
+    with watching_steps(model, held):
+        try:
+            yield hold
+        finally:
+            hold.release()
+
+
+def open_requests(model: Opened) -> list[str]:
+    """The ids of the requests that were accepted and whose output nobody has taken to its end.
+
+    Raises:
+        ParameterError: `model` is none of this program's.
+    """
+    front = _front_of(model)
+    return sorted({*front._folds, *front._collector._inboxes})
+
+
+def check_integrity(model: Opened) -> None:
+    """Assert that each slot of an engine at rest has one owner, and each lock its request.
+
+    Raises:
+        ParameterError: the engine does not run in this process, or has no slots of ours.
+    """
+    _engine_of(model).check_integrity()
+
+
+def process_ids(model: Opened) -> list[int]:
+    """The processes that the engine runs in, by replica; of one that is being started again, the last.
+
+    Raises:
+        ParameterError: the engine has no processes of ours.
+    """
+    core = _front_of(model).core
+    if not isinstance(core, ProcessEngine):
+        raise ParameterError("model", "has no engine processes; open it with process=True or data_parallel=2")
+    return [replica.pid for replica in core._replicas if replica.pid is not None]
+
+
+def _front_of(model: Opened) -> Front:
+    loaded: Any = getattr(model, "_loaded", model)
+    front = getattr(loaded, "engine", loaded)
+    is_front = isinstance(front, Front)
+    require(is_front, "model", "must be an LLM, an AsyncLM, a loaded model or its engine", got=model)
+    return front  # type: ignore[no-any-return]
+
+
+def _thread_of(model: Opened) -> EngineThread:
+    core = _front_of(model).core
+    if not isinstance(core, EngineThread):
+        raise ParameterError("model", "must run on a thread of this process; open it without process or vLLM")
+    return core
+
+
+def _engine_of(model: Opened) -> Engine:
+    return _thread_of(model).engine
