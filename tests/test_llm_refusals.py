@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,9 +16,12 @@ from logprobe.errors import (
     PromptTooLongError,
     UnknownParameterError,
 )
+from logprobe.testing import failing_steps, holding_steps, open_requests, watching_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from logprobe.engine.protocol import StepBatch
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
 
@@ -88,8 +90,8 @@ def test_a_bad_pair_is_refused_by_name(tiny_llm: LLM, pair: Any, parameter: str)
 def test_one_bad_prompt_leaves_nothing_behind(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError):
         tiny_llm.generate([[5], [6], [999999]])
-    assert not tiny_llm.engine._folds
-    assert not tiny_llm.engine.core.engine.has_work
+    assert open_requests(tiny_llm) == []
+    assert not tiny_llm.engine.is_busy
 
 
 def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path) -> None:
@@ -100,26 +102,21 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(tiny_model_folder: Path
 # -- failures and the end ----------------------------------------------------------------------------------
 
 
-def test_a_failed_request_is_raised_with_all_outputs_or_returned(
-    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = tiny_llm.engine.core.engine.forward
-    plain = forward.run
+def boom_at_66(batch: StepBatch) -> None:
+    if 66 in batch.token_ids:
+        raise RuntimeError("boom")
 
-    def run(plan: Any) -> None:
-        if any(66 in plan.token_ids[plan.span(index)] for index in range(len(plan.loras))):
-            raise RuntimeError("boom")
-        plain(plan)
 
-    monkeypatch.setattr(forward, "run", run)
+def test_a_failed_request_is_raised_with_all_outputs_or_returned(tiny_llm: LLM) -> None:
     asked = SamplingParams(max_tokens=2, seed=1)
-    assert tiny_llm.generate([[6, 6, 6]], asked)[0].error is None
-    with pytest.raises(BatchError, match="boom") as caught:
-        tiny_llm.generate([[66, 6, 6]], asked)
-    assert list(caught.value.errors) == [0]
-    returned = tiny_llm.generate([[66, 6, 6]], asked, on_error="return")[0]
-    assert "boom" in str(returned.error)
-    assert tiny_llm.generate([[6, 6, 7]], asked)[0].error is None
+    with watching_steps(tiny_llm, boom_at_66):
+        assert tiny_llm.generate([[6, 6, 6]], asked)[0].error is None
+        with pytest.raises(BatchError, match="boom") as caught:
+            tiny_llm.generate([[66, 6, 6]], asked)
+        assert list(caught.value.errors) == [0]
+        returned = tiny_llm.generate([[66, 6, 6]], asked, on_error="return")[0]
+        assert "boom" in str(returned.error)
+        assert tiny_llm.generate([[6, 6, 7]], asked)[0].error is None
 
 
 def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_folder: Path) -> None:
@@ -135,16 +132,6 @@ def test_closing_twice_is_fine_and_asking_afterwards_is_an_error(tiny_model_fold
 def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Path) -> None:
     llm = LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=1)
     caught: list[BaseException] = []
-    started, may_go_on = threading.Event(), threading.Event()
-    forward = llm.engine.core.engine.forward
-    plain = forward.run
-
-    def run(plan: Any) -> None:
-        started.set()
-        assert may_go_on.wait(LIMIT_S)
-        plain(plan)
-
-    forward.run = run
 
     def work() -> None:
         try:
@@ -153,18 +140,14 @@ def test_closing_ends_a_call_in_progress_on_another_thread(tiny_model_folder: Pa
             caught.append(error)
 
     thread = threading.Thread(target=work)
-    thread.start()
-    assert started.wait(LIMIT_S)
     closing = threading.Thread(target=llm.close)
-    closing.start()
-    deadline = time.monotonic() + LIMIT_S
-    while not llm.engine.core._is_closed:  # or the call might end by itself before
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    may_go_on.set()
-    for one in (closing, thread):
-        one.join(LIMIT_S)
-        assert not one.is_alive(), "the call hangs"
+    with holding_steps(llm) as hold:  # or the call might end by itself before
+        thread.start()
+        hold.wait()
+        closing.start()
+        for one in (closing, thread):
+            one.join(LIMIT_S)
+            assert not one.is_alive(), "the call hangs"
     assert "closed" in str(caught[0])
 
 
@@ -231,22 +214,12 @@ def test_a_bad_pair_among_many_does_not_refuse_the_others(tiny_llm: LLM) -> None
         tiny_llm.score([pairs[0], pairs[3], pairs[2]])
 
 
-def test_a_pair_that_fails_while_it_runs_leaves_the_others(
-    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = tiny_llm.engine.core.engine.forward
-    plain = forward.run
-
-    def run(plan: Any) -> None:
-        if any(67 in plan.token_ids[plan.span(index)] for index in range(len(plan.loras))):
-            raise RuntimeError("boom")
-        plain(plan)
-
-    monkeypatch.setattr(forward, "run", run)
-    with pytest.raises(BatchError, match=r"request 0: .*boom") as caught:
-        tiny_llm.score([([67, 6], [6])])
-    assert list(caught.value.errors) == [0]
-    (returned,) = tiny_llm.score([([67, 6], [6])], on_error="return")
+def test_a_pair_that_fails_while_it_runs_leaves_the_others(tiny_llm: LLM) -> None:
+    with failing_steps(tiny_llm, RuntimeError("boom")):
+        with pytest.raises(BatchError, match=r"request 0: .*boom") as caught:
+            tiny_llm.score([([67, 6], [6])])
+        assert list(caught.value.errors) == [0]
+        (returned,) = tiny_llm.score([([67, 6], [6])], on_error="return")
     assert "boom" in str(returned.error)
 
 

@@ -10,10 +10,12 @@ from logprobe import SamplingParams
 from logprobe.engine.request import RequestOutput
 from logprobe.llm import Tally, progress_bar
 from logprobe.records import FlatLogprobs
+from logprobe.testing import watching_steps
 from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
     from logprobe import LLM
+    from logprobe.engine.protocol import StepBatch
 
 
 def request(name: str, num_prompt: int, **asked: Any) -> tuple[Request, RequestOutput]:
@@ -50,8 +52,7 @@ def test_what_an_early_end_leaves_out_is_no_longer_waited_for() -> None:
 
 def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypatch: Any) -> None:
     seen = []
-    was_seen, engine = threading.Event(), tiny_llm.engine.core.engine  # type: ignore[attr-defined]
-    own_step, num_steps = engine.step, itertools.count()
+    was_seen, num_steps = threading.Event(), itertools.count()
 
     class Watched(Tally):
         def add(self, output: RequestOutput) -> None:
@@ -59,17 +60,16 @@ def test_one_long_text_moves_the_bar_while_it_is_scored(tiny_llm: LLM, monkeypat
             seen.append(self.done)
             was_seen.set()
 
-    def step() -> Any:
+    def wait(_: StepBatch) -> None:
         # Steps that outrun the reader reach it as one.
         assert next(num_steps) == 0 or was_seen.wait(120)
-        return own_step()
 
-    monkeypatch.setattr(engine, "step", step)
     monkeypatch.setattr("logprobe.llm.Tally", Watched)
     monkeypatch.setenv("FORCE_COLOR", "1")
     num_tokens = 3 * tiny_llm.config.max_batch_tokens // 2
     asked = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    tiny_llm.generate([5] * num_tokens, asked, progress=True)
+    with watching_steps(tiny_llm, wait):
+        tiny_llm.generate([5] * num_tokens, asked, progress=True)
     assert seen[-1] == num_tokens
     assert len(seen) > 1
     assert seen == sorted(seen)

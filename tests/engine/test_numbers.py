@@ -80,7 +80,7 @@ class Reference:
 
 def forget(llm: LLM) -> None:
     """Make the prefix cache cold."""
-    llm.engine.core.engine.scheduler.tree.clear()
+    llm.engine.forget_prefixes()
 
 
 def with_batch_tokens(llm: LLM, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.sources import find_sources
 from logprobe.scoring.windows import WindowSettings, score_windows
 from logprobe.server import ServerSettings
+from logprobe.testing import check_integrity
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def test_the_numbers_afterwards_are_those_of_a_fresh_load(
     assert llm.score(PAIRS) == want[:2]
     assert llm.generate("the cat", LONG)[0].outputs[0].token_ids == want[2]
     assert before != want[:2]
-    llm.engine.core.engine.check_integrity()
+    check_integrity(llm)
 
 
 def test_training_goes_on_without_moving_what_was_loaded(
@@ -216,7 +217,7 @@ def test_requests_that_run_end_by_name_where_that_is_asked(
     assert [type(error) for error in running.errors] == [WeightsReplacedError] * 2
     assert "weights were replaced" in str(running.errors[0])
     assert llm.score(PAIRS) == want[:2]
-    llm.engine.core.engine.check_integrity()
+    check_integrity(llm)
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(

@@ -15,6 +15,7 @@ import torch
 from logprobe import SamplingParams
 from logprobe.errors import BatchError, NonFiniteLogitsError, ParameterError, ProcessorError
 from logprobe.processors import BatchState, CaptureLogitsProcessor, LogitsProcessor
+from logprobe.testing import check_integrity
 from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
@@ -182,14 +183,13 @@ def test_samples_differ_where_their_own_draws_differ(llm: LLM) -> None:
 
 def test_a_preempted_request_resumes_with_the_right_state(new_llm: Callable[..., LLM]) -> None:
     small = new_llm(FollowLogitsProcessor, kv_bytes=100 * slot_bytes(new_llm))
-    engine: Any = small.engine
     asked = [
         SamplingParams(max_tokens=40, frequency_penalty=0.5, seed=index, **(FOLLOW if index % 2 else {}))
         for index in range(6)
     ]
     asked = [SamplingParams(max_tokens=40, ignore_eos=True, frequency_penalty=0.5, seed=1), *asked[1:]]
     outs = small.generate(prompts(6), asked)
-    assert engine.core.engine.scheduler.num_preempted > 0
+    assert small.engine.stats().preempted > 0
     for index, out in enumerate(outs):
         if index % 2:
             assert out.outputs[0].token_ids == counting(40)
@@ -221,8 +221,7 @@ def test_a_processor_that_raises_fails_its_request_and_the_batch_goes_on(llm: LL
     for index in (0, 1, 4, 6, 7):
         assert outs[index].outputs[0].token_ids == counting(5)
     assert [len(outs[index].outputs[0].token_ids) for index in (2, 5)] == [5, 5]
-    engine: Any = llm.engine
-    engine.core.engine.scheduler.check_integrity()
+    check_integrity(llm)
 
 
 def test_processors_that_together_leave_no_token_fail_the_request_by_name(llm: LLM) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import pytest
 
 from logprobe.server import ServerSettings
+from logprobe.testing import check_integrity, failing_steps, holding_steps
 from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
 
 def test_a_full_server_says_when_to_come_back(new_server: Any) -> None:
     with new_server(max_requests=2) as server:
-        with held_engine(server), raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}):
+        with (
+            holding_steps(server.llm),
+            raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}),
+        ):
             eventually(lambda: num_in_progress(server) == 2, "the request never began")
             reply = server.post("/v1/completions", prompt="a", max_tokens=1)
             assert reply.status_code == 429
@@ -111,35 +114,17 @@ def test_tokens_and_bytes_of_logprobs_are_limited(new_server: Any, settings: Any
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_place_at_once(new_server: Any, is_stream: bool) -> None:
     with new_server() as server:
-        with held_engine(server):
+        with holding_steps(server.llm):
             with raw_request(server, "/v1/completions", {**LONG, "stream": is_stream, "n": 3}):
                 eventually(lambda: num_in_progress(server) == 3, "the request never began")
             eventually(lambda: num_in_progress(server) == 0, "its place is kept while a step lasts")
         eventually(lambda: is_idle(server), "the request never ended")
-        server.llm.engine.core.engine.scheduler.check_integrity()
+        check_integrity(server.llm)
 
 
 def num_in_progress(server: Any) -> int:
     found: int = server.service.limits.in_use()["requests"]
     return found
-
-
-@contextmanager
-def held_engine(server: Any) -> Iterator[None]:
-    """Let no step end before the block does, so that a request outlives its client."""
-    forward, release = server.llm.engine.core.engine.forward, threading.Event()
-    run = forward.run
-
-    def held_run(plan: Any) -> None:
-        release.wait()
-        run(plan)
-
-    forward.run = held_run
-    try:
-        yield
-    finally:
-        release.set()
-        del forward.run
 
 
 def is_held(server: Any) -> bool:
@@ -172,17 +157,9 @@ def test_a_slow_reader_is_paused_and_loses_nothing(new_server: Any) -> None:
         eventually(lambda: is_idle(server), "the request never ended")
 
 
-def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(
-    new_server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(new_server: Any) -> None:
     with new_server() as server:
-        engine = server.llm.engine.core.engine
-        with monkeypatch.context() as patch:
-
-            def fail(_: Any) -> None:
-                raise RuntimeError("broken weights")
-
-            patch.setattr(engine.forward, "run", fail)
+        with failing_steps(server.llm, RuntimeError("broken weights")):
             reply = server.post("/v1/completions", prompt="zzz new", max_tokens=2)
             assert reply.status_code == 500
             assert "broken weights" in reply.json()["error"]["message"]

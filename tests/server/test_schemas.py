@@ -15,6 +15,7 @@ import pytest
 
 from logprobe.server.app import ROUTES
 from logprobe.server.openai.openapi import BODIES, document
+from logprobe.testing import check_integrity
 from server_process import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def test_no_body_makes_the_server_fail(server: Any, schema: Any) -> None:
             elif "text/event-stream" in reply.headers["content-type"]:
                 assert '"error"' not in reply.text, (path, body, reply.text)
     assert {200, 400} <= statuses
-    server.llm.engine.core.engine.scheduler.check_integrity()
+    check_integrity(server.llm)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000])

@@ -15,6 +15,7 @@ import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import EngineClosedError, EngineError, ParameterError
+from logprobe.testing import StepHold, holding_steps, open_requests, watching_steps
 from logprobe.transport.messages import Request
 from refusals import raises
 
@@ -33,19 +34,10 @@ def llm(tiny_model_folder: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def held(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The forward pass waits until this event is set."""
-    forward = llm.engine.core.engine.forward
-    plain = forward.run
-    event = threading.Event()
-
-    def run(plan: Any) -> None:
-        assert event.wait(LIMIT_S)
-        plain(plan)
-
-    monkeypatch.setattr(forward, "run", run)
-    yield event
-    event.set()
+def held(llm: LLM) -> Iterator[StepHold]:
+    """Each step waits until it is released."""
+    with holding_steps(llm) as hold:
+        yield hold
 
 
 def request(name: str, ids: Any = (5, 6, 7), **params: Any) -> Request:
@@ -87,9 +79,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_idle(llm: LLM) -> bool:
-    scheduler, front = llm.engine.core.engine.scheduler, llm.engine
-    is_done = not (front._folds or front._read or front._collector._inboxes)
-    return is_done and scheduler.num_available == scheduler.pool.num_slots
+    return not open_requests(llm) and llm.engine.stats().free_slots == llm.engine.capabilities().num_slots
 
 
 def test_asks_from_several_threads_and_loops_get_their_own_answers(llm: LLM) -> None:
@@ -137,7 +127,7 @@ def test_a_stream_grows_to_what_the_whole_result_is(llm: LLM) -> None:
     assert states[-1] == (whole, 12, 58)
 
 
-def test_a_cancelled_waiter_aborts_its_request_and_leaves_the_others(llm: LLM, held: threading.Event) -> None:
+def test_a_cancelled_waiter_aborts_its_request_and_leaves_the_others(llm: LLM, held: StepHold) -> None:
     async def run() -> list[Any]:
         tasks = [asyncio.create_task(ask(llm, f"r{index}", [9, index + 2])) for index in range(8)]
         await asyncio.sleep(0.05)
@@ -145,7 +135,7 @@ def test_a_cancelled_waiter_aborts_its_request_and_leaves_the_others(llm: LLM, h
         with suppress(asyncio.CancelledError):
             await tasks[3]
         assert tasks[3].cancelled()
-        held.set()
+        held.release()
         return await asyncio.gather(*tasks[:3], *tasks[4:])
 
     outputs = asyncio.run(run())
@@ -166,13 +156,13 @@ def test_leaving_a_stream_early_frees_its_slots_within_a_step(llm: LLM) -> None:
     wait_until(lambda: is_idle(llm))
 
 
-def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM, held: threading.Event) -> None:
+def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM, held: StepHold) -> None:
     async def run() -> Any:
         submit(llm, request("r", max_tokens=100, logprobs=0))
         stream = llm.engine.stream("r", buffer_rows=4)  # beyond which the request waits for this reader
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
-        held.set()
+        held.release()
         output = await first
         while not output.is_finished:
             if len(output.outputs[0].token_ids) >= 3:
@@ -189,25 +179,18 @@ def test_an_abort_midway_ends_the_stream_with_what_there_is(llm: LLM, held: thre
     wait_until(lambda: is_idle(llm))
 
 
-def test_a_reader_whose_event_loop_was_closed_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = llm.engine.core.engine.scheduler
-    plain = scheduler.schedule
-
-    def schedule() -> Any:
-        time.sleep(0.02)
-        return plain()
-
-    monkeypatch.setattr(scheduler, "schedule", schedule)
+def test_a_reader_whose_event_loop_was_closed_is_given_up(llm: LLM) -> None:
     loop = asyncio.new_event_loop()
-    submit(llm, request("orphan", max_tokens=100))
-    stream = llm.engine.stream("orphan")
-    loop.run_until_complete(anext(stream))
-    loop.close()
-    wait_until(lambda: is_idle(llm))
+    with watching_steps(llm, lambda _: time.sleep(0.02)):
+        submit(llm, request("orphan", max_tokens=100))
+        stream = llm.engine.stream("orphan")
+        loop.run_until_complete(anext(stream))
+        loop.close()
+        wait_until(lambda: is_idle(llm))
     assert len(asyncio.run(ask(llm, "next")).outputs[0].token_ids) == 4
 
 
-def test_an_asyncio_run_that_died_leaves_the_engine_at_work(llm: LLM, held: threading.Event) -> None:
+def test_an_asyncio_run_that_died_leaves_the_engine_at_work(llm: LLM, held: StepHold) -> None:
     async def die() -> None:
         waiting = asyncio.create_task(ask(llm, "gone", max_tokens=50))
         await asyncio.sleep(0.05)
@@ -216,12 +199,12 @@ def test_an_asyncio_run_that_died_leaves_the_engine_at_work(llm: LLM, held: thre
 
     with pytest.raises(KeyError):
         asyncio.run(die())
-    held.set()
+    held.release()
     assert len(asyncio.run(ask(llm, "next")).outputs[0].token_ids) == 4
     wait_until(lambda: is_idle(llm))
 
 
-def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event) -> None:
+def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: StepHold) -> None:
     async def run() -> float:
         task = asyncio.create_task(ask(llm, "r"))
         await asyncio.sleep(0.05)
@@ -229,7 +212,7 @@ def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event
         submit(llm, request("other"))
         await asyncio.sleep(0)
         took = time.monotonic() - start
-        held.set()
+        held.release()
         await task
         await llm.engine.result("other")
         return took
@@ -238,12 +221,12 @@ def test_the_event_loop_is_not_blocked_by_a_step(llm: LLM, held: threading.Event
     assert asyncio.run(run()) < LIMIT_S / 2
 
 
-def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: threading.Event) -> None:
+def test_an_id_in_use_is_refused_and_the_first_goes_on(llm: LLM, held: StepHold) -> None:
     async def run() -> Any:
         submit(llm, request("same"))
         with raises(ParameterError, parameter="request_id"):
             submit(llm, request("same", [8, 9]))
-        held.set()
+        held.release()
         return await llm.engine.result("same")
 
     output = asyncio.run(run())
@@ -263,14 +246,12 @@ def test_a_bad_request_leaves_nothing_behind(llm: LLM) -> None:
     assert len(asyncio.run(ask(llm, "bad")).outputs[0].token_ids) == 4
 
 
-def test_close_ends_every_waiting_request_with_an_error(llm: LLM, held: threading.Event) -> None:
+@pytest.mark.usefixtures("held")
+def test_close_ends_every_waiting_request_with_an_error(llm: LLM) -> None:
     async def run() -> list[Any]:
         tasks = [asyncio.create_task(ask(llm, f"r{index}")) for index in range(10)]
         await asyncio.sleep(0.05)
-        closing = asyncio.create_task(asyncio.to_thread(llm.engine.close))
-        await asyncio.to_thread(wait_until, lambda: llm.engine.core._is_closed)
-        held.set()
-        await closing
+        await asyncio.to_thread(llm.engine.close)
         return await asyncio.gather(*tasks)
 
     outputs = asyncio.run(run())
@@ -286,7 +267,7 @@ def test_a_closed_engine_takes_nothing_more(llm: LLM) -> None:
 
 
 def test_a_bug_in_the_engine_ends_every_request_and_is_named(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, held: threading.Event
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, held: StepHold
 ) -> None:
     def fail() -> None:
         raise ZeroDivisionError("a bug")
@@ -295,7 +276,7 @@ def test_a_bug_in_the_engine_ends_every_request_and_is_named(
         tasks = [asyncio.create_task(ask(llm, f"r{index}", max_tokens=20)) for index in range(8)]
         await asyncio.sleep(0.05)
         monkeypatch.setattr(llm.engine.core.engine.scheduler, "schedule", fail)
-        held.set()
+        held.release()
         return await asyncio.gather(*tasks)
 
     outputs = asyncio.run(run())
@@ -317,7 +298,7 @@ def test_an_idle_engine_checks_its_slots(llm: LLM, monkeypatch: pytest.MonkeyPat
 def test_capabilities_state_the_limits(llm: LLM) -> None:
     facts = llm.engine.capabilities()
     assert (facts.max_batch_tokens, facts.max_batch_rows, facts.max_model_len) == (32, 6, 128)
-    assert facts.num_slots == llm.engine.core.engine.forward.num_slots
+    assert facts.num_slots == llm.engine.stats().free_slots
     assert (facts.engine, facts.device, facts.dtype) == ("native", "cpu", "float32")
 
 
