@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from logprobe import AsyncLM, AsyncVirtualLM, RemoteLM
 from logprobe.server import ServerSettings
+from logprobe.testing import StepHold, holding_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -147,13 +147,10 @@ def far(shared_far: RemoteLM, lm: AsyncLM) -> RemoteLM:
 
 
 @pytest.fixture
-def gate(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds every step of the engine until it is set."""
-    event = threading.Event()
-    forward = lm._loaded.engine.core.engine.forward
-    run = forward.run
-    monkeypatch.setattr(forward, "run", lambda plan: (event.wait(LIMIT_S), run(plan))[1])
-    return event
+def held(lm: AsyncLM) -> Iterator[StepHold]:
+    """Each step of the engine waits until it is released."""
+    with holding_steps(lm) as hold:
+        yield hold
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logprobe import AsyncLM
+from logprobe.testing import check_integrity, open_requests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -140,8 +141,8 @@ def test_afterwards_every_slot_has_one_owner_and_nothing_is_in_flight(bounded_lm
     bounded_lm.next_token_logprobs_sync([5])
     assert bounded_lm._desk._in_flight == {}
     assert bounded_lm._desk._held == []
-    assert not bounded_lm._engine._folds  # type: ignore[attr-defined]
-    bounded_lm._engine.core.engine.scheduler.check_integrity()  # type: ignore[attr-defined]
+    assert open_requests(bounded_lm) == []
+    check_integrity(bounded_lm)
 
 
 def test_rows_err_from_float64_by_no_more_than_twice_what_a_plain_float32_pass_does(

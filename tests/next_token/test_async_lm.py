@@ -15,27 +15,26 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ParameterError, RequestAbortedError
+from logprobe.testing import holding_steps, open_requests, watching_steps
 from refusals import raises
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from logprobe import AsyncLM
+    from logprobe.engine.protocol import StepBatch
 
 LIMIT_S = 120.0  # nothing takes as long, also on a busy machine
 TOLERANCE = 2e-5
 BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 
 
-def tokens_run(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows by the number of tokens that each step runs."""
-    forward = lm._engine.core.engine.forward  # type: ignore[attr-defined]
-    run, counts = forward.run, []
-
-    def counted(plan: Any) -> None:
-        counts.append(len(plan.token_ids))
-        run(plan)
-
-    monkeypatch.setattr(forward, "run", counted)
-    return counts
+@pytest.fixture
+def counts(lm: AsyncLM) -> Iterator[list[int]]:
+    """The number of tokens of each step."""
+    found: list[int] = []
+    with watching_steps(lm, lambda batch: found.append(len(batch.token_ids))):
+        yield found
 
 
 @BOTH
@@ -68,10 +67,8 @@ def test_an_empty_prefix_is_the_bos_where_there_is_one(
         other.next_token_logprobs_sync([])
 
 
-def test_equal_asks_in_flight_are_computed_once(
-    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids, counts = random_ids(1, 10), tokens_run(lm, monkeypatch)
+def test_equal_asks_in_flight_are_computed_once(lm: AsyncLM, random_ids: Any, counts: list[int]) -> None:
+    ids = random_ids(1, 10)
 
     async def ask() -> list[Any]:
         return await asyncio.gather(*(lm.next_token_logprobs(ids) for _ in range(20)))
@@ -82,11 +79,11 @@ def test_equal_asks_in_flight_are_computed_once(
 
 
 def test_one_token_more_costs_one_token_and_a_known_prefix_none(
-    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, random_ids: Any, counts: list[int]
 ) -> None:
     ids = random_ids(2, 30)
     lm.next_token_logprobs_sync(ids)
-    counts = tokens_run(lm, monkeypatch)
+    counts.clear()
     lm.next_token_logprobs_sync([*ids, 7])
     assert sum(counts) == 1
     lm.clear_cache()
@@ -98,11 +95,11 @@ def test_one_token_more_costs_one_token_and_a_known_prefix_none(
 
 
 def test_a_kept_row_costs_no_step_until_it_is_cleared(
-    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, random_ids: Any, counts: list[int]
 ) -> None:
     ids = random_ids(3, 5)
     row = lm.next_token_logprobs_sync(ids)
-    counts = tokens_run(lm, monkeypatch)
+    counts.clear()
     assert lm.next_token_logprobs_sync(ids) is row
     assert counts == []
     lm.clear_cache()
@@ -110,11 +107,10 @@ def test_a_kept_row_costs_no_step_until_it_is_cleared(
 
 
 def test_trie_rows_are_those_of_each_prefix_and_shared_tokens_run_once(
-    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, plain_row: Any, random_ids: Any, counts: list[int]
 ) -> None:
     stem = random_ids(4, 6)
     sequences = [[*stem, 8, 9], [*stem, 8, 10], [*stem, 11], stem[:2]]
-    counts = tokens_run(lm, monkeypatch)
     rows = asyncio.run(lm.trie_logprobs(sequences))
     assert sum(counts) == 10
     assert len(rows) == 10
@@ -193,56 +189,34 @@ def test_batch_size_starts_an_idle_engine_at_once_and_timeout_a_smaller_batch(
         assert seconds(lm, 200, 1) >= 0.45
 
 
-def test_a_busy_engine_takes_asks_without_delay(
-    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with new_lm(batch_size=100, timeout=2 * LIMIT_S) as lm:
-        is_running, both_are_there, gate = threading.Event(), threading.Event(), threading.Event()
-        forward, submit = lm._engine.core.engine.forward, lm._engine.submit
-        run = forward.run
-
-        def held(plan: Any) -> None:
-            is_running.set()
-            gate.wait(LIMIT_S)
-            run(plan)
-
-        def noted(admitted: Any) -> None:
-            submit(admitted)
-            if is_running.is_set():
-                both_are_there.set()
-
-        monkeypatch.setattr(forward, "run", held)
-        monkeypatch.setattr(lm._engine, "submit", noted)
+def test_a_busy_engine_takes_asks_without_delay(new_lm: Any, random_ids: Any) -> None:
+    with new_lm(batch_size=100, timeout=2 * LIMIT_S) as lm, holding_steps(lm) as hold:
 
         async def ask() -> None:
-            sample = asyncio.create_task(lm.sample(random_ids(8, 4), 60, []))
-            assert await asyncio.to_thread(is_running.wait, LIMIT_S)
-            asked = asyncio.create_task(lm.next_token_logprobs(random_ids(9, 4)))
-            assert await asyncio.to_thread(both_are_there.wait, LIMIT_S)
-            gate.set()
-            await asyncio.wait_for(asked, LIMIT_S)
+            async with asyncio.timeout(LIMIT_S):
+                sample = asyncio.create_task(lm.sample(random_ids(8, 4), 60, []))
+                await asyncio.to_thread(hold.wait)
+                asked = asyncio.create_task(lm.next_token_logprobs(random_ids(9, 4)))
+                while len(open_requests(lm)) < 2:  # noqa: ASYNC110 - an engine sets no event of a loop
+                    await asyncio.sleep(0.005)
+                hold.release()
+                await asked
             sample.cancel()
 
         asyncio.run(ask())
 
 
-def test_the_event_loop_is_not_blocked_while_rows_are_computed(
-    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_event_loop_is_not_blocked_while_rows_are_computed(new_lm: Any, random_ids: Any) -> None:
     with new_lm() as lm:
-        forward = lm._engine.core.engine.forward
-        run, ticks, num_steps = forward.run, threading.Semaphore(0), itertools.count()
+        ticks, num_steps = threading.Semaphore(0), itertools.count()
 
-        def run_beside_the_loop(batch: Any) -> None:
+        def see_the_loop_tick(_: StepBatch) -> None:
             # A loop that waits for this step cannot tick any more, and then the step fails.
             while ticks.acquire(blocking=False):
                 continue
             for _ in range(3):
                 assert ticks.acquire(timeout=LIMIT_S), "the event loop stands still while a step runs"
             next(num_steps)
-            run(batch)
-
-        monkeypatch.setattr(forward, "run", run_beside_the_loop)
 
         async def tick(is_done: asyncio.Event) -> None:
             while not is_done.is_set():
@@ -257,27 +231,21 @@ def test_the_event_loop_is_not_blocked_while_rows_are_computed(
             is_done.set()
             await ticker
 
-        asyncio.run(ask())
+        with watching_steps(lm, see_the_loop_tick):
+            asyncio.run(ask())
     assert next(num_steps) >= 10
 
 
 def test_reset_ends_every_ask_in_flight_and_later_ones_work(
-    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
-    gate = threading.Event()
-    forward = lm._engine.core.engine.forward  # type: ignore[attr-defined]
-    run = forward.run
-
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(300 + i, 5))) for i in range(40)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(hold.wait)
         lm.reset_async_queries()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
-        gate.set()
-        return ended
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(forward, "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
+    with holding_steps(lm) as hold:
         assert {type(end) for end in asyncio.run(ask())} == {RequestAbortedError}
     ids = random_ids(300, 5)
     np.testing.assert_allclose(lm.next_token_logprobs_sync(ids), plain_row(ids), atol=TOLERANCE, rtol=0)

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.testing import holding_steps
 from refusals import raises
-
-if TYPE_CHECKING:
-    from logprobe import AsyncLM
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
 TOLERANCE = 2e-5  # nats, on the tiny model, whose float32 logits reach 20 (rounding: 1e-6 each)
-
-
-def forward_of(lm: AsyncLM) -> Any:
-    return lm._engine.core.engine.forward  # type: ignore[attr-defined]
-
-
-def scheduler_of(lm: AsyncLM) -> Any:
-    return lm._engine.core.engine.scheduler  # type: ignore[attr-defined]
 
 
 def assert_row(row: Any, want: Any, tolerance: float = TOLERANCE) -> None:
@@ -45,27 +33,18 @@ def test_asking_after_cleanup_is_a_runtime_error_even_for_a_kept_row(new_lm: Any
         asyncio.run(lm.sample([5], 2, []))
 
 
-def test_cleanup_ends_every_ask_in_flight(
-    new_lm: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm, gate = new_lm(), threading.Event()
-    run = forward_of(lm).run
-    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
-
-    def let_the_step_end() -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not lm._engine.core._is_closed and time.monotonic() < deadline:
-            time.sleep(0.005)
-        gate.set()
+def test_cleanup_ends_every_ask_in_flight(new_lm: Any, random_ids: Any) -> None:
+    lm = new_lm()
 
     async def ask() -> list[Any]:
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(100 + i, 5))) for i in range(30)]
         tasks.append(asyncio.create_task(lm.sample([5], 20, [])))
-        await asyncio.sleep(0.05)
-        await asyncio.gather(asyncio.to_thread(lm.cleanup), asyncio.to_thread(let_the_step_end))
+        await asyncio.to_thread(hold.wait)
+        await asyncio.to_thread(lm.cleanup)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
-    assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
+    with holding_steps(lm) as hold:
+        assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
 
 
 def test_an_unbounded_cache_is_refused(new_lm: Any) -> None:

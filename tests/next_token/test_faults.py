@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from logprobe.errors import EngineClosedError, ForwardError
+from logprobe.testing import StepHold, check_integrity, failing_steps, open_requests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,14 +26,6 @@ BOTH = pytest.mark.parametrize("lm", ["near", "far"], indirect=True)
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
 NEAR_AND_VLLM = pytest.mark.parametrize("lm", ["near", VLLM], indirect=True)
 EVERY = pytest.mark.parametrize("lm", ["near", "far", VLLM], indirect=True)
-
-
-def forward_of(lm: AsyncLM) -> Any:
-    return lm._engine.core.engine.forward  # type: ignore[attr-defined]
-
-
-def scheduler_of(lm: AsyncLM) -> Any:
-    return lm._engine.core.engine.scheduler  # type: ignore[attr-defined]
 
 
 def assert_row(row: Any, want: Any) -> None:
@@ -101,61 +93,51 @@ def test_one_cancelled_waiter_of_eight_leaves_the_seven_alone(
 
 
 def test_a_waiter_that_times_out_is_cancelled_alone(
-    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, plain_row: Any, random_ids: Any, held: StepHold
 ) -> None:
-    ids, gate = random_ids(7, 9), threading.Event()
-    run = forward_of(lm).run
-    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
+    ids = random_ids(7, 9)
 
     async def ask() -> Any:
         patient = asyncio.create_task(lm.next_token_logprobs(ids))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(lm.next_token_logprobs(ids), 0.05)
-        gate.set()
+        held.release()
         return await asyncio.wait_for(patient, LIMIT_S)
 
     assert_row(asyncio.run(ask()), plain_row(ids))
 
 
 def test_a_row_that_nobody_waits_for_any_more_is_given_up(
-    lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, random_ids: Any, held: StepHold
 ) -> None:
-    gate = threading.Event()
-    run = forward_of(lm).run
-    monkeypatch.setattr(forward_of(lm), "run", lambda plan: (gate.wait(LIMIT_S), run(plan))[1])
-
     async def ask() -> None:
         tasks = [asyncio.create_task(lm.next_token_logprobs(random_ids(8, 9))) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(held.wait)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        gate.set()
+        held.release()
 
     asyncio.run(ask())
     lm.next_token_logprobs_sync(random_ids(9, 3))
     assert lm._desk._in_flight == {}
-    assert not lm._engine._folds  # type: ignore[attr-defined]
+    assert open_requests(lm) == []
 
 
 def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
-    lm: AsyncLM, plain_row: Any, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    lm: AsyncLM, plain_row: Any, random_ids: Any
 ) -> None:
-    def broken(_: Any) -> None:
-        raise MemoryError("no room")
-
     async def ask() -> list[Any]:
         asked = (lm.next_token_logprobs(random_ids(10 + place, 6)) for place in range(5))
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), LIMIT_S)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(forward_of(lm), "run", broken)
+    with failing_steps(lm, MemoryError("no room")):
         errors = asyncio.run(ask())
     assert [type(error) for error in errors] == [ForwardError] * 5
     assert "no room" in str(errors[0])
     for place, row in enumerate(asyncio.run(ask())):
         assert_row(row, plain_row(random_ids(10 + place, 6)))
-    scheduler_of(lm).check_integrity()
+    check_integrity(lm)
 
 
 @EVERY
@@ -256,7 +238,7 @@ def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
             lm.next_token_logprobs_sync(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=str(lm._engine.capabilities().max_model_len)):
         lm.next_token_logprobs_sync(too_long)
-    assert not lm._engine._folds  # type: ignore[attr-defined]
+    assert open_requests(lm) == []
     assert_row(lm.next_token_logprobs_sync(random_ids(58, 4)), plain_row(random_ids(58, 4)))
 
 

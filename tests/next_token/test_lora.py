@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ModelError, ModelNotFoundError, ParameterError, UnsupportedModelError
+from logprobe.testing import holding_steps
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -183,21 +183,17 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     adapter_folders: dict[str, Path],
     lora_rows: dict[str, Any],
     random_ids: Any,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (name, folder), ids, gate = next(iter(adapter_folders.items())), random_ids(5, 9), threading.Event()
+    (name, folder), ids = next(iter(adapter_folders.items())), random_ids(5, 9)
     with new_lm() as lm:
         lm.add_new_lora(folder, name)
         weights = weakref.ref(lm._engine.core.engine._loras[lm._engine.lora_number(name)])
-        forward = lm._engine.core.engine.forward
-        run = forward.run
-        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 
         async def ask() -> Any:
-            task = asyncio.create_task(lm.next_token_logprobs(ids, lora=name))
-            await asyncio.sleep(0.1)
-            lm.remove_lora(name)
-            gate.set()
+            with holding_steps(lm) as hold:
+                task = asyncio.create_task(lm.next_token_logprobs(ids, lora=name))
+                await asyncio.to_thread(hold.wait)
+                lm.remove_lora(name)
             return await task
 
         np.testing.assert_allclose(asyncio.run(ask()), lora_rows[name](ids), atol=TOLERANCE, rtol=0)
@@ -216,25 +212,21 @@ def test_a_name_loaded_again_answers_anew_and_leaves_what_was_asked(
     adapter_folders: dict[str, Path],
     lora_rows: dict[str, Any],
     random_ids: Any,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (first, folder), (second, other) = adapter_folders.items()
-    ids, gate = random_ids(7, 9), threading.Event()
+    ids = random_ids(7, 9)
     with new_lm() as lm:
         lm.add_lora("legal", folder)
         kept = lm.next_token_logprobs_sync(ids[:-1], lora="legal")
-        forward = lm._engine.core.engine.forward
-        run = forward.run
-        monkeypatch.setattr(forward, "run", lambda plan: (gate.wait(120), run(plan))[1])
 
         async def ask() -> list[Any]:
-            before = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
-            await asyncio.sleep(0.1)
-            lm.add_lora("legal", other)
-            after = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
-            again = asyncio.create_task(lm.next_token_logprobs(ids[:-1], lora="legal"))
-            await asyncio.sleep(0.1)
-            gate.set()
+            with holding_steps(lm) as hold:
+                before = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
+                await asyncio.to_thread(hold.wait)
+                lm.add_lora("legal", other)
+                after = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
+                again = asyncio.create_task(lm.next_token_logprobs(ids[:-1], lora="legal"))
+                await asyncio.sleep(0.1)
             return await asyncio.gather(before, after, again)
 
         before, after, again = asyncio.run(ask())

@@ -16,6 +16,7 @@ from logprobe import AsyncLM, RemoteLM
 from logprobe.errors import EngineClosedError, ParameterError, ServerError
 from logprobe.server import ServerSettings
 from logprobe.server.http.errors import ApiError
+from logprobe.testing import StepHold, failing_steps, open_requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,18 +61,14 @@ def test_the_one_that_the_server_refuses_fails_alone_of_eight(
 
 
 def test_a_forward_pass_that_raises_fails_its_asks_and_the_next_ask_works(
-    far: RemoteLM, lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+    far: RemoteLM, lm: AsyncLM, random_ids: Any
 ) -> None:
-    def broken(_: Any) -> None:
-        raise MemoryError("no room")
-
     async def ask() -> list[Any]:
         rows = [far.next_token_logprobs(random_ids(80 + place, 6)) for place in range(5)]
         both = asyncio.gather(*rows, far.sample([5, 6], 4, []), return_exceptions=True)
         return await asyncio.wait_for(both, LIMIT_S)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(lm._loaded.engine.core.engine.forward, "run", broken)
+    with failing_steps(lm, MemoryError("no room")):
         errors = asyncio.run(ask())
     assert {type(error) for error in errors} == {ServerError}
     assert all("no room" in str(error) for error in errors)
@@ -118,15 +115,14 @@ def test_one_that_stays_full_is_an_error_in_time(
 
 
 def test_what_nobody_waits_for_is_given_up_on_the_server_too(
-    far: RemoteLM, lm: AsyncLM, random_ids: Any, gate: threading.Event
+    far: RemoteLM, lm: AsyncLM, random_ids: Any, held: StepHold
 ) -> None:
     stats = lm._loaded.engine.stats
 
     async def ask() -> None:
         tasks = [asyncio.create_task(far.next_token_logprobs(random_ids(110 + i, 6))) for i in range(3)]
         tasks.append(asyncio.create_task(far.sample([5, 6], 100, [])))
-        front = lm._loaded.engine
-        await asyncio.to_thread(wait_until, lambda: len(front._folds) == len(tasks))
+        await asyncio.to_thread(wait_until, lambda: len(open_requests(lm)) == len(tasks))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -134,7 +130,7 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
     asyncio.run(ask())
     engine: Any = far._engine
     wait_until(lambda: not engine._exchanges and not engine._gathered)
-    gate.set()
+    held.release()
     wait_until(lambda: stats().running == stats().waiting == 0)
     far.next_token_logprobs_sync(random_ids(111, 3))
     assert not engine._outcomes
@@ -182,7 +178,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
 
 
 def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
-    served: Any, lm: AsyncLM, random_ids: Any, gate: threading.Event
+    served: Any, lm: AsyncLM, random_ids: Any, held: StepHold
 ) -> None:
     far = RemoteLM(served[0])
 
@@ -194,7 +190,7 @@ def test_asking_after_cleanup_is_a_runtime_error_and_cleanup_ends_every_ask(
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
 
     assert {type(end) for end in asyncio.run(ask())} == {EngineClosedError}
-    gate.set()
+    held.release()
     far.cleanup()
     for again in (lambda: far.next_token_logprobs_sync([5]), lambda: asyncio.run(far.sample([5], 2, []))):
         with pytest.raises(RuntimeError):

@@ -18,6 +18,8 @@ from refusals import raises
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from logprobe.testing import StepHold
+
 TOLERANCE = 5e-5  # two engine steps of other neighbours: float32 rounding, nats
 ROWS = "/v1/next_token_logprobs"
 
@@ -117,7 +119,7 @@ def test_kept_rows_cost_no_exchange_until_they_are_cleared(
 
 
 def test_what_comes_while_exchanges_are_under_way_is_gathered(
-    far: RemoteLM, lm: AsyncLM, posts: list[Any], random_ids: Any, gate: threading.Event
+    far: RemoteLM, lm: AsyncLM, posts: list[Any], random_ids: Any, held: StepHold
 ) -> None:
 
     async def ask() -> list[Any]:
@@ -125,7 +127,7 @@ def test_what_comes_while_exchanges_are_under_way_is_gathered(
         for place in range(30):
             tasks.append(asyncio.create_task(far.next_token_logprobs(random_ids(40 + place, 5))))
             await asyncio.sleep(0.01)
-        gate.set()
+        held.release()
         return await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
     rows = asyncio.run(ask())
