@@ -18,6 +18,7 @@ import pytest
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
 from logprobe.errors import EngineError, ParameterError
+from logprobe.testing import open_requests, process_ids
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ FRONT = """
 import sys, time
 from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.process import replica
+from logprobe.testing import process_ids
 
 if __name__ == "__main__":
     replica.MAIN = sys.argv[3]
     llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=True, weights=sys.argv[2])
     for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
-        print(llm.engine.core._replicas[0].pid, flush=True)
+        print(*process_ids(llm), flush=True)
         time.sleep(1000)
 """
 
@@ -50,9 +52,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def kill(engine: Front, place: int = 0) -> int:
-    pid = engine.core._replicas[place].pid
-    assert pid is not None
+def kill(engine: Front) -> int:
+    [pid] = process_ids(engine)
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -93,7 +94,7 @@ def test_a_killed_process_fails_its_requests_by_name_and_is_started_again(
     while (again := teller.ask(engine, lora="a", logprobs=2)).error is not None:
         assert "exit code 3" in str(again.error)
     assert again.outputs[0].logprobs == plain.outputs[0].logprobs, "the new process has the weights"
-    assert engine.core._replicas[0].pid != pid
+    assert process_ids(engine) != [pid]
     assert engine.stats().restarts >= num_restarts + 2
     engine.remove_lora("a")
 
@@ -150,7 +151,7 @@ def test_a_reader_that_never_reads_holds_up_nobody(engine: Front, teller: Any, u
 def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: Until) -> None:
     draw = random.Random(0)  # noqa: S311 - a test's own
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    pid = engine.core._replicas[0].pid
+    pids = process_ids(engine)
 
     async def ask_and_give_up() -> None:
         name = teller.submit(engine, [draw.randrange(2, 200) for _ in range(20)], max_tokens=1000, logprobs=1)
@@ -171,9 +172,9 @@ def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: U
     until(lambda: engine.stats().free_slots == engine.capabilities().num_slots)
     stats = engine.stats()
     assert (stats.waiting, stats.running, stats.paused) == (0, 0, 0)
-    assert engine.core._replicas[0].pid == pid, "it was not started again"
+    assert process_ids(engine) == pids, "it was not started again"
     assert not engine.is_busy
-    assert not engine._folds
+    assert open_requests(engine) == []
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
 
 
@@ -217,8 +218,7 @@ def test_a_process_that_dies_before_it_serves_is_one_clear_error(
 def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it_does_not(
     engine: Front, teller: Any, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid, num_restarts = engine.core._replicas[0].pid, engine.stats().restarts
-    assert pid is not None
+    [pid], num_restarts = process_ids(engine), engine.stats().restarts
     os.kill(pid, signal.SIGSTOP)
     try:
         until(lambda: engine.stalled_s() > replicas.LATE_S)
@@ -237,7 +237,7 @@ def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it
     assert str(error) == f"the engine process (pid {pid}) has not answered for 5 s and was killed"
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
     assert engine.stats().restarts == num_restarts + 1
-    assert engine.core._replicas[0].pid != pid
+    assert process_ids(engine) != [pid]
 
 
 def test_a_step_that_does_not_end_is_a_hang(engine: Front, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.child import Child
 from logprobe.errors import ModelError, ParameterError, ProcessorError, require
 from logprobe.processors import LogitsProcessor
+from logprobe.testing import process_ids
 from logprobe.transport.messages import Admitted
 from logprobe.transport.shm import FILE_BYTES, _Lease
 from refusals import raises
@@ -157,7 +158,7 @@ def other(start: Any) -> Iterator[Front]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MKL_NUM_THREADS", "1" if torch.get_num_threads() > 1 else "2")
         with start(overlap=True, logits_processors=[RaiseOneLogitsProcessor]) as one:
-            resource.prlimit(one.core._replicas[0].pid, resource.RLIMIT_FSIZE, (limit, limit))
+            resource.prlimit(*process_ids(one), resource.RLIMIT_FSIZE, (limit, limit))
             yield one
 
 
@@ -240,7 +241,7 @@ def test_what_that_process_could_not_read_is_refused_on_this_side(engine: Front,
 
 
 def test_requests_that_cannot_be_read_over_there_fail_and_no_others(engine: Front, teller: Any) -> None:
-    pid = engine.core._replicas[0].pid
+    pids = process_ids(engine)
     running = teller.submit(engine, max_tokens=500)
     bad = [Admitted(spoilt(teller), {}) for _ in range(2)]
     engine.submit(bad)
@@ -255,8 +256,8 @@ def test_requests_that_cannot_be_read_over_there_fail_and_no_others(engine: Fron
     for output in failed:
         assert "cannot be read" in str(output.error)
         assert "logit_bias" in str(output.error)
-    assert engine.core._replicas[0].pid == pid
-    assert engine.core._replicas[0].num_queued_tokens == 0
+    assert process_ids(engine) == pids
+    assert not engine.is_busy
 
 
 def test_a_grammar_binds_what_is_drawn_over_there(
@@ -346,7 +347,7 @@ def test_front_doors_take_it_for_any_engine_and_close_does_not_wait_where_it_han
             text.outputs[0].logprobs,
         )
         monkeypatch.setattr(replicas, "CLOSE_S", 0.2)
-        os.kill(llm.engine.core._replicas[0].pid, signal.SIGSTOP)
+        os.kill(*process_ids(llm), signal.SIGSTOP)
         closing = threading.Thread(target=llm.close)
         closing.start()
         closing.join(LIMIT_S)
@@ -355,9 +356,8 @@ def test_front_doors_take_it_for_any_engine_and_close_does_not_wait_where_it_han
 
 def test_signals_of_the_terminal_are_for_the_front(engine: Front, teller: Any) -> None:
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    pid = engine.core._replicas[0].pid
-    assert pid is not None
+    [pid] = process_ids(engine)
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, number)
     assert len(teller.ask(engine).outputs[0].token_ids) == 8
-    assert engine.core._replicas[0].pid == pid
+    assert process_ids(engine) == [pid]

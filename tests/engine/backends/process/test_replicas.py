@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from logprobe.errors import EngineError
 from logprobe.server.metrics import Metrics
+from logprobe.testing import process_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,12 +27,16 @@ NAMES = ["replica 0", "replica 1"]
 LONG = 4000  # tokens that no test waits for
 
 
+def num_restarts(engine: Front) -> list[int]:
+    return [stats.restarts for stats in engine.stats().replicas.values()]
+
+
 def load(engine: Front) -> list[int]:
     return [replica.num_queued_tokens for replica in engine.core._replicas]
 
 
 def test_there_are_two_processes_that_share_the_threads(replicas: Front) -> None:
-    pids = {replica.pid for replica in replicas.core._replicas}
+    pids = set(process_ids(replicas))
     assert len(pids) == 2
     assert os.getpid() not in pids
     assert replicas.capabilities().num_processes == 2
@@ -93,13 +98,13 @@ def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
     replicas: Front, teller: Any, places: dict[str, int], until: Until
 ) -> None:
     until(lambda: all(replica.is_up for replica in replicas.core._replicas))
-    before = [replica.num_restarts for replica in replicas.core._replicas]
+    before = num_restarts(replicas)
     names = [teller.submit(replicas, [5, 6, index], max_tokens=2000) for index in range(4)]
     assert sorted(places.values()) == [0, 0, 1, 1]
 
     async def kill_one() -> dict[str, Any]:
         waiting = {name: asyncio.create_task(teller.result(replicas, name)) for name in names}
-        os.kill(replicas.core._replicas[0].pid or 0, signal.SIGKILL)
+        os.kill(process_ids(replicas)[0], signal.SIGKILL)
         later = teller.submit(replicas, [7, 7, 7], max_tokens=20)
         return {name: await task for name, task in waiting.items()} | {
             "later": await teller.result(replicas, later)
@@ -116,5 +121,5 @@ def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
             assert len(outputs[name].outputs[0].token_ids) == 2000
     assert outputs["later"].error is None or "replica 0" in str(outputs["later"].error)
     until(lambda: replicas.core._replicas[0].is_up)
-    assert [replica.num_restarts for replica in replicas.core._replicas] == [before[0] + 1, before[1]]
+    assert num_restarts(replicas) == [before[0] + 1, before[1]]
     assert [len(teller.ask(replicas, [index]).outputs[0].token_ids) for index in range(4, 8)] == [8] * 4
