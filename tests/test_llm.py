@@ -9,6 +9,7 @@ import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import PromptTooLongError
+from logprobe.testing import watching_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -319,12 +320,12 @@ def test_a_greedy_continuation_is_said_to_be_greedy(tiny_llm: LLM) -> None:
 
 
 def test_contexts_that_pairs_share_are_computed_once(tiny_model_folder: Path) -> None:
+    counts: list[int] = []
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
         context = list(range(2, 102))
-        scores = llm.score([(context, [answer, 3]) for answer in (10, 20, 30, 40)])
-        engine = llm.engine.core.engine
-        num_run = engine.scheduler.pool.num_slots - engine.scheduler.pool.num_free
-    assert num_run == 100 + 4  # the context once, the first token of each answer
+        with watching_steps(llm, lambda batch: counts.append(len(batch.token_ids))):
+            scores = llm.score([(context, [answer, 3]) for answer in (10, 20, 30, 40)])
+    assert sum(counts) == 100 + 4  # the context once, the first token of each answer
     assert len({score.logprob for score in scores}) == 4
 
 

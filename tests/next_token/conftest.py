@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-LIMIT_S = 120  # nothing takes as long, also on a busy machine
 SETTINGS: dict[str, Any] = {
     "kv_bytes": 1 << 21,
     "max_batch_tokens": 64,
