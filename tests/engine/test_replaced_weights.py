@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from logprobe.scoring.data.run import DatasetRun, OneModel
 from logprobe.scoring.data.sources import find_sources
 from logprobe.scoring.windows import WindowSettings, score_windows
 from logprobe.server import ServerSettings
-from logprobe.testing import check_integrity
+from logprobe.testing import check_integrity, holding_steps
 from refusals import raises
 
 if TYPE_CHECKING:
@@ -141,24 +142,16 @@ def test_lora_weights_are_kept_over_the_new_ones(
 
 
 class Running:
-    """Some long requests under way on another thread."""
+    """Some long requests under way on another thread, held in a step."""
 
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, llm: LLM) -> None:
         self.outputs: list[Any] = []
         self.errors: list[BaseException] = []
-        self._started, self._may_go_on = threading.Event(), threading.Event()
-        forward = llm.engine.core.engine.forward
-        plain = forward.run
-
-        def run(batch: Any) -> None:
-            plain(batch)
-            self._started.set()
-            assert self._may_go_on.wait(LIMIT_S)
-
-        monkeypatch.setattr(forward, "run", run)
+        self._held = ExitStack()
+        hold = self._held.enter_context(holding_steps(llm))
         self._thread = threading.Thread(target=self._work, args=(llm,))
         self._thread.start()
-        assert self._started.wait(LIMIT_S)
+        hold.wait(LIMIT_S)
 
     def _work(self, llm: LLM) -> None:
         try:
@@ -167,7 +160,7 @@ class Running:
             self.outputs, self.errors = list(error.outputs), [*error.errors.values()]
 
     def go_on(self) -> None:
-        self._may_go_on.set()
+        self._held.close()
 
     def join(self) -> None:
         self._thread.join(LIMIT_S)
@@ -183,11 +176,11 @@ def wait_for_command(llm: LLM, kind: str) -> None:
 
 
 def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
-    llm: LLM, state: dict[str, torch.Tensor], want: list[Any], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, state: dict[str, torch.Tensor], want: list[Any]
 ) -> None:
     old = [output.outputs[0].token_ids for output in llm.generate(["the cat", "the dog"], LONG)]
     llm.engine.forget_prefixes()
-    running = Running(llm, monkeypatch)
+    running = Running(llm)
     loading = threading.Thread(target=llm.load_weights, args=(state,))
     loading.start()
     later: list[Any] = []
@@ -205,9 +198,9 @@ def test_requests_that_run_finish_on_the_old_weights_and_later_ones_wait(
 
 
 def test_requests_that_run_end_by_name_where_that_is_asked(
-    llm: LLM, state: dict[str, torch.Tensor], want: list[Any], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, state: dict[str, torch.Tensor], want: list[Any]
 ) -> None:
-    running = Running(llm, monkeypatch)
+    running = Running(llm)
     loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"on_running": "end"})
     loading.start()
     wait_for_command(llm, "TakeWeights")
@@ -250,10 +243,8 @@ def test_a_closed_engine_takes_no_weights(tiny_model_folder: Path, state: dict[s
         llm.load_weights(state)
 
 
-def test_a_request_given_up_while_it_waits_never_runs(
-    llm: LLM, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    running = Running(llm, monkeypatch)
+def test_a_request_given_up_while_it_waits_never_runs(llm: LLM, state: dict[str, torch.Tensor]) -> None:
+    running = Running(llm)
     loading = threading.Thread(target=llm.load_weights, args=(state,))
     loading.start()
     wait_for_command(llm, "TakeWeights")
@@ -343,13 +334,12 @@ def test_a_version_that_no_record_can_hold_is_refused(
 def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
     tiny_model_folder: Path,
     state: dict[str, torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     *,
     overlap: bool,
 ) -> None:
     """What runs ends on the old weights, and what waits, although it came before they went, has the new."""
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, overlap=overlap) as llm:
-        running = Running(llm, monkeypatch)
+        running = Running(llm)
         loading = threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "new"})
         loading.start()
         later: list[Any] = []
@@ -369,9 +359,9 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
 
 
 def test_of_two_loads_the_later_answers_in_the_end(
-    llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path
 ) -> None:
-    running = Running(llm, monkeypatch)
+    running = Running(llm)
     loads = [threading.Thread(target=llm.load_weights, args=(state,), kwargs={"version": "first"})]
     loads[0].start()
     wait_for_command(llm, "TakeWeights")
@@ -392,9 +382,8 @@ def test_lora_weights_that_come_while_others_wait_run_on_both(
     state: dict[str, torch.Tensor],
     new_folder: Path,
     adapter_folders: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    running = Running(llm, monkeypatch)
+    running = Running(llm)
     loading = threading.Thread(target=llm.load_weights, args=(state,))
     loading.start()
     wait_for_command(llm, "TakeWeights")
@@ -449,10 +438,10 @@ def test_rows_that_are_kept_are_those_of_the_weights_that_answer(
 
 
 def test_a_row_that_waited_for_other_weights_is_not_kept_as_the_old_ones(
-    llm: LLM, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, state: dict[str, torch.Tensor]
 ) -> None:
     with AsyncLM(llm) as lm:
-        running = Running(llm, monkeypatch)
+        running = Running(llm)
         loading = threading.Thread(target=llm.load_weights, args=(state,))
         loading.start()
         wait_for_command(llm, "TakeWeights")
