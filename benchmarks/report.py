@@ -23,10 +23,11 @@ HEADINGS = ("figure", "target", "ours", "others", "ours against them", "verdict"
 
 
 def newest_results(folder: Path = RESULTS) -> dict[str, Mapping[str, Any]]:
-    """Benchmark -> the content of its latest run; later files win."""
+    """Benchmark -> the content of its latest run, and its day; later files win."""
     found: dict[str, Mapping[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
-        found |= json.loads(path.read_text(encoding="utf-8"))["benches"]
+        benches = json.loads(path.read_text(encoding="utf-8"))["benches"]
+        found |= {bench: content | {"day": path.stem} for bench, content in benches.items()}
     return dict(sorted(found.items()))
 
 
@@ -93,7 +94,7 @@ def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"\nNote: {note}." for note in notes)
     if misses_any(content):
         yield f"\nMissed: {REASONS[bench]}"
-    yield f"\nMeasured on {machine(content['machine'])}."
+    yield f"\nMeasured {content['day']} on {machine(content['machine'])}."
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:

@@ -27,6 +27,11 @@ def content(ours: float) -> dict[str, object]:
     return {"machine": MACHINE, "figures": [as_json(measured)]}
 
 
+def newest(ours: float) -> dict[str, dict[str, object]]:
+    """The results of one benchmark, as they are read from a file."""
+    return {"bench_decode": content(ours) | {"day": "2026-01-02"}}
+
+
 def write(folder: Path, name: str, benches: dict[str, object]) -> None:
     (folder / name).write_text(json.dumps({"benches": benches}), encoding="utf-8")
 
@@ -34,7 +39,10 @@ def write(folder: Path, name: str, benches: dict[str, object]) -> None:
 def test_the_newest_file_wins_bench_by_bench(tmp_path: Path) -> None:
     write(tmp_path, "2026-01-02.json", {"bench_a": content(2.0)})
     write(tmp_path, "2026-01-01.json", {"bench_b": content(3.0), "bench_a": content(1.0)})
-    assert newest_results(tmp_path) == {"bench_a": content(2.0), "bench_b": content(3.0)}
+    assert newest_results(tmp_path) == {
+        "bench_a": content(2.0) | {"day": "2026-01-02"},
+        "bench_b": content(3.0) | {"day": "2026-01-01"},
+    }
 
 
 def test_a_benchmark_that_is_gone_is_left_out() -> None:
@@ -43,7 +51,7 @@ def test_a_benchmark_that_is_gone_is_left_out() -> None:
 
 
 def test_the_page_states_figure_target_ours_rivals_ratio_verdict_and_machine() -> None:
-    lines = page({"bench_decode": content(20.0)}).splitlines()
+    lines = page(newest(20.0)).splitlines()
     assert "## `bench_decode`" in lines
     row = next(line for line in lines if line.startswith("| decode"))
     assert row == (
@@ -52,15 +60,15 @@ def test_the_page_states_figure_target_ours_rivals_ratio_verdict_and_machine() -
     )
     assert "Note: other is not installed." in lines
     assert lines[-1] == (
-        "Measured on Imagined CPU, 2 cores, 8 GiB, load average 0.2 at the end; python 3.11.7, torch 2.13.0; "
-        "commit 0123456789."
+        "Measured 2026-01-02 on Imagined CPU, 2 cores, 8 GiB, load average 0.2 at the end; "
+        "python 3.11.7, torch 2.13.0; commit 0123456789."
     )
 
 
 def test_below_a_missed_target_stands_why() -> None:
-    missed = page({"bench_decode": content(10.0)}).splitlines()
+    missed = page(newest(10.0)).splitlines()
     assert f"Missed: {REASONS['bench_decode']}" in missed
-    assert "Missed" not in page({"bench_decode": content(20.0)})
+    assert "Missed" not in page(newest(20.0))
     lacking = {
         bench for bench, one in without_gone(newest_results()).items() if misses_any(one)
     } - REASONS.keys()
