@@ -236,6 +236,11 @@ def as_json(figure: Figure) -> dict[str, Any]:
     }
 
 
+def number(value: float) -> str:
+    """A figure in three digits, or whole."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def print_table(title: str, figures: Sequence[Figure], console: Console) -> None:
     """One line a contestant of each figure."""
     table = Table(title=title)

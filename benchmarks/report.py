@@ -1,23 +1,39 @@
-"""Write docs/performance.md from the newest result of each benchmark in benchmarks/results/."""
+"""Write docs/performance.md from the newest result of each benchmark in results/."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import OURS, RESULTS, ROOT
+from harness import DEFAULT_MODEL, OURS, RESULTS, ROOT, number
+from headlines import Row, rows
 from misses import REASONS
 
 PAGE = ROOT / "docs" / "performance.md"
 
-OPENING = """# Performance
+OPENING = f"""# Performance
+
+Tasks of a user with the model `{DEFAULT_MODEL}`, each beside the other library that was best at it of those
+measured. The ratio says how many times as good ours is: over 1 it is better, whichever way the unit counts;
+in brackets stand the worst and the best round. The last column says when it was measured and at which commit
+of ours, and leads to all figures of the benchmark.
+
+"""
+
+HOW = """
+## How it is measured
 
 Written by `make bench`, which runs every `benchmarks/bench_*.py`. Each rival runs in a process and
 environment of its own, on the same weights, prompts, number type and number of threads; the contestants take
 turns, and a ratio is the median over the rounds of ours against theirs in the same round. Above 1 means that
 ours is better, whichever way the unit counts. `best` is a rival's best public configuration, `default` what
-it does unasked. Seconds and rates belong to the machine named; the ratios are the claim.
+it does unasked, `q8_0` llama.cpp's own 8-bit weights. Seconds and rates belong to the machine named; the
+ratios are the claim.
+
+## All figures
 """
+
+HEADLINE_HEADINGS = ("task", "logprobe", "the best other", "ours against it", "measured")
 
 HEADINGS = ("figure", "target", "ours", "others", "ours against them", "verdict")
 
@@ -45,11 +61,6 @@ def without_gone(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[
     }
 
 
-def number(value: float) -> str:
-    """A figure in three digits, or whole."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def _spread(spread: Mapping[str, float]) -> str:
     median, low, high = (number(spread[key]) for key in ("median", "minimum", "maximum"))
     return median if low == high else f"{median} ({low} - {high})"
@@ -70,13 +81,25 @@ def figure_line(figure: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def processor(facts: Mapping[str, Any]) -> str:
+    """What something was measured on."""
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB"
+
+
+def versions(facts: Mapping[str, Any]) -> str:
+    """What was measured, as far as it runs beside us."""
+    return ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+
+
+def commit(facts: Mapping[str, Any]) -> str:
+    """Ours when something was measured, shortened."""
+    return (facts["commit"] or "unknown")[:10]
+
+
 def machine(facts: Mapping[str, Any]) -> str:
     """Where something was measured, in a line."""
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    return (
-        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB, load average "
-        f"{facts['load_average']:.1f} at the end; {versions}; commit {(facts['commit'] or 'unknown')[:10]}"
-    )
+    load = f"load average {facts['load_average']:.1f} at the end"
+    return f"{processor(facts)}, {load}; {versions(facts)}; commit {commit(facts)}"
 
 
 def misses_any(content: Mapping[str, Any]) -> bool:
@@ -86,7 +109,7 @@ def misses_any(content: Mapping[str, Any]) -> bool:
 
 def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     """The lines of one benchmark: table, notes, machine."""
-    yield f"\n## `{bench}`\n"
+    yield f"\n### `{bench}`\n"
     yield "| " + " | ".join(HEADINGS) + " |"
     yield "|---" * len(HEADINGS) + "|"
     yield from map(figure_line, content["figures"])
@@ -97,10 +120,42 @@ def section(bench: str, content: Mapping[str, Any]) -> Iterator[str]:
     yield f"\nMeasured {content['day']} on {machine(content['machine'])}."
 
 
+def headline_line(row: Row) -> str:
+    """One task as a line of the first table."""
+    median, low, high = (f"{row.ratio[key]:.2f}" for key in ("median", "minimum", "maximum"))
+    cells = (
+        row.task,
+        f"{number(row.ours)} {row.unit}",
+        f"{row.rival}: {number(row.theirs)}",
+        f"**{median} x** ({low} - {high})",
+        f"{row.day}, [{commit(row.machine)}](#{row.bench})",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def places(headlines: Sequence[Row]) -> dict[str, list[str]]:
+    """Processor and versions -> the tasks that were measured so."""
+    tasks: dict[str, list[str]] = {}
+    for row in headlines:
+        tasks.setdefault(f"{processor(row.machine)}; {versions(row.machine)}", []).append(row.task)
+    return tasks
+
+
+def first_table(headlines: Sequence[Row]) -> Iterator[str]:
+    """The lines of what a user decides by, and on what it was measured."""
+    yield "| " + " | ".join(HEADLINE_HEADINGS) + " |"
+    yield "|---" * len(HEADLINE_HEADINGS) + "|"
+    yield from map(headline_line, headlines)
+    for place, tasks in places(headlines).items():
+        which = "" if len(tasks) == len(headlines) else f" ({'; '.join(tasks)})"
+        yield f"\nMeasured on {place}{which}."
+
+
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The whole page."""
+    first = "\n".join(first_table(rows(results))) + "\n"
     lines = [line for bench, content in results.items() for line in section(bench, content)]
-    return OPENING + "\n".join(lines) + "\n"
+    return OPENING + first + HOW + "\n".join(lines) + "\n"
 
 
 def main() -> None:

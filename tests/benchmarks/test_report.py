@@ -52,7 +52,7 @@ def test_a_benchmark_that_is_gone_is_left_out() -> None:
 
 def test_the_page_states_figure_target_ours_rivals_ratio_verdict_and_machine() -> None:
     lines = page(newest(20.0)).splitlines()
-    assert "## `bench_decode`" in lines
+    assert "### `bench_decode`" in lines
     row = next(line for line in lines if line.startswith("| decode"))
     assert row == (
         "| decode, batch 1, tokens/s | ≥ 2 x rival best<br>≥ 1 x other | 20.5 (20 - 21) "

@@ -1,0 +1,86 @@
+"""What docs/performance.md shows first: eight rows of the recorded figures."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from harness import OURS, RESULTS, Figure, as_json
+from headlines import HEADLINES, Row, rows, title
+from process import RIVALS
+from report import PAGE, newest_results, page, places, without_gone
+
+TASK = next(iter(HEADLINES))
+BENCH, FIGURE = HEADLINES[TASK]
+
+
+def recorded(bench: str, name: str) -> tuple[str, Mapping[str, Any]]:
+    """Day and figure of the newest file that has the benchmark, read without the report."""
+    for path in sorted(RESULTS.glob("*.json"), reverse=True):
+        benches = json.loads(path.read_text(encoding="utf-8"))["benches"]
+        if bench in benches:
+            return path.stem, next(one for one in benches[bench]["figures"] if one["name"] == name)
+    raise AssertionError(f"nothing recorded of {bench}")
+
+
+def row(**samples: list[float]) -> list[Row]:
+    """The rows of one benchmark with one figure."""
+    measured = Figure(name=FIGURE, unit="tokens/s", better="higher", samples={OURS: [8.0, 6.0], **samples})
+    machine = {"cpu": "Imagined CPU", "cores": 2, "memory_bytes": 8 << 30, "versions": {}, "commit": None}
+    return rows({BENCH: {"day": "2026-01-02", "machine": machine, "figures": [as_json(measured)]}})
+
+
+def test_the_page_is_that_of_the_recorded_figures() -> None:
+    results = without_gone(newest_results())
+    assert PAGE.read_text(encoding="utf-8") == page(results), "run `python benchmarks/report.py`"
+
+
+@pytest.mark.parametrize("task", HEADLINES)
+def test_a_row_says_what_was_recorded_beside_the_best_other_library(task: str) -> None:
+    day, figure = recorded(*HEADLINES[task])
+    line = next(
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {task} |")
+    )
+    _, _, ours, theirs, ratio, measured, _ = line.split("|")
+    others = {
+        name: spread["median"]
+        for name, spread in figure["ratios"].items()
+        if name.split()[0] in RIVALS and name.split()[0] != OURS
+    }
+    best = min(others, key=lambda name: others[name])
+    name, _, value = theirs.strip().rpartition(": ")
+    assert name == title(best)
+    assert float(value.replace(",", "")) == pytest.approx(figure["spreads"][best]["median"], rel=0.005)
+    number, _, unit = ours.strip().partition(" ")
+    assert float(number) == pytest.approx(figure["spreads"][OURS]["median"], rel=0.005)
+    assert unit == figure["unit"]
+    median, low, high = map(float, re.findall(r"\d+\.\d+", ratio))
+    spread = figure["ratios"][best]
+    assert [median, low, high] == pytest.approx(
+        [spread["median"], spread["minimum"], spread["maximum"]], abs=0.005
+    )
+    assert measured.strip().startswith(day)
+
+
+def test_the_first_table_has_eight_rows() -> None:
+    assert [one.task for one in rows(newest_results())] == list(HEADLINES)
+    assert len(HEADLINES) == 8
+
+
+def test_of_several_contestants_the_best_other_library_is_taken() -> None:
+    samples = {"floor": [99.0, 99.0], "logprobe over HTTP": [9.0, 9.0], "vllm best": [2.0, 3.0]}
+    [only] = row(**samples, **{"transformers best": [1.0, 1.0]})
+    assert (only.rival, only.ours, only.theirs, only.ratio["median"]) == ("vLLM best", 7.0, 2.5, 3.0)
+
+
+def test_where_no_other_library_was_measured_there_is_no_row() -> None:
+    assert row(floor=[1.0, 1.0]) == []
+    assert rows({}) == []
+
+
+def test_each_processor_is_told_with_its_tasks() -> None:
+    [first] = row(**{"vllm best": [2.0, 3.0]})
+    other = Row(**(vars(first) | {"task": "another", "machine": {**first.machine, "cpu": "Older CPU"}}))
+    told = {place.partition(",")[0]: tasks for place, tasks in places([first, other]).items()}
+    assert told == {"Imagined CPU": [TASK], "Older CPU": ["another"]}
