@@ -1,17 +1,21 @@
-"""Write docs/performance.md from the newest result of each benchmark in results/."""
+"""Write docs/performance.md and its picture from the newest result of each benchmark in results/."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from chart import chart
 from harness import DEFAULT_MODEL, OURS, RESULTS, ROOT, number
 from headlines import Row, rows
 from misses import REASONS
 
 PAGE = ROOT / "docs" / "performance.md"
+PICTURE = ROOT / "docs" / "pictures" / "performance.svg"
 
 OPENING = f"""# Performance
+
+![The table below as a picture: a bar for each ratio](pictures/{PICTURE.name})
 
 Tasks of a user with the model `{DEFAULT_MODEL}`, each beside the other library that was best at it of those
 measured. The ratio says how many times as good ours is: over 1 it is better, whichever way the unit counts;
@@ -158,10 +162,20 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     return OPENING + first + HOW + "\n".join(lines) + "\n"
 
 
+def picture(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The headlines drawn, with their days and what they were measured on."""
+    headlines = rows(results)
+    days = ", ".join(sorted({row.day for row in headlines}))
+    legend = f"{DEFAULT_MODEL}, measured {days}; bar: median of the rounds, thin line: their range"
+    return chart(headlines, [legend, *places(headlines)])
+
+
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(without_gone(newest_results())), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    """Write the page and its picture."""
+    results = without_gone(newest_results())
+    for path, content in ((PAGE, page(results)), (PICTURE, picture(results))):
+        path.write_text(content, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

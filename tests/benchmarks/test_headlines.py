@@ -1,15 +1,17 @@
-"""What docs/performance.md shows first: eight rows of the recorded figures."""
+"""What docs/performance.md shows first: eight rows of the recorded figures, and their picture."""
 
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
+from chart import chart
 from harness import OURS, RESULTS, Figure, as_json
 from headlines import HEADLINES, Row, rows, title
 from process import RIVALS
-from report import PAGE, newest_results, page, places, without_gone
+from report import PAGE, PICTURE, newest_results, page, picture, places, without_gone
 
 TASK = next(iter(HEADLINES))
 BENCH, FIGURE = HEADLINES[TASK]
@@ -31,9 +33,10 @@ def row(**samples: list[float]) -> list[Row]:
     return rows({BENCH: {"day": "2026-01-02", "machine": machine, "figures": [as_json(measured)]}})
 
 
-def test_the_page_is_that_of_the_recorded_figures() -> None:
+def test_the_page_and_its_picture_are_those_of_the_recorded_figures() -> None:
     results = without_gone(newest_results())
     assert PAGE.read_text(encoding="utf-8") == page(results), "run `python benchmarks/report.py`"
+    assert PICTURE.read_text(encoding="utf-8") == picture(results), "run `python benchmarks/report.py`"
 
 
 @pytest.mark.parametrize("task", HEADLINES)
@@ -84,3 +87,11 @@ def test_each_processor_is_told_with_its_tasks() -> None:
     other = Row(**(vars(first) | {"task": "another", "machine": {**first.machine, "cpu": "Older CPU"}}))
     told = {place.partition(",")[0]: tasks for place, tasks in places([first, other]).items()}
     assert told == {"Imagined CPU": [TASK], "Older CPU": ["another"]}
+
+
+def test_a_bar_leads_from_one_to_the_ratio_whichever_side_it_is_on() -> None:
+    for theirs, kind, side in (([2.0, 2.0], "better", 1), ([32.0, 32.0], "worse", -1)):
+        root = ET.fromstring(chart(row(**{"vllm best": theirs}), ["<a note> & more"]))  # noqa: S314 - our own
+        bar = next(line for line in root.iter() if line.get("class") == f"bar {kind}")
+        assert (float(bar.attrib["x2"]) - float(bar.attrib["x1"])) * side > 0
+        assert "<a note> & more" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
