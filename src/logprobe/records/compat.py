@@ -24,7 +24,7 @@ from logprobe.records.store.inputs import row_from_columns
 from logprobe.records.values import Logprob, LogprobsOnePosition, top_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
     import torch
@@ -126,7 +126,7 @@ class LogprobsTensors:
     lse: Tensor  # (B,) float32, log-sum-exp of the row's logits
     num_logprobs: Tensor  # (B,) int32, k of each row
     is_valid: Tensor  # (B,) bool; False where the row held NaN or +inf, or nothing but -inf
-    entropy: Tensor | None = None  # (B,) float32, nats; None where it was not asked for
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # (B,) each, the columns of EXTRAS asked for
     given: GivenLogprobs | None = None
     max_seq_len: int = 1  # rows of each sequence
     is_set: Tensor | None = None  # (B,) bool, rows that hold a position; None: all
@@ -134,6 +134,11 @@ class LogprobsTensors:
 
     def __repr__(self) -> str:
         return f"<LogprobsTensors: {len(self.ranks)} rows, k = {self.token_ids.shape[1] - 1}>"
+
+    @property
+    def entropy(self) -> Tensor | None:
+        """(B,) float32, nats; None where it was not asked for."""
+        return self.extras.get("entropy")
 
     @property
     def is_sparse(self) -> bool:
@@ -155,7 +160,7 @@ class LogprobsTensors:
             lse=rows.lse,
             num_logprobs=rows.num_logprobs,
             is_valid=rows.is_valid,
-            entropy=rows.entropy,
+            extras=rows.extras,
             given=rows.given,
         )
 
@@ -238,9 +243,7 @@ class LogprobsTensors:
 
     def _parts(self) -> dict[str, Tensor]:
         names = ["token_ids", "logprobs", "ranks", "lse", "num_logprobs", "is_valid"]
-        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names}
-        if self.entropy is not None:
-            tensors["entropy"] = self.entropy
+        tensors: dict[str, Tensor] = {name: getattr(self, name) for name in names} | dict(self.extras)
         if self.given is not None:
             for name in ("offsets", "token_ids", "logprobs", "ranks"):
                 tensors[f"given.{name}"] = getattr(self.given, name)
