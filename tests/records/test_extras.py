@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from logprobe import LogprobsTensors
 from logprobe.errors import ParameterError
+from logprobe.kernels import extract
 from logprobe.records import FlatLogprobs, from_arrow, read_parquet, to_arrow, to_padded, write_parquet
 from logprobe.records.rows import EXTRAS
 
@@ -61,6 +66,30 @@ def test_tables_and_tensors_show_it(record: FlatLogprobs) -> None:
     assert [row["margin"] for row in record.to_dict()["positions"]] == [0.5, 2.5, None]
     assert [row["margin"] for row in msgspec.json.decode(record.to_json())["positions"]] == [0.5, 2.5, None]
     assert to_padded([record[:2], record[:1]]).extras["margin"].tolist() == [[0.5, 2.5], [0.5, 0.0]]
+
+
+def test_the_drop_in_classes_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    rows = extract(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), [0, 1], 1, entropy=True)
+    margins = torch.tensor([1.0, 2.0])
+    tensors = LogprobsTensors.of(replace(rows, extras={**rows.extras, "margin": margins}))
+    assert torch.equal(tensors.extras["margin"], margins)
+    assert tensors.to_lists().margin.tolist() == [1.0, 2.0]
+    assert tensors.entropy is not None
+
+
+def test_json_has_no_infinity(record: FlatLogprobs) -> None:
+    record.append_rows([[9, 3]], [[-np.inf, -0.5]], [2], margin=[np.inf], entropy=[-np.inf])
+    last = json.loads(record.to_json(), parse_constant=pytest.fail)["positions"][-1]
+    assert (last["logprob"], last["margin"], last["entropy"]) == (-9999.0, 9999.0, -9999.0)
+    np.testing.assert_array_equal(from_arrow(to_arrow(record)).extras["margin"], [*MARGINS, np.inf])
+
+
+def test_records_are_equal_by_their_positions_alone(record: FlatLogprobs) -> None:
+    assert record == [*record]
+    bare = FlatLogprobs([*record])
+    assert record == bare
+    assert bare.extras == {}
 
 
 def test_a_column_that_is_in_no_table_is_refused_by_name() -> None:

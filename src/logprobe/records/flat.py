@@ -149,7 +149,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         `token_ids` and `logprobs` are (n, k + 1), column 0 the chosen token and then the k best; `ranks` (n,)
         are the chosen tokens'. A chosen token that is among the k best is kept once. `given` holds offsets
         (n + 1,), ids, logprobs and ranks (N,) of ids that the caller named, `kept` offsets and ascending ids
-        of what was kept. Further columns (n,) come by name: `entropy` and `log_kept_mass`, both in nats.
+        of what was kept. Further columns (n,) come by name: `entropy`, `log_kept_mass`; NaN says: not given.
 
         Raises:
             ParameterError: shapes that do not agree, negative ids or ranks, +inf, no such column. Nothing is
@@ -208,6 +208,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return map(self._position, range(self.rows.num_rows))
 
     def __eq__(self, other: object) -> bool:
+        """Whether all positions are equal as dicts; `extras`, `given`, `kept` and `info` do not count."""
         if not isinstance(other, FlatLogprobs | list):
             return NotImplemented
         return len(self) == len(other) and all(map(operator.eq, self, other))
@@ -294,7 +295,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return frames.to_dict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON, with -9999 for -inf."""
+        """`to_dict` as JSON, with -9999 for -inf (9999 for inf, in a further column alone)."""
         return frames.to_json(self)
 
     def plot(self) -> Picture:

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from logprobe.records.host import Send
     from logprobe.records.store.columns import Array
 
-EXTRAS: Final[Mapping[str, np.dtype[Any]]] = {
+EXTRAS: Final[dict[str, np.dtype[Any]]] = {
     "entropy": np.dtype(np.float32),  # nats, of the position's whole distribution
     "log_kept_mass": np.dtype(np.float32),  # nats, of what masks and truncation kept of a processed row
 }
-"""The further columns of one number a position; their types have a NaN, which stands where none was given.
+"""The further columns of one number a position.
 
 What is named here crosses every wall and stands in records, bytes, Arrow, tables and JSON as soon as a kernel
 or the sampler fills it. Where `SamplingParams` has a flag of the same name, it is given to those who set it.
+NaN says that none was given; every other number may stand, the infinite ones too (JSON has -9999 and 9999).
+The order is that of the columns in files: new ones come last, and none is ever moved.
 """
 
 

@@ -1,13 +1,14 @@
 """Rows of log-probabilities as JSON, straight from a record's arrays: chat entries, legacy maps, rows by id.
 
-JSON has neither infinity nor NaN: -inf is written as -9999 and NaN as null, here and nowhere else.
+JSON has neither infinity nor NaN: -inf is written as -9999 and NaN as null, here and nowhere else; inf, which
+no logprob is, but a further column may hold, as 9999.
 Before it: `FlatLogprobs`. After it: replies, chunks of a stream, `--json`.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
+from math import copysign, inf, isinf
 from operator import add
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,7 @@ class _Parts(dict[int, bytes]):
 
 
 def finite(values: npt.ArrayLike) -> list[float | None]:
-    """Values that JSON has: -inf becomes IMPOSSIBLE, NaN and a masked hole become None."""
+    """Values that JSON has: -inf becomes IMPOSSIBLE, inf its opposite, NaN and a masked hole become None."""
     listed = np.ma.asarray(values).tolist()
     return [finite_value(value) for value in listed]
 
@@ -148,7 +149,7 @@ def finite_value(value: float | None) -> float | None:
     """`finite` of one value; None stays None."""
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return None
-    return IMPOSSIBLE if value == -inf else value
+    return copysign(IMPOSSIBLE, value) if isinf(value) else value
 
 
 def finite_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
