@@ -1,4 +1,4 @@
-"""Logits → top-k, log-normaliser, ranks, entropy and given ids; each name loads when first used."""
+"""Logits → top-k, log-normaliser, ranks, given ids and further columns; each name loads when first used."""
 
 from __future__ import annotations
 

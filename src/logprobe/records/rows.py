@@ -27,10 +27,12 @@ EXTRAS: Final[dict[str, np.dtype[Any]]] = {
 """The further columns of one number a position.
 
 What is named here crosses every wall and stands in records, bytes, Arrow, tables and JSON as soon as a kernel
-or the sampler fills it. Where `SamplingParams` has a flag of the same name, it is given to those who set it.
+or the sampler fills it. Each that a kernel gives has a flag of its name in `SamplingParams`.
 NaN says that none was given; every other number may stand, the infinite ones too (JSON has -9999 and 9999).
 The order is that of the columns in files: new ones come last, and none is ever moved.
 """
+KERNEL_EXTRAS: Final = tuple(name for name in EXTRAS if name != "log_kept_mass")
+"""Those that a kernel gives to who asks; the sampler knows the other one, with every processed row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from logprobe.errors import ParameterError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction import reference
-from logprobe.records.rows import DeviceRows
+from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows
 from logprobe.records.values import top_indices
 
 VOCABS = [1, 2, 100, 1023, 1024, 1025, 8193, 50272]
@@ -21,6 +21,8 @@ ABSOLUTE, RELATIVE = (
     2e-6,
     1.2e-7,
 )  # nats; relative: half a unit in the last place of the float32 that is returned
+
+ALL = dict.fromkeys(KERNEL_EXTRAS, True)
 
 
 def normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -62,9 +64,9 @@ def assert_same(got: DeviceRows, want: DeviceRows) -> None:
     for row, num in enumerate(want.num_logprobs.tolist()):
         assert torch.equal(got.token_ids[row, : num + 1], want.token_ids[row, : num + 1])
         close(got.logprobs[row, : num + 1], want.logprobs[row, : num + 1])
-    assert (got.entropy is None) == (want.entropy is None)
-    if got.entropy is not None and want.entropy is not None:
-        close(got.entropy, want.entropy)
+    assert got.extras.keys() == want.extras.keys()
+    for name, column in want.extras.items():
+        close(got.extras[name], column)
     assert (got.given is None) == (want.given is None)
     if got.given is not None and want.given is not None:
         assert torch.equal(got.given.offsets, want.given.offsets)
@@ -78,8 +80,8 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def compare(logits: Tensor, chosen_ids: Tensor, k: object, given_ids: object = None) -> None:
-    got = extract(logits, chosen_ids, k, given_ids=given_ids, entropy=True)
-    want = reference.extract(logits, chosen_ids, k, given_ids=given_ids, entropy=True, dtype=torch.float64)
+    got = extract(logits, chosen_ids, k, given_ids=given_ids, **ALL)
+    want = reference.extract(logits, chosen_ids, k, given_ids=given_ids, dtype=torch.float64, **ALL)
     assert_same(got, want)
 
 
@@ -245,6 +247,13 @@ def test_wrong_arguments_are_named(
     with pytest.raises(ParameterError) as error:
         extract(logits, chosen_ids, k, given_ids=given_ids)
     assert error.value.parameter == parameter
+
+
+@pytest.mark.parametrize("name", ["entropi", "log_kept_mass"])
+def test_a_column_that_no_kernel_gives_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        extract(torch.zeros(2, 5), [0, 0], 1, **{name: True})
+    assert error.value.parameter == name
 
 
 @pytest.mark.parametrize("fill", [normal, heavy_ties, masked, signed_zeros, subnormals])

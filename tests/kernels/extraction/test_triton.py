@@ -16,20 +16,23 @@ import json, torch
 from logprobe.kernels.extraction import triton as cuda
 from logprobe.kernels.extraction import reference
 from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
+from logprobe.records.rows import KERNEL_EXTRAS
 
 def compare(logits, k, given_ids=None):
     chosen_ids = torch.randint(logits.shape[1], (len(logits),), generator=generator)
-    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=True)
+    asked = {"given_ids": given_ids} | dict.fromkeys(KERNEL_EXTRAS, True)
+    requests = check_requests(check_rows(logits), chosen_ids, k, **asked)
     got = allocate(requests, logits.device)
     cuda.fill(logits, requests, got)
-    want = reference.extract(logits, chosen_ids, k, given_ids=given_ids, entropy=True, dtype=torch.float64)
+    want = reference.extract(logits, chosen_ids, k, dtype=torch.float64, **asked)
     assert torch.equal(got.is_valid, want.is_valid), (got.is_valid, want.is_valid)
     assert torch.equal(got.ranks, want.ranks)
     for row, num in enumerate(want.num_logprobs.tolist()):
         assert torch.equal(got.token_ids[row, :num + 1], want.token_ids[row, :num + 1]), (row, num)
         close(got.logprobs[row, :num + 1], want.logprobs[row, :num + 1])
     close(got.lse, want.lse)
-    close(got.entropy, want.entropy)
+    for name in KERNEL_EXTRAS:
+        close(got.extras[name], want.extras[name])
     if given_ids is not None:
         assert torch.equal(got.given.ranks, want.given.ranks)
         close(got.given.logprobs, want.given.logprobs)

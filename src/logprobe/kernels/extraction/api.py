@@ -1,4 +1,4 @@
-"""Rows of logits → log-normaliser, chosen logprob and rank, top-k, entropy, given ids, in one pass.
+"""Rows of logits → log-normaliser, chosen logprob and rank, top-k, given ids, further columns, in one pass.
 
 Before it: the output head. After it: the per-request records. The device of the logits picks the kernel.
 """
@@ -30,7 +30,7 @@ def extract(
     k: int | IdsLike,
     *,
     given_ids: GivenLike = None,
-    entropy: bool = False,
+    **extras: bool,
 ) -> DeviceRows:
     """Reduces each row of logits to the log-probabilities asked for, in nats.
 
@@ -45,12 +45,13 @@ def extract(
             only, -1 the whole vocabulary, more than V gives V.
         given_ids: token ids whose log-probability and rank are wanted: one 1-D array for all rows, or a
             sequence of B arrays (or None), one a row.
-        entropy: whether to return the entropy of each row.
+        **extras: which further columns to return, by name: `entropy=True`.
 
     Raises:
-        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary, k < -1.
+        ParameterError: a shape or dtype that does not fit, an id outside the vocabulary, k < -1, no such
+            column.
     """
-    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
+    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output

@@ -34,9 +34,9 @@ def head_extract(
     k: int | IdsLike,
     *,
     given_ids: GivenLike = None,
-    entropy: bool = False,
     chunk_rows: int | None = None,
     transform: Callable[[Tensor, slice], Tensor] | None = None,
+    **extras: bool,
 ) -> DeviceRows:
     """The same as `extract(head(hidden), ...)`, without ever holding more than one chunk of logits.
 
@@ -47,11 +47,11 @@ def head_extract(
         chosen_ids: (T,) token ids, for column 0.
         k: as in `extract`.
         given_ids: as in `extract`.
-        entropy: as in `extract`.
         chunk_rows: rows a chunk; by default as many as make 8 MiB of logits, but at least 32 rows
             where these fit in 32 MiB.
         transform: called with each chunk's logits and the slice of rows that they belong to, returns
             (rows, V) logits that take their place.
+        **extras: as in `extract`.
 
     Raises:
         ParameterError: as `extract`; the errors of `head` and `transform` pass through.
@@ -69,7 +69,7 @@ def head_extract(
             logits = transform(logits, rows)
         if output is None:
             shape = (num_rows, check_rows(logits)[1])
-            requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, entropy=entropy)
+            requests = check_requests(shape, chosen_ids, k, given_ids=given_ids, **extras)
             output = allocate(requests, logits.device)
             size = chunk_rows or default_chunk_rows(shape[1])
         fill(logits, requests.rows(rows.start, rows.stop), output.rows(rows.start, rows.stop))

@@ -24,11 +24,11 @@ def extract(
     k: int | IdsLike,
     *,
     given_ids: GivenLike = None,
-    entropy: bool = False,
     dtype: torch.dtype = torch.float32,
+    **extras: bool,
 ) -> DeviceRows:
     """The same numbers as `logprobe.kernels.extract`, computed and returned in `dtype`."""
-    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, entropy=entropy)
+    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
     output = allocate(requests, logits.device, dtype=dtype)
     fill(logits, requests, output)
     return output

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.records.rows import DeviceRows, GivenLogprobs
+from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,7 +36,7 @@ class RowRequests:
     width: int  # columns of the rectangular output: max(num_logprobs) + 1
     given_offsets: Tensor | None  # (B + 1,) int64 into given_ids; absolute, also in a slice of rows
     given_ids: Tensor | None  # (N,) int32
-    entropy: bool
+    extras: tuple[str, ...]  # of KERNEL_EXTRAS, in their order
 
     def rows(self, start: int, stop: int) -> RowRequests:
         """The requests of rows [start, stop), as views."""
@@ -48,7 +48,7 @@ class RowRequests:
             width=self.width,
             given_offsets=None if offsets is None else offsets[start : stop + 1],
             given_ids=self.given_ids,
-            entropy=self.entropy,
+            extras=self.extras,
         )
 
     def to(self, device: torch.device) -> RowRequests:
@@ -62,7 +62,7 @@ class RowRequests:
             width=self.width,
             given_offsets=None if self.given_offsets is None else self.given_offsets.to(device),
             given_ids=None if self.given_ids is None else self.given_ids.to(device),
-            entropy=self.entropy,
+            extras=self.extras,
         )
 
 
@@ -101,12 +101,12 @@ def check_requests(
     k: int | IdsLike,
     *,
     given_ids: GivenLike = None,
-    entropy: bool = False,
+    **extras: bool,
 ) -> RowRequests:
     """The caller's arguments for (B, V) logits as checked arrays, k clipped to V and -1 made V.
 
     Raises:
-        ParameterError: a shape that does not fit, an id outside the vocabulary, k < -1.
+        ParameterError: a shape that does not fit, an id outside the vocabulary, k < -1, no such column.
     """
     num_rows, vocab_size = shape
     num_logprobs = _check_k(k, num_rows, vocab_size)
@@ -118,14 +118,17 @@ def check_requests(
         width=1 + int(num_logprobs.max(initial=0)),
         given_offsets=offsets,
         given_ids=given,
-        entropy=entropy,
+        extras=_check_extras(extras),
     )
 
 
 def allocate(
     requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
 ) -> DeviceRows:
-    """Uninitialised output rows for `requests`: only the columns that a kernel writes are ever touched."""
+    """Output rows for `requests`, uninitialised but for the further columns.
+
+    Those are NaN, not given, where a kernel does not know them.
+    """
     num_rows = len(requests.chosen_ids)
     given = None
     if requests.given_ids is not None and requests.given_offsets is not None:
@@ -142,9 +145,19 @@ def allocate(
         lse=torch.empty(num_rows, dtype=dtype, device=device),
         num_logprobs=requests.num_logprobs.to(device),
         is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
-        extras={"entropy": torch.empty(num_rows, dtype=dtype, device=device)} if requests.entropy else {},
+        extras={
+            name: torch.full((num_rows,), torch.nan, dtype=dtype, device=device) for name in requests.extras
+        },
         given=given,
     )
+
+
+def _check_extras(asked: Mapping[str, bool]) -> tuple[str, ...]:
+    for name in asked:
+        if name not in KERNEL_EXTRAS:
+            known = ", ".join(KERNEL_EXTRAS)
+            raise ParameterError(name, f"is no column that a kernel gives; there are {known}")
+    return tuple([name for name in KERNEL_EXTRAS if asked.get(name)])
 
 
 def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
