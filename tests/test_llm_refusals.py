@@ -6,6 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
@@ -16,6 +17,7 @@ from logprobe.errors import (
     PromptTooLongError,
     UnknownParameterError,
 )
+from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.testing import failing_steps, holding_steps, open_requests, watching_steps
 
 if TYPE_CHECKING:
@@ -198,6 +200,19 @@ def test_a_prompt_that_is_too_long_may_be_read_in_windows(tiny_llm: LLM) -> None
     assert chosen.token_ids.tolist() == ids[1:]
     assert chosen.logprobs.tolist() == scores[0].token_logprobs
     assert output.info is not None
+
+
+@pytest.mark.parametrize("name", KERNEL_EXTRAS)
+def test_windows_have_the_further_columns(tiny_llm: LLM, name: str) -> None:
+    ids = [5 + place % 200 for place in range(500)]
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, **{name: True})
+    (output,) = tiny_llm.generate([ids], asked, truncation="window")
+    (start,) = tiny_llm.generate([ids[:100]], asked)
+    assert output.prompt_logprobs is not None
+    assert start.prompt_logprobs is not None
+    got, want = output.prompt_logprobs.extras[name], start.prompt_logprobs.extras[name]
+    np.testing.assert_allclose(got[:100], want, rtol=0, atol=2e-5)
+    assert np.isnan(got).tolist() == [True] + [False] * 499
 
 
 def test_a_bad_pair_among_many_does_not_refuse_the_others(tiny_llm: LLM) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import PromptTooLongError
+from logprobe.records.rows import KERNEL_EXTRAS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,6 +113,14 @@ def test_many_pairs_and_long_ones_and_what_a_text_is(tiny_llm: LLM) -> None:
         assert one.pmi == pytest.approx(other.pmi, abs=2e-4)
     with pytest.raises(PromptTooLongError, match="number 1 of 3 and continuation have 200 tokens"):
         tiny_llm.score(pairs, sampling=plain)
+
+
+@pytest.mark.parametrize("name", KERNEL_EXTRAS)
+def test_further_columns_are_those_of_the_call_not_of_what_is_drawn_from(tiny_llm: LLM, name: str) -> None:
+    asking = SamplingParams(logprobs=0, **{name: True})
+    (score,) = tiny_llm.score([(CONTEXT, [70, 71])], sampling=asking)
+    assert score.record is not None
+    assert name not in score.record.extras
 
 
 def test_given_tokens_run_on_their_lora(tiny_llm: LLM, adapter_folders: dict[str, Path]) -> None:

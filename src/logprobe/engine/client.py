@@ -313,12 +313,11 @@ def _admit_forced(
 ) -> Admitted:
     """All positions at once; one after another where processors look at what came before."""
     forced = split.continuation
-    logprobs = reports.prompt_logprobs or 0
-    asked = forced_params(sampling, len(forced), logprobs=logprobs, entropy=reports.entropy)
+    asked = forced_params(sampling, len(forced), reports)
     admitted = requests.admit(split.context, asked, forced_token_ids=forced)
     if admitted.processor_args:
         return admitted
-    at_once = replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=logprobs)
+    at_once = replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=asked.logprobs)
     return requests.admit(split.token_ids, at_once, first_scored=split.start, scores_processed=True)
 
 

@@ -16,6 +16,7 @@ from logprobe.kernels import head_extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.records.rows import EXTRAS, HostRows
 from logprobe.sampling import Sampler
+from logprobe.sampling.params import extras_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +100,7 @@ class PromptScorer:
         params = request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
-        extras = [name for name in EXTRAS if getattr(params, name, False)]
+        extras = [name for name, is_asked in extras_of(params).items() if is_asked]
         if params.logprob_token_ids or not self._known.covers(slots, next_ids, k, extras):
             return None
         return self._known.recall(slots, k, extras)
@@ -130,7 +131,7 @@ class PromptScorer:
             np.concatenate([_next_ids(span) for span in spans]),
             np.repeat(widths, lengths),
             given_ids=given if any(given) else None,
-            entropy=any(span.sample.request.params.entropy for span in spans),
+            **extras_of(*(span.sample.request.params for span in spans)),
         )
         whole = tensors.to_host()
         starts = np.cumsum([0, *lengths]).tolist()

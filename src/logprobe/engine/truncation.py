@@ -12,6 +12,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError, require
 from logprobe.records import FlatLogprobs
+from logprobe.sampling.params import extras_of
 from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_tokens, window_pairs
 
 if TYPE_CHECKING:
@@ -39,19 +40,22 @@ class Split(NamedTuple):
         return self.token_ids[self.start :]
 
 
-def forced_params(params: SamplingParams, num_tokens: int, *, logprobs: int, entropy: bool) -> SamplingParams:
-    """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from."""
+def forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
+    """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from.
+
+    How many numbers, and which further columns, is what `reports` ask of a prompt.
+    """
     return replace(
         params,
         n=1,
         best_of=None,
         max_tokens=num_tokens,
         min_tokens=min(params.min_tokens, num_tokens),
-        logprobs=logprobs,
+        logprobs=reports.prompt_logprobs or 0,
         prompt_logprobs=None,
         logprobs_mode="processed_logprobs",
-        entropy=entropy,
         explain=False,
+        **extras_of(reports),
     )
 
 
@@ -99,8 +103,8 @@ def cut_prompt(
     generating = replace(
         params,
         prompt_logprobs=None,
-        entropy=params.entropy and has_rows,
         logprob_token_ids=params.logprob_token_ids if has_rows else None,
+        **(extras_of(params) if has_rows else extras_of()),
     )
     scoring = replace(params, max_tokens=0, min_tokens=0, n=1, best_of=None, logprobs=None, explain=False)
     pairs = window_pairs(ids, 1, max_model_len + 1)

@@ -9,16 +9,18 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 from typing import Any, Final, Literal, cast
 
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import LARGEST_FLOAT, LogitBiasArgs, field_args, plain, to_args
+from logprobe.records.rows import KERNEL_EXTRAS
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", "entropy", "explain", "kept_ids")
+FLAGS: Final = ("ignore_eos", *KERNEL_EXTRAS, "explain", "kept_ids")
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -152,7 +154,7 @@ class SamplingParams:
         is_name = self.lora is None or (isinstance(self.lora, str) and self.lora)
         require(is_name, "lora", f"must be the name of LoRA weights or None, got {self.lora!r}")
         is_reported = any(value is not None for value in counts.values())
-        for name in ("entropy", "logprob_token_ids"):
+        for name in (*KERNEL_EXTRAS, "logprob_token_ids"):
             is_asked = bool(getattr(self, name))
             remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
@@ -185,6 +187,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the most likely token is picked without a draw."""
         return self.temperature == 0
+
+
+def extras_of(*params: SamplingParams) -> dict[str, Any]:
+    """The flag of each further column that a kernel gives, set where one of these asks for it."""
+    return {name: any(map(attrgetter(name), params)) for name in KERNEL_EXTRAS}
 
 
 def _int(name: str, value: Any) -> int:

@@ -16,6 +16,7 @@ from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
 from logprobe.records.rows import HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
+from logprobe.sampling.params import extras_of
 from logprobe.sampling.sampled import SampledRows
 
 if TYPE_CHECKING:
@@ -179,5 +180,5 @@ def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[Samp
         drawn.token_ids[rows],
         np.array([one.logprobs or 0 for one in asked]),
         given_ids=given if any(given) else None,
-        entropy=any(one.entropy for one in asked),
+        **extras_of(*asked),
     )

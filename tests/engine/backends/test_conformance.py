@@ -16,6 +16,7 @@ from logprobe.engine.front import Front
 from logprobe.engine.protocol import RowEngine
 from logprobe.errors import ParameterError, PromptTooLongError
 from logprobe.integrations.remote.engine import HttpEngine
+from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "prompt_logprobs": [(np.int8(2), 2)],
     "logprob_token_ids": [({9}, [9]), (np.array([9, 3]), (9, 3)), ((), None)],
     "logprobs_mode": [(np.str_("both"), "both")],
-    "entropy": [(np.True_, True)],
+    **{name: [(np.True_, True)] for name in KERNEL_EXTRAS},
     "kept_ids": [(np.True_, True)],
     "min_tokens": [(np.int64(2), 2)],
     "repetition_penalty": [(2, 2.0), (np.float32(1.5), 1.5)],

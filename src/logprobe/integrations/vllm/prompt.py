@@ -1,8 +1,8 @@
 """Prompt positions: vLLM's flat record → this library's rows.
 
 Before it: vLLM's `RequestOutput.prompt_logprobs`, of raw log-probabilities, k a position or the whole
-vocabulary. After it: the request's record. Named ids, entropy and the distribution drawn from are computed
-from whole rows: vLLM's own given ids carry no true ranks.
+vocabulary. After it: the request's record. Named ids, further columns and the distribution drawn from are
+computed from whole rows: vLLM's own given ids carry no true ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.records.rows import HostRows
 from logprobe.sampling import Sampler
+from logprobe.sampling.params import extras_of
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
@@ -77,8 +78,8 @@ def prompt_rows(flat: Any, request: Request, vocab_size: int) -> HostRows:
 
 def _needs_rows(request: Request) -> bool:
     params = request.params
-    is_whole = params.prompt_logprobs == -1
-    return is_whole or bool(params.logprob_token_ids) or params.entropy or request.scores_processed
+    is_whole = params.prompt_logprobs == -1 or bool(params.logprob_token_ids)
+    return is_whole or any(extras_of(params).values()) or request.scores_processed
 
 
 def _width(request: Request, vocab_size: int) -> int:
@@ -128,5 +129,5 @@ def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: Sam
         chosen,
         params.prompt_logprobs,
         given_ids=[given] * count if given else None,
-        entropy=params.entropy,
+        **extras_of(params),
     ).to_host()
