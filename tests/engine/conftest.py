@@ -225,9 +225,9 @@ def _assert_same_rows(got: Any, want: Any) -> None:
             assert mine[token_id].logprob == pytest.approx(theirs[token_id].logprob, abs=TOLERANCE)
             # Two logits closer than the tolerance may change places.
             assert abs(mine[token_id].rank - theirs[token_id].rank) <= 1
-    assert (got.entropy is None) == (want.entropy is None), "entropy is there if and only if it was asked"
-    if want.entropy is not None:
-        np.testing.assert_allclose(got.entropy, want.entropy, atol=10 * TOLERANCE)
+    assert got.extras.keys() == want.extras.keys(), "a further column is there if and only if it was asked"
+    for name, column in want.extras.items():
+        np.testing.assert_allclose(got.extras[name], column, atol=10 * TOLERANCE)
     assert (got.given is None) == (want.given is None), "named ids are there if and only if they were asked"
     if want.given is not None:
         _assert_same_rows(got.given, want.given)

@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "logprob_token_ids": [3, 200],
         "entropy": True,
     },
+    "further columns": {"logprobs": 1, "prompt_logprobs": 1} | dict.fromkeys(KERNEL_EXTRAS, True),
     "both stages": {"logprobs": 4, "logprobs_mode": "both", "temperature": 0.7, "top_k": 20, "seed": 3},
     "processed alone": {"logprobs": 2, "logprobs_mode": "processed_logprobs", "temperature": 0.5, "seed": 5},
     "processors": {
