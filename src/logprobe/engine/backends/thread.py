@@ -51,9 +51,7 @@ class EngineThread:
         self._wake = threading.Condition()
         # All three are guarded by `_wake`.
         self._commands: deque[Command | TakeWeights] = deque()
-        self._taking: dict[
-            int, Future[None]
-        ] = {}  # weights that shall take over, by the numbers of their loads
+        self._taking: dict[int, Future[None]] = {}  # loads of weights that shall take over, by number
         self._is_closed = False
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
