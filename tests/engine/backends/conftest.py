@@ -26,7 +26,7 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.start import start_engine, start_native_engine
-from logprobe.integrations.remote.engine import HttpEngine
+from logprobe.integrations.remote.source import HttpEngine
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 from logprobe.transport.messages import Request

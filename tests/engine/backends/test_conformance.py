@@ -15,7 +15,7 @@ import pytest
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import RowEngine
 from logprobe.errors import ParameterError, PromptTooLongError
-from logprobe.integrations.remote.engine import HttpEngine
+from logprobe.integrations.remote.source import HttpEngine
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import final
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.integrations.remote.engine import HttpEngine
+from logprobe.integrations.remote.source import HttpEngine
 from logprobe.integrations.remote.text import RemoteText
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import Row, RowCache
