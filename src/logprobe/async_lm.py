@@ -11,10 +11,11 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError, UnknownParameterError, require
-from logprobe.next_token.lm import DEFAULT_CACHE_BYTES
-from logprobe.next_token.local import LocalLM
+from logprobe.errors import UnknownParameterError, require
+from logprobe.next_token.desk import check_batching
+from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import Row, RowCache
+from logprobe.next_token.source import EngineRows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ class Opened(Protocol):
         """The engine, with its text edge."""
 
 
-class AsyncLM(LocalLM[Row]):
+class AsyncLM(NextTokenLM[Row]):
     """A model of this process asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Args:
@@ -58,21 +59,17 @@ class AsyncLM(LocalLM[Row]):
         **settings: Any,
     ) -> None:
         cache = RowCache(cache_bytes)  # refused before the model is loaded
-        is_name = isinstance(model, str | os.PathLike)
+        check_batching(batch_size=batch_size, timeout=timeout)
         loaded = _loaded(model, settings)
-        owns = is_name if owns_engine is None else owns_engine
-        try:
-            super().__init__(
-                loaded,
-                cache=cache,
-                batch_size=batch_size,
-                timeout=timeout,
-                owns_engine=owns,
-            )
-        except ParameterError:
-            if owns:
-                loaded.engine.close()
-            raise
+        super().__init__(
+            EngineRows(loaded),
+            loaded.text,
+            as_caller=lambda rows: rows,
+            cache=cache,
+            batch_size=batch_size,
+            timeout=timeout,
+            owns_source=isinstance(model, str | os.PathLike) if owns_engine is None else owns_engine,
+        )
 
     @classmethod
     def from_name(
@@ -95,9 +92,6 @@ class AsyncLM(LocalLM[Row]):
         return cls(
             model, cache_bytes=cache_bytes, batch_size=batch_size, timeout=timeout, engine=engine, **settings
         )
-
-    def _given(self, rows: Row) -> Row:
-        return rows
 
 
 def _loaded(model: str | Path | LoadedModel | Opened, settings: dict[str, Any]) -> LoadedModel:

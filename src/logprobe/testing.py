@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from logprobe.llm import LLM
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
-    from logprobe.next_token.local import LocalLM
+    from logprobe.next_token.lm import NextTokenLM
     from logprobe.records.values import IntArray
 
-    Opened = LLM | LocalLM[Any] | LoadedModel | Front
+    Opened = LLM | NextTokenLM[Any] | LoadedModel | Front
 
 __all__ = [
     "FakeForward",

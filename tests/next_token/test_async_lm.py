@@ -280,7 +280,7 @@ def test_dropped_without_cleanup_it_leaves_no_thread_and_no_engine(new_lm: Any) 
     before = {thread.ident for thread in threading.enumerate()}
     lm = new_lm()
     lm.next_token_logprobs_sync([5])
-    engine = weakref.ref(lm._engine)
+    engine = weakref.ref(lm._loaded.engine)
     del lm
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:

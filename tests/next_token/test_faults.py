@@ -236,7 +236,7 @@ def test_a_bad_prompt_leaves_nothing_behind_for_the_next_call(
             lm.batch_next_token_logprobs_sync([good, bad])
         with pytest.raises(ValueError, match=r"token_ids|prompt"):
             lm.next_token_logprobs_sync(bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=str(lm._engine.capabilities().max_model_len)):
+    with pytest.raises(ValueError, match=str(lm._loaded.engine.capabilities().max_model_len)):
         lm.next_token_logprobs_sync(too_long)
     assert open_requests(lm) == []
     assert_row(lm.next_token_logprobs_sync(random_ids(58, 4)), plain_row(random_ids(58, 4)))

@@ -187,7 +187,7 @@ def test_a_removed_adapter_ends_what_runs_and_takes_nothing_new(
     (name, folder), ids = next(iter(adapter_folders.items())), random_ids(5, 9)
     with new_lm() as lm:
         lm.add_new_lora(folder, name)
-        weights = weakref.ref(lm._engine.core.engine._loras[lm._engine.lora_number(name)])
+        weights = weakref.ref(lm._loaded.engine.core.engine._loras[lm._loaded.engine.lora_number(name)])
 
         async def ask() -> Any:
             with holding_steps(lm) as hold:

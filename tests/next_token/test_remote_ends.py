@@ -103,7 +103,7 @@ def test_one_that_stays_full_is_an_error_in_time(
     monkeypatch.setattr(served[1].limits, "admit", full)
     with RemoteLM(served[0], request_timeout=LIMIT_S) as far:
         # Only now: what is asked at the start may take longer on a busy machine.
-        monkeypatch.setattr(far._engine._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
+        monkeypatch.setattr(far._source._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
 
         async def ask() -> list[Any]:
             asks = [far.next_token_logprobs(random_ids(91, 6)), far.sample([5], 3, [])]
@@ -128,12 +128,12 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(ask())
-    engine: Any = far._engine
-    wait_until(lambda: not engine._exchanges and not engine._gathered)
+    source: Any = far._source
+    wait_until(lambda: not source._exchanges and not source._gathered)
     held.release()
     wait_until(lambda: stats().running == stats().waiting == 0)
     far.next_token_logprobs_sync(random_ids(111, 3))
-    assert not engine._outcomes
+    assert not source._samples
     assert far._desk._in_flight == {}
 
 
@@ -165,7 +165,7 @@ def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(
             thread.start()
         for thread in threads:
             thread.join(2 * LIMIT_S)
-        assert all(client._engine._outcomes == {} for client in clients)  # type: ignore[attr-defined]
+        assert all(not client._source._samples for client in clients)  # type: ignore[attr-defined]
         for client in clients:
             client.cleanup()
         wait_until(lambda: set(app.state.service.limits.in_use().values()) == {0})
@@ -202,13 +202,13 @@ def test_dropped_without_cleanup_it_leaves_no_thread(served: Any) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     far = RemoteLM(served[0])
     far.next_token_logprobs_sync([5])
-    engine = weakref.ref(far._engine)
+    source = weakref.ref(far._source)
     del far
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         gc.collect()
         left = [t for t in threading.enumerate() if t.ident not in before and t.name == "logprobe-loop"]
-        if not left and engine() is None:
+        if not left and source() is None:
             return
         time.sleep(0.05)
-    pytest.fail(f"left behind: {left}, {engine()}")
+    pytest.fail(f"left behind: {left}, {source()}")

@@ -27,7 +27,7 @@ ROWS = "/v1/next_token_logprobs"
 @pytest.fixture
 def posts(far: RemoteLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """Every body that is sent from now on."""
-    link, sent = far._engine._link, []  # type: ignore[attr-defined]
+    link, sent = far._source._link, []  # type: ignore[attr-defined]
     post = link.post
 
     async def noted(path: str, body: Any, max_bytes: int) -> bytes:
@@ -50,7 +50,7 @@ def test_rows_are_the_engines_own_bits(far: RemoteLM, lm: AsyncLM, random_ids: A
 
 def test_one_loop_serves_the_desk_and_the_exchanges(far: RemoteLM) -> None:
     before = set(threading.enumerate())
-    with RemoteLM(far._engine._link.url) as lm:  # type: ignore[attr-defined]
+    with RemoteLM(far._source._link.url) as lm:  # type: ignore[attr-defined]
         lm.next_token_logprobs_sync([5, 6])
         loops = [one for one in set(threading.enumerate()) - before if one.name == "logprobe-loop"]
         assert len(loops) == 1
@@ -184,7 +184,23 @@ def test_what_cannot_be_served_is_refused_by_name_before_anything_is_sent(
     assert posts == []
     with raises(ParameterError, parameter="temperature"):
         asyncio.run(far.sample([5], 4, [], temperature=3.0))  # beyond what HTTP takes
-    assert not far._engine._outcomes  # type: ignore[attr-defined]
+    assert not far._source._samples  # type: ignore[attr-defined]
+
+
+def test_what_is_the_servers_alone_is_refused_by_name(
+    far: RemoteLM, adapter_folders: dict[str, Path]
+) -> None:
+    for change in (
+        lambda: far.add_lora("own", adapter_folders["wide"]),
+        lambda: far.add_new_lora(adapter_folders["wide"]),
+        lambda: far.remove_lora("wide"),
+        far.clear_kv_cache,
+    ):
+        with pytest.raises(ParameterError) as raised:
+            change()
+        assert raised.value.parameter == "url"
+    assert far.underlying_model is None
+    assert set(far.list_loras()) == set(adapter_folders)
 
 
 def test_more_than_the_server_lets_through_goes_in_portions(

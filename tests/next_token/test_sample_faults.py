@@ -28,7 +28,7 @@ def test_a_stop_id_that_is_half_a_character_stops_before_it(lm: AsyncLM, random_
 def test_sample_without_stop_ids_runs_past_the_models_own_end_of_text(
     lm: AsyncLM, random_ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder = lm._engine.core.engine.recorder  # type: ignore[attr-defined]
+    recorder = lm._loaded.engine.core.engine.recorder
     monkeypatch.setattr(recorder, "_eos_token_ids", frozenset(range(lm.vocab_size)))
     samples = asyncio.run(lm.batch_sample([random_ids(71, 4)] * 3, 50, [], seed=0))
     assert [len(sample) for sample in samples] == [50] * 3

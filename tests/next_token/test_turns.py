@@ -83,13 +83,13 @@ def test_a_turn_within_another_loops_turn_keeps_to_itself(turns: Turns[int], giv
 
 def test_single_asks_of_one_gather_enter_one_step(lm: AsyncLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    submit: Callable[..., None] = lm._engine.submit
+    submit: Callable[..., None] = lm._loaded.engine.submit
 
     def counted(requests: Any) -> None:
         sizes.append(len(requests))
         submit(requests)
 
-    monkeypatch.setattr(lm._engine, "submit", counted)
+    monkeypatch.setattr(lm._loaded.engine, "submit", counted)
 
     async def main() -> None:
         await asyncio.gather(*(lm.next_token_logprobs([3, 4, number]) for number in range(5, 35)))

@@ -1,4 +1,4 @@
-"""The seams of the engine: what stands behind a `Front`, what the scheduler drives, and what rows need.
+"""The seams of the engine: what stands behind a `Front`, and what the scheduler drives.
 
 `Front` is all that `LLM`, the async front door and a server know of an engine; behind it is a `Core`. The
 native engine's core has a scheduler over a `ForwardBackend`; an engine with a scheduler of its own is a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from logprobe.config import EngineConfig
-    from logprobe.engine.request import RequestOutput
     from logprobe.errors import LogprobeError
-    from logprobe.models import Vocabulary
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
@@ -141,42 +139,6 @@ class EngineStats:
         )
 
 
-class RowEngine(Protocol):
-    """The part of a `Front` that rows and samples need; a request ends in one output or one error."""
-
-    def admit(self, request: Request) -> Admitted:
-        """Say yes to a request, or raise `ParameterError` where it can never be served, saying why."""
-
-    def submit(self, admitted: Sequence[Admitted]) -> None:
-        """Accept requests that run together where they fit; `result` must follow for each."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests run or wait; a new one then joins the next step without delay."""
-
-    def list_loras(self) -> dict[str, str]:
-        """The loaded LoRA weights: name → path."""
-
-    def lora_number(self, name: str) -> int:
-        """Which load of a name answers now; `ParameterError` where there are no such weights."""
-
-    @property
-    def weights_number(self) -> int:
-        """Which load of the model's own weights answers now."""
-
-    async def result(self, request_id: str) -> RequestOutput:
-        """The request's output once it has ended."""
-
-    def abort(self, request_id: str) -> None:
-        """Give a request up; it ends with finish reason `abort`."""
-
-    def capabilities(self) -> Capabilities:
-        """What this engine can do."""
-
-    def close(self) -> None:
-        """End all requests and let the model go; a second call does nothing."""
-
-
 class Core(Protocol):
     """What computes behind a `Front`; all may be called on any thread."""
 
@@ -289,31 +251,3 @@ class ForwardBackend(Protocol):
 
     def close(self) -> None:
         """Let weights and slots go; nothing runs after it."""
-
-
-class Words(Protocol):
-    """What a model's ids stand for."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, as transformers has it."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The exact bytes of every id."""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """What stands before a text; None where the model has no such token."""
-
-
-class RowModel(Protocol):
-    """An engine with its words."""
-
-    @property
-    def engine(self) -> RowEngine:
-        """What computes."""
-
-    @property
-    def text(self) -> Words:
-        """What its ids stand for."""

@@ -203,20 +203,23 @@ class Requests:
 
 def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:
     """Raise `ParameterError` where a request can never be served."""
-    params = request.params
-    num_prompt = len(request.prompt_token_ids)
-    require(num_prompt > 0, "prompt", "is empty; give at least one token, such as the model's BOS")
-    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    check_tokens(request.prompt_token_ids, request.params, max_len=max_len, vocab_size=vocab_size)
+    if request.forced_token_ids is not None:
+        _check_forced(request.forced_token_ids, len(request.prompt_token_ids), max_len, vocab_size)
+
+
+def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, vocab_size: int) -> None:
+    """Raise `ParameterError` where a prompt is empty or too long, or an id lies outside the vocabulary."""
+    require(len(prompt) > 0, "prompt", "is empty; give at least one token, such as the model's BOS")
+    _check_ids("prompt", prompt, vocab_size)
     # A prompt that is only scored may hold one token more: its last token is never run.
     limit = max_len if params.max_tokens else max_len + 1
-    if num_prompt > limit:
+    if len(prompt) > limit:
         raise PromptTooLongError(
             "prompt",
-            f"has {num_prompt} tokens, but at most {limit} fit (the model's context, max_model_len or "
+            f"has {len(prompt)} tokens, but at most {limit} fit (the model's context, max_model_len or "
             "kv_bytes); shorten it or score it in windows",
         )
-    if request.forced_token_ids is not None:
-        _check_forced(request.forced_token_ids, num_prompt, max_len, vocab_size)
     _check_given("logprob_token_ids", params.logprob_token_ids, vocab_size)
     _check_given("stop_token_ids", params.stop_token_ids, vocab_size)
 

@@ -1,4 +1,4 @@
-"""`Desk`: concurrent asks for rows → requests to an engine, each distinct one computed once.
+"""`Desk`: concurrent asks for rows → prefixes whose rows are begun, each distinct one once.
 
 All of it but the gathering of a turn's asks happens on the loop of a `LoopThread`, so that no event loop of
 a caller is ever needed to finish another caller's ask: loops may come, die and be cancelled as they like.
@@ -14,14 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, final
 
 from logprobe.errors import EngineClosedError, LogprobeError, RequestAbortedError, require
-from logprobe.next_token.rows import Row, RowCache, RowKey, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.engine.backends.bridge import LoopThread
-    from logprobe.engine.protocol import RowEngine
-    from logprobe.transport.messages import Admitted
+    from logprobe.next_token.rows import Prefix, Row, RowCache
+    from logprobe.next_token.source import BegunRow, RowSource
 
 T = TypeVar("T")
 
@@ -85,7 +84,7 @@ Waiter: TypeAlias = "Future[Row]"
 class Ask:
     """One caller's wish for one row."""
 
-    admitted: Admitted
+    prefix: Prefix
     waiter: Waiter
     is_urgent: bool  # whoever asks asks nothing more until it is there: a wait would gather nothing
     uses_cache: bool  # the rows that are kept
@@ -95,44 +94,39 @@ class Ask:
 class Computation:
     """One row on its way, and all who wait for it."""
 
-    admitted: Admitted
+    prefix: Prefix
     waiters: list[Waiter] = field(default_factory=list)
     is_kept: bool = False  # in the cache, once it is there
-    task: asyncio.Task[None] | None = None  # None while it is held
-
-    @property
-    def key(self) -> RowKey:
-        """What it computes."""
-        return key_of(self.admitted)
+    begun: BegunRow | None = None  # None while it is held
 
 
 @final
 class Desk:
-    """Hands asks to the engine: at once while it works, else when `batch_size` wait or `timeout_s` passed.
+    """Begins rows: at once while the source works, else once `batch_size` wait or `timeout_s` passed.
 
     Both may be changed at any time, for asks that come then.
     """
 
     def __init__(
-        self, engine: RowEngine, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
+        self, source: RowSource, cache: RowCache, bridge: LoopThread, *, batch_size: int, timeout_s: float
     ) -> None:
-        self._engine = engine
+        self._source = source
         self._cache = cache
         self._bridge = bridge
         self.batch_size = batch_size
         self.timeout_s = timeout_s
         self._turns: Turns[Ask] = Turns(self._send)
         # All below belongs to the bridge's loop.
-        self._in_flight: dict[RowKey, Computation] = {}
+        self._in_flight: dict[Prefix, Computation] = {}
         self._held: list[Computation] = []
         self._timer: asyncio.TimerHandle | None = None
         self._closed: LogprobeError | None = None
 
     def ask(
-        self, admitted: Sequence[Admitted], *, is_urgent: bool = False, uses_cache: bool = True
+        self, prefixes: Iterable[Prefix], *, is_urgent: bool = False, uses_cache: bool = True
     ) -> list[Waiter]:
-        """Ask for the rows of admitted requests, in any event loop; each waiter ends in a row or an error."""
-        asks = [Ask(one, Future(), is_urgent, uses_cache) for one in admitted]
+        """Ask for the rows of prefixes, in any event loop; each waiter ends in a row or an error."""
+        asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
         self._turns.add(asks)
         return [ask.waiter for ask in asks]
 
@@ -161,7 +155,7 @@ class Desk:
             self._accept(ask)
         if self._closed is not None:
             self._end_all(self._closed)
-        elif self._engine.is_busy or any(ask.is_urgent for ask in asks) or self._is_full():
+        elif self._source.is_busy or any(ask.is_urgent for ask in asks) or self._is_full():
             self._start()
         elif self._held and self._timer is None:
             # Armed by the first ask and never again until it fires: later asks cannot push it back.
@@ -173,14 +167,14 @@ class Desk:
         return sum(waiting) >= self.batch_size
 
     def _accept(self, ask: Ask) -> None:
-        key = key_of(ask.admitted)
-        row = self._cache.get(key) if ask.uses_cache else None  # it may have come since the caller looked
+        prefix = ask.prefix
+        row = self._cache.get(prefix) if ask.uses_cache else None  # it may have come since the caller looked
         if row is not None:
             _give(ask.waiter, row)
             return
-        computation = self._in_flight.get(key)
+        computation = self._in_flight.get(prefix)
         if computation is None:
-            computation = self._in_flight[key] = Computation(ask.admitted)
+            computation = self._in_flight[prefix] = Computation(prefix)
             self._held.append(computation)
         computation.is_kept |= ask.uses_cache
         computation.waiters.append(ask.waiter)
@@ -189,7 +183,7 @@ class Desk:
     def _start(self) -> None:
         held = self._take_held()
         if held:
-            self._submit(held)
+            self._begin(held)
 
     def _take_held(self) -> list[Computation]:
         if self._timer is not None:
@@ -198,38 +192,37 @@ class Desk:
         held, self._held = self._held, []
         return held
 
-    def _submit(self, computations: Sequence[Computation]) -> None:
+    def _begin(self, computations: Sequence[Computation]) -> None:
         try:
-            self._engine.submit([computation.admitted for computation in computations])
+            rows = self._source.begin([computation.prefix for computation in computations])
         except LogprobeError as error:
             if len(computations) == 1:
                 self._end(computations[0], error)
                 return
-            for computation in computations:  # none was accepted: find the ones at fault
-                self._submit([computation])
+            for computation in computations:  # none was begun: find the ones at fault
+                self._begin([computation])
             return
-        for computation in computations:
-            computation.task = asyncio.get_running_loop().create_task(self._follow(computation))
+        for computation, begun in zip(computations, rows, strict=True):
+            computation.begun = begun
+            begun.add_done_callback(partial(self._on_row, computation))
 
-    async def _follow(self, computation: Computation) -> None:
-        try:
-            output = await self._engine.result(computation.admitted.request.request_id)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+    def _on_row(self, computation: Computation, begun: BegunRow) -> None:
+        if begun.cancelled():
+            return  # nobody waits any more
+        error = begun.exception()
+        if isinstance(error, Exception):
             self._end(computation, error)
             return
-        row = output.outputs[0].row
-        if row is None:
-            self._end(computation, output.error or RequestAbortedError("the engine gave the ask up"))
-            return
+        row, weights_number = begun.result()
         row = row.view()  # a view of a read-only array cannot be made writable again
-        # It may have waited while other weights took over: its key is not theirs.
-        if computation.is_kept and output.weights_number == computation.admitted.weights_number:
-            self._cache.put(computation.key, row)
+        # It may have waited while other weights took over: its prefix is not theirs.
+        if computation.is_kept and weights_number == computation.prefix.weights_number:
+            self._cache.put(computation.prefix, row)
         self._end(computation, row)
 
     def _end(self, computation: Computation, outcome: Row | Exception) -> None:
-        if self._in_flight.get(computation.key) is computation:
-            del self._in_flight[computation.key]
+        if self._in_flight.get(computation.prefix) is computation:
+            del self._in_flight[computation.prefix]
         waiters, computation.waiters = computation.waiters, []
         for waiter in waiters:
             _give(waiter, outcome)
@@ -237,7 +230,7 @@ class Desk:
     def _end_all(self, error: LogprobeError) -> None:
         self._take_held()
         for computation in list(self._in_flight.values()):
-            self._give_up(computation)
+            _give_up(computation)
             self._end(computation, error)
 
     def _on_done(self, computation: Computation, waiter: Waiter) -> None:
@@ -252,17 +245,17 @@ class Desk:
     def _leave(self, computation: Computation) -> None:
         """Give a row up once nobody waits for it any more."""
         is_wanted = not all(waiter.cancelled() for waiter in computation.waiters)
-        if is_wanted or self._in_flight.get(computation.key) is not computation:
+        if is_wanted or self._in_flight.get(computation.prefix) is not computation:
             return
-        del self._in_flight[computation.key]
-        if computation.task is None:
+        del self._in_flight[computation.prefix]
+        if computation.begun is None:
             self._held.remove(computation)
-        self._give_up(computation)
+        _give_up(computation)
 
-    def _give_up(self, computation: Computation) -> None:
-        # Its task takes the aborted output then; were it cancelled before its first step, nobody would.
-        if computation.task is not None:
-            self._engine.abort(computation.admitted.request.request_id)
+
+def _give_up(computation: Computation) -> None:
+    if computation.begun is not None:
+        computation.begun.cancel()
 
 
 def _give(waiter: Waiter, outcome: Row | Exception) -> None:
@@ -274,14 +267,14 @@ def _give(waiter: Waiter, outcome: Row | Exception) -> None:
         waiter.set_result(outcome)
 
 
-def shut_down(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
-    """End every ask, the engine if it is ours, and the bridge."""
+def shut_down(desk: Desk, bridge: LoopThread, source: RowSource | None) -> None:
+    """End every ask, the source if it is ours, and the bridge."""
     desk.close()
-    if engine is not None:
-        engine.close()
+    if source is not None:
+        source.close()
     bridge.close()
 
 
-def shut_down_elsewhere(desk: Desk, bridge: LoopThread, engine: RowEngine | None) -> None:
+def shut_down_elsewhere(desk: Desk, bridge: LoopThread, source: RowSource | None) -> None:
     """`shut_down` on a thread of its own, since the object may be dropped on any."""
-    threading.Thread(target=shut_down, args=(desk, bridge, engine), name="logprobe-cleanup").start()
+    threading.Thread(target=shut_down, args=(desk, bridge, source), name="logprobe-cleanup").start()

@@ -1,14 +1,13 @@
-"""`NextTokenLM`: a model asked for next-token distributions, whatever engine answers.
+"""`NextTokenLM`: a model asked for next-token distributions, whatever begins its rows.
 
-Before it: `AsyncLM` and `RemoteLM`, which say where the engine comes from. After it: the desk, which turns
-concurrent asks into requests to that engine, each distinct one computed once.
+Before it: `AsyncLM`, `AsyncVirtualLM` and `RemoteLM`, which say where rows come from and as what they are
+given. After it: the desk, which has each distinct row of concurrent asks begun once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -16,32 +15,34 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.engine.request import Requests
+from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models.lora import resolved_folder
 from logprobe.next_token.desk import Desk, check_batching, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import (
     ArrayT,
     KnownPrefix,
+    Prefix,
     Token,
     TopTokens,
     nth_seed,
     row_params,
-    sampled,
     top_tokens,
 )
+from logprobe.next_token.source import EngineRows
 from logprobe.sampling import SamplingParams
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
     import numpy.typing as npt
 
-    from logprobe.engine.protocol import RowEngine, RowModel, Words
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.next_token.rows import Row, RowCache, SampledIds
+    from logprobe.next_token.source import RowSource, Words
     from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -50,20 +51,22 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 1 << 28
 
 
-class NextTokenLM(ABC, Generic[ArrayT]):
+class NextTokenLM(Generic[ArrayT]):
     """A model asked for next-token distributions; rows are (V,) float32 log-probabilities in nats, read-only.
 
-    Classes derived from it say as what callers are given them: see `_given`.
     Asks may come from any number of event loops and threads. `token_ids` may be empty where the model has a
     BOS, which then stands alone. `lora` names LoRA weights; without it those of `set_lora` are used.
 
     Args:
-        loaded: the engine, with its words.
+        source: what begins rows and samples.
+        text: what the model's ids stand for.
+        as_caller: rows as callers get them, from one (V,), shared and read-only, or (n, V) of their own.
+        on_rows: shown the rows of each answer, before callers get them.
         cache: of rows that are kept whole.
         batch_size: asks that start a step at once where the engine is idle.
         timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
-        owns_engine: whether `cleanup` closes the engine too.
-        bridge: the loop of an engine that needs one; it then serves both, and `cleanup` closes it.
+        owns_source: whether `cleanup` closes the source too.
+        bridge: the loop of a source that needs one; it then serves both, and `cleanup` closes it.
 
     Raises:
         ParameterError: a setting that cannot be used.
@@ -71,30 +74,30 @@ class NextTokenLM(ABC, Generic[ArrayT]):
 
     def __init__(
         self,
-        loaded: RowModel,
+        source: RowSource,
+        text: Words,
         *,
+        as_caller: Callable[[FloatArray], ArrayT],
+        on_rows: Callable[[list[Row]], object] | None = None,
         cache: RowCache,
-        batch_size: int = 64,
-        timeout: float = 0.001,
-        owns_engine: bool = False,
+        batch_size: int,
+        timeout: float,
+        owns_source: bool,
         bridge: LoopThread | None = None,
     ) -> None:
         check_batching(batch_size=batch_size, timeout=timeout)
+        self._source = source
+        self._text = text
+        self._as_caller = as_caller
+        self._on_rows = on_rows
         self._cache = cache
-        self._engine: RowEngine = loaded.engine
-        self._text: Words = loaded.text
         self._lora: str | None = None
-        self._requests = Requests(loaded.engine)
         self._bridge = LoopThread() if bridge is None else bridge
-        self._desk = Desk(self._engine, self._cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
-        self._parts = (self._desk, self._bridge, self._engine if owns_engine else None)
+        self._desk = Desk(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
+        self._parts = (self._desk, self._bridge, source if owns_source else None)
         # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
-
-    @abstractmethod
-    def _given(self, rows: FloatArray) -> ArrayT:
-        """Rows as callers get them: from one (V,), shared and read-only, or (n, V) of the caller's own."""
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
@@ -109,7 +112,7 @@ class NextTokenLM(ABC, Generic[ArrayT]):
             EngineError: the engine failed, was closed, or gave the ask up.
         """
         [row] = await self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache)
-        return self._given(row)
+        return self._as_caller(row)
 
     async def batch_next_token_logprobs(
         self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
@@ -125,15 +128,15 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         chosen = self._chosen_lora(lora)
         rows = await self._rows(prefixes, chosen, use_cache=use_cache, is_urgent=True)
         if not rows:
-            return self._given(np.empty((0, self.vocab_size), dtype=np.float32))
-        return self._given(await asyncio.to_thread(np.stack, rows))
+            return self._as_caller(np.empty((0, self.vocab_size), dtype=np.float32))
+        return self._as_caller(await asyncio.to_thread(np.stack, rows))
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
         """`next_token_logprobs` for callers without an event loop; it starts at once."""
         asked = self._rows([token_ids], self._chosen_lora(lora), use_cache=use_cache, is_urgent=True)
-        return self._given(self._bridge.run(asked)[0])
+        return self._as_caller(self._bridge.run(asked)[0])
 
     def next_token_logprobs_uncached(self, token_ids: TokenIds, *, lora: str | None = None) -> ArrayT:
         """`next_token_logprobs_sync` with `use_cache=False`, by genlm-backend's name."""
@@ -170,7 +173,7 @@ class NextTokenLM(ABC, Generic[ArrayT]):
             limit = f"token id {outside} lies outside the vocabulary [0, {self.vocab_size})"
             raise ParameterError("given_token_ids", limit)
         [row] = await self._rows([token_ids], self._chosen_lora(lora))
-        return self._given(row[given])
+        return self._as_caller(row[given])
 
     async def trie_logprobs(
         self, sequences: Iterable[TokenIds], *, lora: str | None = None
@@ -184,19 +187,19 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         nodes = {ids[:end] for ids in whole for end in range(1, len(ids) + 1)}
         ordered = sorted(nodes)
         rows = await self._rows(ordered, self._chosen_lora(lora), is_urgent=True)
-        return dict(zip(ordered, map(self._given, rows), strict=True))
+        return dict(zip(ordered, map(self._as_caller, rows), strict=True))
 
     async def start(self, token_ids: TokenIds, *, lora: str | None = None) -> KnownPrefix[ArrayT]:
         """A prefix with its row, for `extend`."""
         ids, chosen = self._as_prompt(token_ids), self._chosen_lora(lora)
         [row] = await self._rows([ids], chosen)
-        return KnownPrefix(ids, chosen, self._given(row))
+        return KnownPrefix(ids, chosen, self._as_caller(row))
 
     async def extend(self, known: KnownPrefix[ArrayT], token_id: int) -> KnownPrefix[ArrayT]:
         """A prefix one token longer, under the same LoRA weights; it costs one token while that is cached."""
         ids = as_token_ids([*known.token_ids, token_id], "token_id")
         [row] = await self._rows([ids], known.lora)
-        return KnownPrefix(ids, known.lora, self._given(row))
+        return KnownPrefix(ids, known.lora, self._as_caller(row))
 
     async def sample(
         self,
@@ -233,9 +236,7 @@ class NextTokenLM(ABC, Generic[ArrayT]):
             ignore_eos=True,
             lora=self._chosen_lora(lora),
         )
-        admitted = self._requests.admit(self._as_prompt(prompt_token_ids), params)
-        self._engine.submit([admitted])
-        return sampled(await self._engine.result(admitted.request.request_id))
+        return await self._source.sample(self._as_prompt(prompt_token_ids), params)
 
     async def batch_sample(
         self,
@@ -289,8 +290,8 @@ class NextTokenLM(ABC, Generic[ArrayT]):
             ParameterError: no weights of that name are loaded, or they came from another path.
         """
         path, name = lora_path if path is None else path, lora_name or name
-        self._engine.lora_number(name)
-        loaded_from = self._engine.list_loras()[name]
+        self._source.loads(name)
+        loaded_from = self._source.list_loras()[name]
         is_same = path is None or loaded_from in {str(path), str(resolved_folder(path))}
         require(is_same, "path", f"lora {name!r} came from {loaded_from}, not from {path}")
         self._lora = name
@@ -301,11 +302,52 @@ class NextTokenLM(ABC, Generic[ArrayT]):
 
     def list_loras(self) -> dict[str, str]:
         """The loaded LoRA weights: name → path."""
-        return self._engine.list_loras()
+        return self._source.list_loras()
+
+    def add_lora(self, name: str, path: str | Path) -> None:
+        """Load LoRA weights from a folder; `set_lora` or `lora=` then use them.
+
+        A name that is loaded again stands for the new weights; answers already asked keep theirs.
+
+        Raises:
+            ModelError: the folder cannot be read, or does not fit the model.
+            ParameterError: the model is a server's.
+        """
+        self._loaded.engine.add_lora(name, path)
+
+    def add_new_lora(
+        self,
+        path: str | Path | None = None,
+        name: str = "lora_1",
+        *,
+        lora_path: str | Path | None = None,
+        lora_name: str | None = None,
+    ) -> None:
+        """`add_lora` in genlm-backend's words: `add_new_lora(lora_path, lora_name="lora_1")`."""
+        given = lora_path if path is None else path
+        if given is None:
+            raise ParameterError("path", "is missing; name the folder with the LoRA weights")
+        self.add_lora(lora_name or name, given)
+
+    def remove_lora(self, name: str) -> None:
+        """Refuse new asks for LoRA weights; those in flight end as they would have.
+
+        Raises:
+            ParameterError: no such weights, or the model is a server's.
+        """
+        self._loaded.engine.remove_lora(name)
 
     def clear_cache(self) -> None:
         """Forget the rows kept whole; what the engine knows of prefixes stays."""
         self._cache.clear()
+
+    def clear_kv_cache(self) -> None:
+        """Let the engine forget every prefix that no request stands on.
+
+        Raises:
+            ParameterError: the model is a server's.
+        """
+        self._loaded.engine.forget_prefixes()
 
     def reset_async_queries(self) -> None:
         """End every ask in flight with `RequestAbortedError`."""
@@ -339,9 +381,38 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         await asyncio.to_thread(self.cleanup)
 
     @property
+    def batch_size(self) -> int:
+        """Asks that start a step at once where the engine is idle; may be set."""
+        return self._desk.batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        check_batching(batch_size=batch_size)
+        self._desk.batch_size = batch_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which the first of fewer asks starts a step; may be set."""
+        return self._desk.timeout_s
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        check_batching(timeout=timeout)
+        self._desk.timeout_s = timeout
+
+    @property
+    def underlying_model(self) -> Any:
+        """The transformers module; None where the model lives in another process.
+
+        Where an earlier load has proven the model here, the module is loaded when it is first asked for.
+        """
+        load = self._source.loaded.load_module if isinstance(self._source, EngineRows) else None
+        return None if load is None else load()
+
+    @property
     def vocab_size(self) -> int:
         """The width of every row: the model's, which may exceed the tokenizer's."""
-        return self._engine.capabilities().vocab_size
+        return self._source.capabilities().vocab_size
 
     @property
     def tokenizer(self) -> Any:
@@ -367,19 +438,34 @@ class NextTokenLM(ABC, Generic[ArrayT]):
         is_urgent: bool = False,
     ) -> list[Row]:
         self._check_open()
-        prompts = [self._as_prompt(ids) for ids in prefixes]
-        loads = (0 if lora is None else self._engine.lora_number(lora), self._engine.weights_number)
-        rows = [self._cache.get((lora, *loads, ids.tobytes())) if use_cache else None for ids in prompts]
+        loads = self._source.loads(lora)
+        asked = [Prefix(lora, *loads, self._as_prompt(ids).tobytes()) for ids in prefixes]
+        rows = [self._cache.get(prefix) if use_cache else None for prefix in asked]
         # The longest first: it runs as one chunk, and its own prefixes are then known.
-        missing = sorted((i for i, row in enumerate(rows) if row is None), key=lambda i: -len(prompts[i]))
-        params = row_params(lora)
-        admitted = [self._requests.admit(prompts[i], params, wants_row=True) for i in missing]
-        waiters = self._desk.ask(admitted, is_urgent=is_urgent, uses_cache=use_cache)
+        missing = sorted(
+            (i for i, row in enumerate(rows) if row is None), key=lambda i: -len(asked[i].token_bytes)
+        )
+        for i in missing:
+            self._check(asked[i])
+        waiters = self._desk.ask((asked[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
         waits = map(asyncio.wrap_future, waiters)  # of many asks in one turn each has one
         found = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
         for place, row in zip(missing, found, strict=True):
             rows[place] = row
-        return [row for row in rows if row is not None]
+        answer = [row for row in rows if row is not None]
+        if self._on_rows is not None:
+            self._on_rows(answer)
+        return answer
+
+    def _check(self, prefix: Prefix) -> None:
+        """Refuse what can never be served before anything is asked with it."""
+        limits = self._source.capabilities()
+        check_tokens(
+            prefix.token_ids,
+            row_params(prefix.lora),
+            max_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+        )
 
     def _as_prompt(self, token_ids: TokenIds) -> IntArray:
         ids = as_token_ids(token_ids, "token_ids")
@@ -392,8 +478,14 @@ class NextTokenLM(ABC, Generic[ArrayT]):
     def _chosen_lora(self, lora: str | None) -> str | None:
         chosen = self._lora if lora is None else lora
         if chosen is not None:
-            self._engine.lora_number(chosen)  # before a kept row could answer for weights that were removed
+            self._source.loads(chosen)  # before a kept row could answer for weights that were removed
         return chosen
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        if not isinstance(self._source, EngineRows):
+            raise ParameterError("url", "names a server: what its engine has and knows is changed over there")
+        return self._source.loaded
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

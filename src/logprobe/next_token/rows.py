@@ -6,21 +6,19 @@ import functools
 import threading
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, final
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from logprobe.errors import RequestAbortedError, require
+from logprobe.errors import require
 from logprobe.records.values import top_indices
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from logprobe.engine.request import RequestOutput
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Admitted
 
 ArrayT = TypeVar("ArrayT")
 """What callers are given rows as: arrays, or tensors."""
@@ -28,20 +26,24 @@ ArrayT = TypeVar("ArrayT")
 Row: TypeAlias = NDArray[np.float32]
 """(V,) log-probabilities, nats, read-only."""
 
-RowKey: TypeAlias = tuple[str | None, int, int, bytes]
-"""All that changes a row of one model: the LoRA weights by name and load, the load of the model's own
-weights, and every token id."""
 
+class Prefix(NamedTuple):
+    """All that changes a row of one model; rows are kept by it."""
 
-def key_of(admitted: Admitted) -> RowKey:
-    """The key of the row that a request asks for."""
-    request = admitted.request
-    return request.lora, admitted.lora_number, admitted.weights_number, request.prompt_token_ids.tobytes()
+    lora: str | None
+    lora_number: int  # which load of these weights answered when it was asked; 0: the base model alone
+    weights_number: int  # which load of the model's own weights did
+    token_bytes: bytes  # int32, (num_tokens,)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Every id: (num_tokens,) int32, read-only."""
+        return np.frombuffer(self.token_bytes, dtype=np.int32)
 
 
 @final
 class RowCache:
-    """Least recently used rows go first once rows and keys take more than `max_bytes`; 0 keeps none.
+    """Least recently used rows go first once rows and prefixes take more than `max_bytes`; 0 keeps none.
 
     With `max_rows` they also go first once there are more than so many.
     """
@@ -50,8 +52,8 @@ class RowCache:
         is_bound = isinstance(max_bytes, int) and not isinstance(max_bytes, bool) and max_bytes >= 0
         known = "must be a number of bytes (0 keeps no rows); a cache without a bound would fill the memory"
         require(is_bound, "cache_bytes", f"{known}, got {max_bytes!r}")
-        # The size of a value is all that it is told, so a value brings its key's bytes along.
-        self._kept: LRUCache[RowKey, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
+        # The size of a value is all that it is told, so a value brings its prefix's bytes along.
+        self._kept: LRUCache[Prefix, tuple[Row, int]] = LRUCache(max_bytes, getsizeof=itemgetter(1))
         self._max_rows = max_rows
         self._lock = threading.Lock()
 
@@ -62,24 +64,24 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """What rows and keys take now."""
+        """What rows and prefixes take now."""
         return int(self._kept.currsize)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, key: RowKey) -> Row | None:
-        """The row of a key, now the most recently used; None where it is not kept."""
+    def get(self, prefix: Prefix) -> Row | None:
+        """The row of a prefix, now the most recently used; None where it is not kept."""
         with self._lock:
-            kept = self._kept.get(key)
+            kept = self._kept.get(prefix)
         return None if kept is None else kept[0]
 
-    def put(self, key: RowKey, row: Row) -> None:
+    def put(self, prefix: Prefix, row: Row) -> None:
         """Keep a row of its own memory where the bound has room for it; the oldest go first."""
-        num_bytes = row.nbytes + len(key[-1])
+        num_bytes = row.nbytes + len(prefix.token_bytes)
         if num_bytes <= self.max_bytes:
             with self._lock:
-                self._kept[key] = (row, num_bytes)
+                self._kept[prefix] = (row, num_bytes)
                 if self._max_rows is not None and len(self._kept) > self._max_rows:
                     self._kept.popitem()
 
@@ -130,25 +132,6 @@ class SampledIds(list[int]):
     """The ids that were drawn, with their record where it was asked for."""
 
     logprobs: FlatLogprobs | None = None  # a position a token; the chosen one and its alternatives
-
-
-def sampled(output: RequestOutput) -> SampledIds:
-    """The ids that were drawn, without the stop id that ended them.
-
-    Raises:
-        EngineError: the request failed or was given up.
-    """
-    if output.error is not None:
-        raise output.error
-    completion = output.outputs[0]
-    if completion.finish_reason == "abort":
-        raise RequestAbortedError("the engine gave the sample up")
-    sample = SampledIds(completion.token_ids)
-    if completion.finish_reason == "stop":
-        del sample[-1]
-    if completion.logprobs is not None:
-        sample.logprobs = completion.logprobs[: len(sample)]
-    return sample
 
 
 @final

@@ -15,7 +15,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -26,7 +26,7 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.start import start_engine, start_native_engine
-from logprobe.integrations.remote.source import HttpEngine
+from logprobe.integrations.remote.source import ServerRows
 from logprobe.sampling import SamplingParams
 from logprobe.server import ServerSettings
 from logprobe.transport.messages import Request
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from logprobe.engine.front import Front
-    from logprobe.engine.protocol import RowEngine
     from logprobe.engine.request import RequestOutput
 
 LIMIT_S = 240  # nothing takes as long, also on a busy machine
@@ -96,23 +95,29 @@ def vllm_with_lora(config: EngineConfig, _: Any) -> AbstractContextManager[Front
     return vllm(config, _, enable_lora=True, max_lora_rank=8)
 
 
+class Remote(NamedTuple):
+    """A server as what begins rows and samples, and the loop that it does so on."""
+
+    source: ServerRows
+    bridge: LoopThread
+
+
 @contextmanager
-def remote(config: EngineConfig, new_serving: Any) -> Iterator[RowEngine]:
-    """A server of this library, by HTTP: rows and samples."""
+def remote(config: EngineConfig, new_serving: Any) -> Iterator[Remote]:
+    """A server of this library, by HTTP."""
     loaded = start_native_engine(config)
     with new_serving(loaded, ServerSettings(model_name="tiny")) as (url, _):
         bridge = LoopThread()
-        engine = HttpEngine(bridge, url, None, LIMIT_S)
+        source = ServerRows(bridge, url, None, LIMIT_S)
         try:
-            yield engine
+            yield Remote(source, bridge)
         finally:
-            engine.close()
+            source.close()
             bridge.close()
             loaded.engine.close()
 
 
-# Whole engines stand behind a `Front`, the others `RowEngine` alone.
-WHOLE: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
+EVERY: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
     "thread": thread,
     "overlapped": overlapped,
     "speculating": speculating,
@@ -120,8 +125,6 @@ WHOLE: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {
     "router": router,
     "vllm": vllm,
 }
-PARTIAL: dict[str, Callable[[EngineConfig, Any], AbstractContextManager[Any]]] = {"remote": remote}
-EVERY = WHOLE | PARTIAL
 WITH_LORA = {"vllm": vllm_with_lora}
 
 
@@ -165,7 +168,7 @@ def adapter_folders(wide_heads: tuple[Path, dict[str, Path]]) -> dict[str, Path]
 @pytest.fixture(params=marked(EVERY))
 def new_engine(
     request: pytest.FixtureRequest, config: EngineConfig, new_serving: Any
-) -> Callable[[], AbstractContextManager[RowEngine]]:
+) -> Callable[[], AbstractContextManager[Front]]:
     """Start one of each engine, for tests that break or close it."""
     return lambda: EVERY[request.param](config, new_serving)
 
@@ -184,9 +187,9 @@ def started(config: EngineConfig, new_serving: Any) -> Iterator[Callable[..., An
         yield start
 
 
-@pytest.fixture(params=marked(WHOLE))
+@pytest.fixture(params=marked(EVERY))
 def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iterator[Front]:
-    """Each whole engine, which holds no request before or after a test."""
+    """Each engine, which holds no request before or after a test."""
     needs_lora = getattr(request.cls, "needs_lora", False) and request.param in WITH_LORA
     name = f"{request.param} with LoRA" if needs_lora else request.param
     engine: Front = started(name, WITH_LORA[request.param] if needs_lora else None)
@@ -197,11 +200,17 @@ def backend(request: pytest.FixtureRequest, started: Callable[..., Any]) -> Iter
     wait_until(lambda: is_idle(engine, num_slots))
 
 
-@pytest.fixture(params=marked(EVERY))
-def row_engine(request: pytest.FixtureRequest, started: Callable[[str], Any]) -> RowEngine:
-    """Each engine, for what every one of them does."""
-    engine: RowEngine = started(request.param)
-    return engine
+@pytest.fixture(scope="session")
+def far(started: Callable[..., Any]) -> Remote:
+    """The model of all engines on a server."""
+    there: Remote = started("remote", remote)
+    return there
+
+
+@pytest.fixture
+def new_far(config: EngineConfig, new_serving: Any) -> Callable[[], AbstractContextManager[Remote]]:
+    """Start a server, for tests that close what asks it."""
+    return lambda: remote(config, new_serving)
 
 
 @pytest.fixture
@@ -238,18 +247,18 @@ class Asker:
             wants_row=wants_row,
         )
 
-    def submit(self, engine: RowEngine, *requests: Request) -> list[str]:
+    def submit(self, engine: Front, *requests: Request) -> list[str]:
         """Have them admitted and enter together; their names."""
         engine.submit([engine.admit(request) for request in requests])
         return [request.request_id for request in requests]
 
-    async def ended(self, engine: RowEngine, *requests: Request) -> list[RequestOutput]:
+    async def ended(self, engine: Front, *requests: Request) -> list[RequestOutput]:
         """Their outputs once all have ended."""
         names = self.submit(engine, *requests)
         return await asyncio.wait_for(asyncio.gather(*map(engine.result, names)), LIMIT_S)
 
     def ask(
-        self, engine: RowEngine, ids: Sequence[int] = (5, 6, 7), *, wants_row: bool = False, **params: Any
+        self, engine: Front, ids: Sequence[int] = (5, 6, 7), *, wants_row: bool = False, **params: Any
     ) -> RequestOutput:
         """The output of one request."""
         [output] = asyncio.run(self.ended(engine, self.request(ids, wants_row=wants_row, **params)))

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.engine.front import Front
-from logprobe.engine.protocol import RowEngine
-from logprobe.errors import ParameterError, PromptTooLongError
-from logprobe.integrations.remote.source import HttpEngine
+from logprobe.errors import EngineClosedError, ParameterError, PromptTooLongError
+from logprobe.next_token.rows import Prefix
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
+    from logprobe.engine.front import Front
     from logprobe.engine.request import RequestOutput
 
 TOLERANCE = 5e-5  # nats, between any two compositions of a batch
@@ -105,6 +105,15 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
 }
 DRAWN = {"temperature": 1.3, "seed": 5}
 REPORTED = {"logprobs": 2, "logprobs_mode": "both"}
+NEVER_SERVED = pytest.mark.parametrize(
+    ("ids", "params", "kind", "parameter"),
+    [
+        ([5, 10**6], {}, ParameterError, "prompt"),
+        ([], {}, ParameterError, "prompt"),
+        ([5] * 5000, {}, PromptTooLongError, "prompt"),
+        ([5], {"stop_token_ids": [10**6]}, ParameterError, "stop_token_ids"),
+    ],
+)
 
 
 def assert_close(got: RequestOutput, want: RequestOutput, assert_same: Callable[..., None]) -> None:
@@ -200,7 +209,7 @@ class TestResults:
         assert num_known() == 0
 
 
-async def served(engine: RowEngine, asker: Any, forms: list[dict[str, Any]]) -> list[Any]:
+async def served(engine: Front, asker: Any, forms: list[dict[str, Any]]) -> list[Any]:
     """The output of each request, all beside each other, or the parameter for which it is refused."""
 
     async def one(form: dict[str, Any]) -> Any:
@@ -214,17 +223,15 @@ async def served(engine: RowEngine, asker: Any, forms: list[dict[str, Any]]) -> 
 
 
 class TestRowsAndSamples:
-    """What every engine does, those behind HTTP included."""
-
     def test_every_field_in_every_legal_form_is_what_its_plain_form_is(
-        self, row_engine: RowEngine, asker: Any, assert_same: Any
+        self, backend: Front, asker: Any, assert_same: Any
     ) -> None:
         """An engine that lacks a field refuses it in either form."""
         assert ODD.keys() == {field.name for field in fields(SamplingParams)}
-        beside: dict[str, Any] = DRAWN | ({} if isinstance(row_engine, HttpEngine) else REPORTED)
+        beside: dict[str, Any] = DRAWN | REPORTED
         pairs = [(name, *forms) for name, both in ODD.items() for forms in both]
-        odd = asyncio.run(served(row_engine, asker, [beside | {name: form} for name, form, _ in pairs]))
-        plain = asyncio.run(served(row_engine, asker, [beside | {name: form} for name, _, form in pairs]))
+        odd = asyncio.run(served(backend, asker, [beside | {name: form} for name, form, _ in pairs]))
+        plain = asyncio.run(served(backend, asker, [beside | {name: form} for name, _, form in pairs]))
         for (name, form, _), got, want in zip(pairs, odd, plain, strict=True):
             if isinstance(want, str):
                 assert got == want == name, (name, form, want)
@@ -233,10 +240,10 @@ class TestRowsAndSamples:
                 assert want.error is None, (name, form)
                 assert_close(got, want, assert_same)
 
-    def test_a_whole_row_is_the_threads(self, row_engine: RowEngine, reference: Front, asker: Any) -> None:
+    def test_a_whole_row_is_the_threads(self, backend: Front, reference: Front, asker: Any) -> None:
         prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
         requests = [asker.request(ids, wants_row=True, max_tokens=1) for ids in prompts]
-        for ids, output in zip(prompts, asyncio.run(asker.ended(row_engine, *requests)), strict=True):
+        for ids, output in zip(prompts, asyncio.run(asker.ended(backend, *requests)), strict=True):
             [one] = output.outputs
             want = asker.ask(reference, ids, wants_row=True, max_tokens=1).outputs[0].row
             assert one.row is not None
@@ -245,59 +252,51 @@ class TestRowsAndSamples:
             assert not one.row.flags.writeable
             np.testing.assert_allclose(one.row, want, atol=TOLERANCE, rtol=0)
 
-    def test_a_sample_is_the_threads(self, row_engine: RowEngine, reference: Front, asker: Any) -> None:
+    def test_a_sample_is_the_threads(self, backend: Front, reference: Front, asker: Any) -> None:
         for asked in ({}, {"temperature": 1.2, "seed": 9}, {"temperature": 0.8, "top_k": 5, "seed": 1}):
-            got, want = asker.ask(row_engine, PROMPT, **asked), asker.ask(reference, PROMPT, **asked)
+            got, want = asker.ask(backend, PROMPT, **asked), asker.ask(reference, PROMPT, **asked)
             assert got.outputs[0].token_ids == want.outputs[0].token_ids
             assert got.outputs[0].finish_reason == want.outputs[0].finish_reason
 
-    @pytest.mark.parametrize(
-        ("ids", "params", "kind", "parameter"),
-        [
-            ([5, 10**6], {}, ParameterError, "prompt"),
-            ([], {}, ParameterError, "prompt"),
-            ([5] * 5000, {}, PromptTooLongError, "prompt"),
-            ([5], {"stop_token_ids": [10**6]}, ParameterError, "stop_token_ids"),
-        ],
-    )
+    @NEVER_SERVED
     def test_what_can_never_be_served_is_refused_alike(
-        self, row_engine: RowEngine, asker: Any, ids: list[int], params: Any, kind: Any, parameter: str
+        self, backend: Front, asker: Any, ids: list[int], params: Any, kind: Any, parameter: str
     ) -> None:
         with pytest.raises(kind) as raised:
-            row_engine.admit(asker.request(ids, **params))
+            backend.admit(asker.request(ids, **params))
         assert raised.value.parameter == parameter
 
-    def test_an_id_that_stands_twice_or_is_in_use_is_refused(self, row_engine: RowEngine, asker: Any) -> None:
-        first = row_engine.admit(asker.request(max_tokens=2))
-        other = row_engine.admit(asker.request(max_tokens=2))
+    def test_an_id_that_stands_twice_or_is_in_use_is_refused(self, backend: Front, asker: Any) -> None:
+        first = backend.admit(asker.request(max_tokens=2))
+        other = backend.admit(asker.request(max_tokens=2))
         with pytest.raises(ParameterError, match="twice"):
-            row_engine.submit([first, first])
-        row_engine.submit([first])
+            backend.submit([first, first])
+        backend.submit([first])
         name = first.request.request_id
         with pytest.raises(ParameterError, match=f"'{name}' is in use"):
-            row_engine.submit([other, first])
+            backend.submit([other, first])
         with pytest.raises(ParameterError, match="unknown"):  # so the other was not accepted either
-            asyncio.run(row_engine.result(other.request.request_id))
-        assert len(asyncio.run(row_engine.result(name)).outputs[0].token_ids) == 2
+            asyncio.run(backend.result(other.request.request_id))
+        assert len(asyncio.run(backend.result(name)).outputs[0].token_ids) == 2
         with pytest.raises(ParameterError, match="unknown"):
-            asyncio.run(row_engine.result(name))
-        row_engine.submit([first])  # an id is free again once its output was taken
-        assert len(asyncio.run(row_engine.result(name)).outputs[0].token_ids) == 2
+            asyncio.run(backend.result(name))
+        backend.submit([first])  # an id is free again once its output was taken
+        assert len(asyncio.run(backend.result(name)).outputs[0].token_ids) == 2
 
     def test_an_abort_ends_a_request_and_leaves_the_others(
-        self, row_engine: RowEngine, asker: Any, limit_s: int
+        self, backend: Front, asker: Any, limit_s: int
     ) -> None:
         async def run() -> list[RequestOutput]:
             names = asker.submit(
-                row_engine,
+                backend,
                 *(asker.request([5, 6 + place], max_tokens=LONG) for place in range(3)),
                 asker.request(),
             )
-            waiting = [asyncio.ensure_future(row_engine.result(name)) for name in names]
+            waiting = [asyncio.ensure_future(backend.result(name)) for name in names]
             await asyncio.sleep(0)
             for name in names[:3]:
-                row_engine.abort(name)
-            row_engine.abort("nobody")
+                backend.abort(name)
+            backend.abort("nobody")
             return await asyncio.wait_for(asyncio.gather(*waiting), limit_s)
 
         *aborted, whole = asyncio.run(run())
@@ -305,45 +304,142 @@ class TestRowsAndSamples:
         assert all(output.error is None for output in aborted)
         assert len(whole.outputs[0].token_ids) == 8
 
-    def test_giving_up_the_wait_gives_the_request_up(
-        self, row_engine: RowEngine, asker: Any, limit_s: int
-    ) -> None:
+    def test_giving_up_the_wait_gives_the_request_up(self, backend: Front, asker: Any, limit_s: int) -> None:
         async def run() -> None:
-            [name] = asker.submit(row_engine, asker.request(max_tokens=LONG))
-            task = asyncio.ensure_future(row_engine.result(name))
+            [name] = asker.submit(backend, asker.request(max_tokens=LONG))
+            task = asyncio.ensure_future(backend.result(name))
             await asyncio.sleep(0.01)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.wait_for(task, limit_s)
             assert task.cancelled()
             with pytest.raises(ParameterError, match=f"'{name}' is unknown"):
-                await row_engine.result(name)
+                await backend.result(name)
 
         asyncio.run(run())
-        assert len(asker.ask(row_engine).outputs[0].token_ids) == 8
+        assert len(asker.ask(backend).outputs[0].token_ids) == 8
 
-    def test_capabilities_tell_the_model_and_the_limits(
-        self, row_engine: RowEngine, reference: Front
-    ) -> None:
-        told, want = row_engine.capabilities(), reference.capabilities()
+    def test_capabilities_tell_the_model_and_the_limits(self, backend: Front, reference: Front) -> None:
+        told, want = backend.capabilities(), reference.capabilities()
         for name in ("model", "device", "dtype", "vocab_size", "stages"):
             assert getattr(told, name) == getattr(want, name), name
         is_vllm = told.engine == "vllm"  # which keeps a place for the last token of a text
         assert told.max_model_len == want.max_model_len - is_vllm
         assert told.weights == ("vllm" if is_vllm else want.weights)
 
-    def test_what_an_engine_lacks_it_refuses_by_name(self, row_engine: RowEngine, asker: Any) -> None:
-        """An engine of the smaller contract drops nothing silently."""
-        if not isinstance(row_engine, HttpEngine):
-            assert not lacking(row_engine)
-            return
-        assert lacking(row_engine) == lacking(RowEngine)
-        for kind in (kind for title, kind in KINDS.items() if title not in {"greedy", "no logprobs"}):
-            with pytest.raises(ParameterError) as raised:
-                row_engine.admit(asker.request(**kind))
-            assert raised.value.parameter in kind
+
+async def drawn(far: Any, *asked: dict[str, Any], ids: Sequence[int] = PROMPT) -> list[Any]:
+    """The ids of samples at the server, all beside each other; what it refuses is its error."""
+    plain = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+
+    async def one(params: dict[str, Any]) -> Any:
+        return await far.source.sample(np.array(ids, dtype=np.int32), SamplingParams(**(plain | params)))
+
+    return await asyncio.gather(*map(one, asked), return_exceptions=True)
 
 
-def lacking(engine: object) -> set[str]:
-    """The methods of a whole engine that this one does not have."""
-    return {name for name in vars(Front) if not name.startswith("_") and not hasattr(engine, name)}
+def prefix(ids: Sequence[int]) -> Prefix:
+    return Prefix(None, 0, 0, np.array(ids, dtype=np.int32).tobytes())
+
+
+class TestRemote:
+    """The cases of rows and samples where a server of the model begins them."""
+
+    def test_every_field_in_every_legal_form_is_what_its_plain_form_is(self, far: Any) -> None:
+        """What does not come with a remote sample is refused in either form."""
+        pairs = [(name, *forms) for name, both in ODD.items() for forms in both]
+        odd = asyncio.run(drawn(far, *(DRAWN | {name: form} for name, form, _ in pairs)))
+        plain = asyncio.run(drawn(far, *(DRAWN | {name: form} for name, _, form in pairs)))
+        for (name, form, _), got, want in zip(pairs, odd, plain, strict=True):
+            if isinstance(want, ParameterError):
+                assert isinstance(got, ParameterError), (name, form)
+                assert got.parameter == want.parameter == name, (name, form)
+            else:
+                assert isinstance(want, list), (name, form, want)
+                assert got == want, (name, form)
+
+    def test_a_whole_row_is_the_threads(self, far: Any, reference: Front, asker: Any) -> None:
+        prompts = [PROMPT[:length] for length in range(1, len(PROMPT))]
+
+        async def run() -> list[Any]:
+            return await asyncio.gather(*far.source.begin([prefix(ids) for ids in prompts]))
+
+        for ids, (row, weights_number) in zip(prompts, far.bridge.run(run()), strict=True):
+            want = asker.ask(reference, ids, wants_row=True, max_tokens=1).outputs[0].row
+            assert (row.dtype, row.shape, weights_number) == (np.float32, want.shape, 0)
+            assert not row.flags.writeable
+            np.testing.assert_allclose(row, want, atol=TOLERANCE, rtol=0)
+
+    def test_a_sample_is_the_threads(self, far: Any, reference: Front, asker: Any) -> None:
+        for asked in ({}, {"temperature": 1.2, "seed": 9}, {"temperature": 0.8, "top_k": 5, "seed": 1}):
+            want = asker.ask(reference, PROMPT, **asked).outputs[0].token_ids
+            assert asyncio.run(drawn(far, asked)) == [want]
+            stopped = asked | {"stop_token_ids": [want[3]]}
+            assert asyncio.run(drawn(far, stopped)) == [want[: want.index(want[3])]]
+
+    @NEVER_SERVED
+    def test_what_can_never_be_served_is_refused_alike(
+        self, far: Any, ids: list[int], params: Any, kind: Any, parameter: str
+    ) -> None:
+        [error] = asyncio.run(drawn(far, params, ids=ids))
+        assert isinstance(error, kind)
+        assert error.parameter == parameter
+
+    def test_what_is_given_up_ends_alone(self, far: Any, limit_s: int) -> None:
+        async def rows() -> list[Any]:
+            begun = far.source.begin([prefix([5, 6 + place]) for place in range(4)])
+            for one in begun[:3]:
+                one.cancel()
+            return await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), limit_s)
+
+        async def samples() -> list[Any]:
+            asked = [asyncio.ensure_future(drawn(far, {"max_tokens": LONG})) for _ in range(3)]
+            whole = asyncio.ensure_future(drawn(far, {}))
+            await asyncio.sleep(0.01)
+            for one in asked:
+                one.cancel()
+            return await asyncio.wait_for(asyncio.gather(*asked, whole, return_exceptions=True), limit_s)
+
+        for *aborted, whole in (far.bridge.run(rows()), asyncio.run(samples())):
+            assert {type(end) for end in aborted} == {asyncio.CancelledError}
+            assert not isinstance(whole, BaseException)
+        assert len(whole[0]) == 8
+        assert len(asyncio.run(drawn(far, {}))[0]) == 8
+
+    def test_capabilities_tell_the_model_and_the_limits(self, far: Any, reference: Front) -> None:
+        told, want = far.source.capabilities(), reference.capabilities()
+        for name in ("model", "device", "dtype", "vocab_size", "stages", "max_model_len", "weights"):
+            assert getattr(told, name) == getattr(want, name), name
+
+    def test_what_does_not_come_with_a_remote_sample_is_refused_by_name(self, far: Any) -> None:
+        kinds = [kind for title, kind in KINDS.items() if title not in {"greedy", "no logprobs"}]
+        for kind, error in zip(kinds, asyncio.run(drawn(far, *kinds)), strict=True):
+            assert isinstance(error, ParameterError)
+            assert error.parameter in kind
+
+    @pytest.mark.usefixtures("nothing_left")
+    def test_close_ends_what_runs_with_one_error_each(
+        self, new_far: Callable[[], AbstractContextManager[Any]], limit_s: int
+    ) -> None:
+        async def rows(far: Any) -> list[Any]:
+            begun = far.source.begin([prefix([5 + place] * 100) for place in range(10)])
+            closing = asyncio.get_running_loop().run_in_executor(None, far.source.close)
+            ends = await asyncio.wait_for(asyncio.gather(*begun, return_exceptions=True), limit_s)
+            await closing
+            return ends
+
+        async def samples(far: Any) -> list[Any]:
+            waiting = asyncio.ensure_future(drawn(far, *[{"max_tokens": LONG}] * 10))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(far.source.close)
+            return await asyncio.wait_for(waiting, limit_s)
+
+        with new_far() as far:
+            assert {type(end) for end in asyncio.run(samples(far))} == {EngineClosedError}
+            far.source.close()
+            with pytest.raises(EngineClosedError, match="make a new one"):
+                far.bridge.run(rows(far))
+            [late] = asyncio.run(drawn(far, {}))
+            assert isinstance(late, EngineClosedError)
+        with new_far() as far:
+            assert {type(end) for end in far.bridge.run(rows(far))} == {EngineClosedError}

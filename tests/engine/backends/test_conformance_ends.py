@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.engine.front import Front
-    from logprobe.engine.protocol import RowEngine
     from logprobe.engine.request import RequestOutput
 
 PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
@@ -218,7 +217,7 @@ class TestFailures:
 
     @pytest.mark.usefixtures("nothing_left")
     def test_close_ends_what_runs_with_one_error_each(
-        self, new_engine: Callable[[], AbstractContextManager[RowEngine]], asker: Any, limit_s: int
+        self, new_engine: Callable[[], AbstractContextManager[Front]], asker: Any, limit_s: int
     ) -> None:
         with new_engine() as engine:
 

@@ -181,7 +181,7 @@ def test_another_kind_of_server_is_told_as_such(reply: bytes, word: str) -> None
 )
 def test_a_server_that_goes_away_ends_every_waiter(far: RemoteLM, reply: bytes) -> None:
     with broken_server(reply) as address:
-        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        far._source._link._client.base_url = address  # type: ignore[attr-defined]
         assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}
     assert {type(end) for end in asyncio.run(ends(far))} == {UnreachableError}, "and now nothing is there"
 
@@ -190,12 +190,12 @@ def test_a_server_that_says_nothing_is_an_error_in_time(
     far: RemoteLM, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with broken_server(None) as address, monkeypatch.context() as impatient:
-        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
-        impatient.setattr(far._engine._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
+        far._source._link._client.base_url = address  # type: ignore[attr-defined]
+        impatient.setattr(far._source._link, "_timeout_s", 0.5)  # type: ignore[attr-defined]
         errors = asyncio.run(ends(far))
         assert {type(error) for error in errors} == {ServerError}
         assert all("0.5 s" in str(error) for error in errors)
-    far._engine._link._client.base_url = url  # type: ignore[attr-defined]
+    far._source._link._client.base_url = url  # type: ignore[attr-defined]
     assert not any(isinstance(end, Exception) for end in asyncio.run(ends(far))), "the next ask works"
 
 
@@ -209,7 +209,7 @@ TABLE = {"logprobs": np.zeros((3, 7), np.float32)}
 )
 def test_a_reply_that_holds_no_rows_or_sample_is_an_error(far: RemoteLM, body: bytes) -> None:
     with broken_server(http("200 OK", body)) as address:
-        far._engine._link._client.base_url = address  # type: ignore[attr-defined]
+        far._source._link._client.base_url = address  # type: ignore[attr-defined]
         assert {type(end) for end in asyncio.run(ends(far))} == {ServerError}
 
 

@@ -11,6 +11,7 @@ from logprobe.errors import EngineClosedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -25,8 +26,8 @@ class LoopThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="logprobe-loop", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end; an interrupt of the caller cancels it.
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the loop's thread; cancelling what is returned cancels it.
 
         Raises:
             EngineClosedError: the bridge was closed.
@@ -35,7 +36,11 @@ class LoopThread:
             if self._is_closed:
                 work.close()
                 raise EngineClosedError("the engine is closed; make a new one")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` to its end; an interrupt of the caller cancels it. Errors as `start`."""
+        future = self.start(work)
         try:
             return future.result()
         finally:

@@ -1,6 +1,6 @@
 """`Link`: exchanges with one server, its failures as this library's errors.
 
-Before it: `HttpEngine`. After it: the network. A link belongs to one event loop.
+Before it: `ServerRows`. After it: the network. A link belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from logprobe.engine.protocol import Capabilities
-from logprobe.engine.request import CompletionOutput
 from logprobe.errors import (
     EngineClosedError,
     ModelError,
@@ -25,6 +24,7 @@ from logprobe.errors import (
     UnreachableError,
     require,
 )
+from logprobe.next_token.rows import SampledIds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     import httpx
 
     from logprobe.errors import LogprobeError
-    from logprobe.transport.messages import Request
+    from logprobe.next_token.rows import Prefix, Row
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
 
 T = TypeVar("T")
 
@@ -320,10 +322,8 @@ class _Head(msgspec.Struct):
         return msgspec.json.decode(data[8:stop], type=cls)
 
 
-async def ask_rows(
-    link: Link, requests: Sequence[Request], vocab_size: int
-) -> tuple[list[CompletionOutput], str | None]:
-    """Whole rows after the prompts of requests under the same LoRA weights, and the version of the model's.
+async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], str | None]:
+    """Whole rows of prefixes under the same LoRA weights, in order, and the version of the model's weights.
 
     Raises:
         LogprobeError: the exchange failed, or gave something else.
@@ -331,15 +331,15 @@ async def ask_rows(
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
-    prompts = [request.prompt_token_ids.tolist() for request in requests]
+    prompts = [prefix.token_ids.tolist() for prefix in prefixes]
     max_bytes = FACTS_BYTES + 4 * vocab_size * len(prompts)
-    data = await link.post(ROWS, {"prompts": prompts, "lora": requests[0].lora}, max_bytes)
+    data = await link.post(ROWS, {"prompts": prompts, "lora": prefixes[0].lora}, max_bytes)
     where = f"{link.url}{ROWS}"
     try:
         table, version = load(data)["logprobs"], _Head.of(data).source.weight_version
     except (SafetensorError, KeyError, ValueError) as error:
         raise ServerError(f"{where}: the reply holds no rows ({printable(str(error))})") from error
-    want = (len(requests), vocab_size)
+    want = (len(prefixes), vocab_size)
     if table.shape != want or table.dtype != np.float32:
         raise ServerError(f"{where}: gave {table.dtype} {table.shape}, not float32 {want}")
     with np.errstate(over="ignore"):
@@ -347,24 +347,22 @@ async def ask_rows(
     # NaN and +inf fail as well, and nothing above 0 can be part of a sum of 1.
     if not (np.abs(masses - 1) < MASS_TOLERANCE).all():
         raise ServerError(f"{where}: gave rows that are no log-probabilities: a row's mass is not 1")
-    return [CompletionOutput(index=0, row=_owned(row), finish_reason="length") for row in table], version
+    return [_owned(row) for row in table], version
 
 
-async def ask_sample(link: Link, request: Request, vocab_size: int) -> CompletionOutput:
-    """One completion; errors as `ask_rows`."""
-    params = request.params
+async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab_size: int) -> SampledIds:
+    """One completion, without the stop id that ended it; errors as `ask_rows`."""
     if not params.max_tokens:  # a server refuses to be asked for nothing
-        return CompletionOutput(index=0, finish_reason="length")
-    prompt = request.prompt_token_ids.tolist()
+        return SampledIds()
     carried = {name: getattr(params, name) for name in CARRIED}
-    body = {"prompt": prompt, **carried, "return_token_ids": True}
+    body = {"prompt": prompt.tolist(), **carried, "return_token_ids": True}
     where = f"{link.url}{SAMPLES}"
     data = await link.post(SAMPLES, body, FACTS_BYTES + params.max_tokens * TOKEN_BYTES)
     choices = decoded(data, _Completion, where).choices
     ids = choices[0].token_ids if len(choices) == 1 else [-1]
     if len(ids) > params.max_tokens or not all(0 <= token_id < vocab_size for token_id in ids):
         raise ServerError(f"{where}: the reply is no sample of up to {params.max_tokens} tokens")
-    return CompletionOutput(index=0, token_ids=ids, finish_reason=choices[0].finish_reason)
+    return SampledIds(ids[:-1] if choices[0].finish_reason == "stop" else ids)
 
 
 def _owned(row: Any) -> Any:

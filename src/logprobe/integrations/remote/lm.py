@@ -1,27 +1,18 @@
 """`RemoteLM`: the async front door to a model behind HTTP, with the interface of `AsyncLM`.
 
-After it: `next_token`, which holds rows and asks, and whose engine is a server started by `logprobe serve`.
+After it: `next_token`, which holds rows and asks, and whose source is a server started by `logprobe serve`.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import final
 
 from logprobe.engine.backends.bridge import LoopThread
-from logprobe.integrations.remote.source import HttpEngine
+from logprobe.integrations.remote.source import ServerRows
 from logprobe.integrations.remote.text import RemoteText
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import Row, RowCache
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteModel:
-    """A server with its tokenizer."""
-
-    engine: HttpEngine
-    text: RemoteText
 
 
 @final
@@ -31,8 +22,8 @@ class RemoteLM(NextTokenLM[Row]):
     Rows hold the server's float32 bits. Concurrent asks become one exchange, equal ones are computed once,
     and rows are kept on this side; prefixes are known on the server's. While the server is full, asks wait.
     `tokenizer`, `byte_vocab` and `str_vocab` come from the server when first used, and are the model's own.
-    `list_loras` gives the LoRA weights that the server was started with. What is the server's alone, such as
-    loading weights and forgetting prefixes, is not here.
+    `list_loras` gives the LoRA weights that the server was started with. What is the server's alone, which is
+    loading weights and forgetting prefixes, is refused here.
 
     Args:
         url: the server's address, with or without `/v1`.
@@ -62,17 +53,16 @@ class RemoteLM(NextTokenLM[Row]):
         with ExitStack() as undone:
             bridge = LoopThread()
             undone.callback(bridge.close)
-            engine = HttpEngine(bridge, url, api_key, request_timeout)
-            undone.callback(engine.close)
+            source = ServerRows(bridge, url, api_key, request_timeout)
+            undone.callback(source.close)
             super().__init__(
-                RemoteModel(engine, RemoteText(engine.fetch)),
+                source,
+                RemoteText(source.fetch),
+                as_caller=lambda rows: rows,
                 cache=cache,
                 batch_size=batch_size,
                 timeout=timeout,
-                owns_engine=True,
+                owns_source=True,
                 bridge=bridge,
             )
             undone.pop_all()
-
-    def _given(self, rows: Row) -> Row:
-        return rows

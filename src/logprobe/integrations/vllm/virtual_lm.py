@@ -15,19 +15,18 @@ from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
 from logprobe.models.lora import stable_id
 from logprobe.next_token.desk import check_batching
-from logprobe.next_token.local import LocalLM
+from logprobe.next_token.lm import NextTokenLM
 from logprobe.next_token.rows import RowCache
+from logprobe.next_token.source import EngineRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.next_token.lm import TokenIds
-    from logprobe.next_token.rows import Row
     from logprobe.processors import GlobalLogprobsCapture
 
 ENGINE_DEFAULTS = {
@@ -39,7 +38,7 @@ CACHE_OPTIONS = ("move_to_cpu",)  # rows are there anyway
 FLOAT_BYTES = ID_BYTES = 4
 
 
-class AsyncVirtualLM(LocalLM[torch.Tensor]):
+class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     """A model in vLLM asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Rows are float32 tensors on the CPU, of the caller's own. vLLM schedules what is asked; whatever it runs
@@ -86,11 +85,14 @@ class AsyncVirtualLM(LocalLM[torch.Tensor]):
         limits = loaded.engine.capabilities()
         most_bytes = FLOAT_BYTES * limits.vocab_size + ID_BYTES * limits.max_model_len
         super().__init__(
-            loaded,
+            EngineRows(loaded),
+            loaded.text,
+            as_caller=_as_tensor,
+            on_rows=None if logprobs_capture is None else logprobs_capture.keep,
             cache=RowCache(cache_size * most_bytes, cache_size),
             batch_size=batch_size,
             timeout=timeout,
-            owns_engine=owns_engine or is_made_here,
+            owns_source=owns_engine or is_made_here,
         )
 
     @classmethod
@@ -153,21 +155,9 @@ class AsyncVirtualLM(LocalLM[torch.Tensor]):
         if self.logprobs_capture is not None:
             self.logprobs_capture.clear()
 
-    async def _rows(
-        self,
-        prefixes: Iterable[TokenIds],
-        lora: str | None,
-        *,
-        use_cache: bool = True,
-        is_urgent: bool = False,
-    ) -> list[Row]:
-        rows = await super()._rows(prefixes, lora, use_cache=use_cache, is_urgent=is_urgent)
-        if self.logprobs_capture is not None:
-            self.logprobs_capture.keep(rows)
-        return rows
 
-    def _given(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
+def _as_tensor(rows: npt.NDArray[np.float32]) -> torch.Tensor:
+    return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
 
 
 def _check_settings(
