@@ -238,6 +238,29 @@ def test_a_name_loaded_again_answers_anew_and_leaves_what_was_asked(
     assert np.abs(before - after).max() > 0.05
 
 
+def test_a_row_begun_after_its_name_was_loaded_again_is_kept_as_the_new_weights(
+    new_lm: Any,
+    adapter_folders: dict[str, Path],
+    lora_rows: dict[str, Any],
+    random_ids: Any,
+) -> None:
+    (_, folder), (second, other) = adapter_folders.items()
+    ids = random_ids(7, 9)
+    with new_lm(timeout=600.0, batch_size=1000) as lm:
+        lm.add_lora("legal", folder)
+
+        async def ask() -> Any:
+            waiting = asyncio.create_task(lm.next_token_logprobs(ids, lora="legal"))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(lm.add_lora, "legal", other)
+            await lm.batch_next_token_logprobs([ids[:3]])  # it starts at once, and what waits with it
+            return await waiting
+
+        row = asyncio.run(ask())
+        assert lm.next_token_logprobs_sync(ids, lora="legal") is row
+    np.testing.assert_allclose(row, lora_rows[second](ids), atol=TOLERANCE, rtol=0)
+
+
 def test_weights_are_known_by_where_they_lie_and_by_their_hugging_face_id(
     fresh: AsyncLM, adapter_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

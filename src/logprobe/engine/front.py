@@ -90,14 +90,18 @@ class Front:
         admitted = self.core.admit(request)
         return replace(admitted, lora_number=lora_number, weights_number=self.weights_number)
 
-    def submit(self, admitted: Sequence[Admitted]) -> None:
+    def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.
+
+        What it returns names the loads that they run on.
 
         Raises:
             ParameterError: an id that is in use, or LoRA weights that were removed; none was accepted then.
             EngineClosedError: the engine was closed.
         """
-        self.core.send(Submit(self._open(admitted)))
+        accepted = self._open(admitted)
+        self.core.send(Submit(accepted))
+        return accepted
 
     async def result(self, request_id: str) -> RequestOutput:
         """The request's output once it has ended; giving up the wait aborts the request."""

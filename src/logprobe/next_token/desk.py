@@ -195,7 +195,7 @@ class Desk:
     def _begin(self, computations: Sequence[Computation]) -> None:
         try:
             rows = self._source.begin([computation.prefix for computation in computations])
-        except LogprobeError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             if len(computations) == 1:
                 self._end(computations[0], error)
                 return
@@ -213,11 +213,11 @@ class Desk:
         if isinstance(error, Exception):
             self._end(computation, error)
             return
-        row, weights_number = begun.result()
+        # Other weights may have taken over since it was asked: it is kept as what it is.
+        prefix, row = begun.result()
         row = row.view()  # a view of a read-only array cannot be made writable again
-        # It may have waited while other weights took over: its prefix is not theirs.
-        if computation.is_kept and weights_number == computation.prefix.weights_number:
-            self._cache.put(computation.prefix, row)
+        if computation.is_kept:
+            self._cache.put(prefix, row)
         self._end(computation, row)
 
     def _end(self, computation: Computation, outcome: Row | Exception) -> None:

@@ -307,7 +307,7 @@ class NextTokenLM(Generic[ArrayT]):
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder; `set_lora` or `lora=` then use them.
 
-        A name that is loaded again stands for the new weights; answers already asked keep theirs.
+        A name that is loaded again stands for the new weights; rows that were begun keep theirs.
 
         Raises:
             ModelError: the folder cannot be read, or does not fit the model.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
 
-BegunRow: TypeAlias = "asyncio.Future[tuple[Row, int]]"
-"""A row on its way, and which load of the model's weights gave it; cancelling it gives this one up."""
+BegunRow: TypeAlias = "asyncio.Future[tuple[Prefix, Row]]"
+"""A row on its way, behind its prefix under the loads that gave it; cancelling it gives this one up."""
 
 
 class RowSource(Protocol):
@@ -111,8 +111,11 @@ class EngineRows:
             self._requests.admit(prefix.token_ids, row_params(prefix.lora), wants_row=True)
             for prefix in prefixes
         ]
-        self._engine.submit(admitted)
-        return [self._begun(one.request.request_id) for one in admitted]
+        accepted = self._engine.submit(admitted)
+        return [
+            self._begun(request.request.request_id, prefix._replace(lora_number=request.lora_number))
+            for request, prefix in zip(accepted, prefixes, strict=True)
+        ]
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
         """Draw as one request.
@@ -140,15 +143,15 @@ class EngineRows:
         """End all requests and let the model go."""
         self._engine.close()
 
-    def _begun(self, request_id: str) -> BegunRow:
+    def _begun(self, request_id: str, prefix: Prefix) -> BegunRow:
         loop = asyncio.get_running_loop()
         begun: BegunRow = loop.create_future()
         # Its task takes the output of an aborted row, too; cancelled before its first step, it would not.
-        task = loop.create_task(self._follow(request_id, begun))
+        task = loop.create_task(self._follow(request_id, prefix, begun))
         begun.add_done_callback(partial(self._on_done, request_id, task))
         return begun
 
-    async def _follow(self, request_id: str, begun: BegunRow) -> None:
+    async def _follow(self, request_id: str, prefix: Prefix, begun: BegunRow) -> None:
         try:
             output = await self._engine.result(request_id)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
@@ -158,14 +161,14 @@ class EngineRows:
         if row is None:
             settle(begun, output.error or RequestAbortedError("the engine gave the ask up"))
         else:
-            settle(begun, (row, output.weights_number))
+            settle(begun, (prefix._replace(weights_number=output.weights_number), row))
 
     def _on_done(self, request_id: str, _task: asyncio.Task[None], begun: BegunRow) -> None:
         if begun.cancelled():
             self._engine.abort(request_id)
 
 
-def settle(begun: BegunRow, outcome: tuple[Row, int] | Exception) -> None:
+def settle(begun: BegunRow, outcome: tuple[Prefix, Row] | Exception) -> None:
     """End a row that was begun, unless it was given up."""
     if begun.done():
         return

@@ -182,7 +182,7 @@ class ServerRows:
         self._send_gathered()
 
     async def _exchange(self, asked: list[Asked]) -> None:
-        ends: Sequence[tuple[Row, int] | Exception]
+        ends: Sequence[tuple[Prefix, Row] | Exception]
         try:
             ends = await self._rows([one.prefix for one in asked])
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
@@ -193,11 +193,12 @@ class ServerRows:
             else:
                 settle(one.begun, end)
 
-    async def _rows(self, prefixes: Sequence[Prefix]) -> list[tuple[Row, int]]:
+    async def _rows(self, prefixes: Sequence[Prefix]) -> list[tuple[Prefix, Row]]:
         rows, version = await ask_rows(self._link, prefixes, self.capabilities().vocab_size)
         if version != self._version:
             self._version, self._weights_number = version, self._weights_number + 1
-        return [(row, self._weights_number) for row in rows]
+        answered = (prefix._replace(weights_number=self._weights_number) for prefix in prefixes)
+        return list(zip(answered, rows, strict=True))
 
     async def _sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
         self._check_open()
