@@ -88,7 +88,7 @@ class NoModel:
     """Gives every pair numbers at once: what is left is the data set's own work and memory."""
 
     def __init__(self, llm: LLM) -> None:
-        self.text, self.engine = llm.text, llm.engine
+        self.text, self.engine, self.lora = llm.text, llm.engine, llm.lora
 
     def score(self, pairs: Sequence[tuple[Any, Any]], **_: Any) -> list[Score]:
         """Numbers that mean nothing."""
