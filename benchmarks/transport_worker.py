@@ -18,9 +18,10 @@ from logprobe.transport.messages import Delta
 def rows(num_rows: int, k: int) -> HostRows:
     """Rows with k alternatives each, whose numbers differ."""
     generator = np.random.default_rng(k)
+    descending = np.sort(-generator.exponential(5, (num_rows, k + 1)).astype(np.float32))[:, ::-1]
     return HostRows(
         np.tile(np.arange(k + 1, dtype=np.int32), (num_rows, 1)),
-        np.sort(-generator.exponential(5, (num_rows, k + 1)).astype(np.float32))[:, ::-1],
+        np.ascontiguousarray(descending),  # as a kernel writes them: a view would be copied in each message
         np.ones(num_rows, np.int32),
     )
 
