@@ -75,7 +75,7 @@ def test_a_step_that_cannot_be_told_fails_its_requests_and_no_other(
     loop: type[Plain | Overlapped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = Driven(loop)
-    tell, calls = driven.engine.recorder.tell, 0
+    tell, calls = driven.engine.tell, 0
 
     def fail_third(news: Any) -> Any:
         nonlocal calls
@@ -84,7 +84,7 @@ def test_a_step_that_cannot_be_told_fails_its_requests_and_no_other(
             raise MemoryError("no room for rows")
         return tell(news)
 
-    monkeypatch.setattr(driven.engine.recorder, "tell", fail_third)
+    monkeypatch.setattr(driven.engine, "tell", fail_third)
     driven.submit("ends then", [5, 6], max_tokens=3, logprobs=1)
     driven.submit("ends after", [7, 8], max_tokens=4, logprobs=1)
     driven.submit("goes on", [9, 10], max_tokens=9, logprobs=1)

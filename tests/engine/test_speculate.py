@@ -67,6 +67,20 @@ LONG: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("params", [one for one in LONG if "logprobs" in one])
+def test_rows_of_drafts_that_lie_in_two_chunks_come_together(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = speculating()
+    want.submit("r", [5, 97, 98, 101], **params)
+    outputs = want.finish()
+    monkeypatch.setattr("logprobe.engine.engine.default_chunk_rows", lambda _: 2)
+    got = speculating()
+    got.submit("r", [5, 97, 98, 101], **params)
+    assert told(got.finish()["r"]) == told(outputs["r"])
+    assert got.num_steps == want.num_steps
+
+
 @pytest.mark.parametrize("params", LONG)
 @pytest.mark.parametrize("loop", [Plain, Overlapped])
 def test_a_request_alone_ends_the_same_and_sooner(params: dict[str, Any], loop: Any) -> None:

@@ -44,13 +44,21 @@ def test_a_range_of_rows_shares_the_block() -> None:
 
 
 def test_a_narrow_row_keeps_no_wide_step() -> None:
-    whole = some_rows(4, 5000, kept=KeptLists.of([np.arange(row, dtype=np.uint16) for row in range(4)]))
+    beside = {"extras": {"entropy": np.arange(4, dtype=np.float32)}, "given": named(4)}
+    kept = KeptLists.of([np.arange(row, dtype=np.uint16) for row in range(4)])
+    whole = some_rows(4, 5000, kept=kept, **beside)
     narrow = whole.narrowed(3)
     assert whole.narrowed(5000) is whole
     row = narrow.rows(1, 2)
     np.testing.assert_array_equal(row.token_ids, whole.token_ids[1:2, :4])
     np.testing.assert_array_equal(row.logprobs, whole.logprobs[1:2, :4])
     assert memory_of(row.token_ids) == memory_of(row.logprobs) == 4 * 4 * 4
+    assert row.given is not None
+    assert whole.given is not None
+    # A device sends all columns as one array.
+    mine = [row.ranks, row.extras["entropy"], *row.given.columns()]
+    theirs = [whole.ranks, whole.extras["entropy"], *whole.given.columns()]
+    assert not any(map(np.may_share_memory, mine, theirs))
     assert row.kept is not None
     assert (row.kept.token_ids.tolist(), memory_of(row.kept.token_ids)) == ([0], 2)
 

@@ -21,7 +21,7 @@ from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
-from logprobe.engine.recorder import Recorder, StepNews
+from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
 from logprobe.engine.succession import Succession
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
@@ -29,7 +29,6 @@ from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.models.loading import read_state
 from logprobe.processors import ModelFacts
 from logprobe.sampling import Sampler
-from logprobe.sampling.sampled import SampledRows
 from logprobe.transport.messages import (
     Abort,
     Admitted,
@@ -49,7 +48,7 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.sample import Draw
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend, Layout
     from logprobe.models.lora import LoraWeights
     from logprobe.records.host import Send
+    from logprobe.sampling.sampled import SampledRows
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Command, News, Request
 
@@ -193,7 +193,7 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - as in `advance`
             return self.forsake(news, error)
 
-    def advance(self) -> StepNews:
+    def advance(self) -> StepDeltas:
         """All of a step that the next one rests on; what it found is for `tell`."""
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
@@ -206,10 +206,9 @@ class Engine:
             with self.clock.part("prompt_rows"):
                 scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                draws, parts = self._draw(plan.draws)
+                drawn = self._draw(plan.draws)
             with self.clock.part("record"):
-                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), draws, parts)
-                news.arrive = self._arrival(parts)
+                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             news = self._fail(plan, error)
             news.others = self._succeed()
@@ -219,12 +218,12 @@ class Engine:
         news.others = self._succeed()
         return news
 
-    def tell(self, news: StepNews) -> list[News]:
+    def tell(self, news: StepDeltas) -> list[News]:
         """What a step found, whole; once for each step, in their order, on any thread."""
         with self.clock.part("tell"):
-            return [*self.recorder.tell(news), *news.others]
+            return [*news.arrived(), *news.others]
 
-    def forsake(self, news: StepNews, error: BaseException) -> list[News]:
+    def forsake(self, news: StepDeltas, error: BaseException) -> list[News]:
         """End the requests of a step that could not be told, in place of what it found."""
         reason = _as_reason(error)
         for sample in news.deltas:
@@ -329,21 +328,13 @@ class Engine:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Draw]) -> tuple[list[Draw], list[SampledRows]]:
-        """A row for each draw, in the order of the draws that comes with them."""
-        ordered: list[Draw] = []
-        parts: list[SampledRows] = []
+    def _draw(self, draws: list[Draw]) -> list[Drawn]:
+        """A row for each draw; the copies of their numbers to the host begin now."""
+        drawn: list[Drawn] = []
         for chunk in self.processing.chunks(draws, default_chunk_rows(self.forward.vocab_size)):
-            ordered += chunk
-            parts.append(self._draw_chunk(chunk))
-        return ordered, parts
-
-    def _arrival(self, parts: list[SampledRows]) -> Callable[[], SampledRows] | None:
-        """What waits until a step's numbers are on the host; their copies begin now."""
-        if not parts:
-            return None
-        arriving = [part.arriving(self.send) for part in parts]
-        return lambda: SampledRows.joined([one() for one in arriving])
+            rows = self._draw_chunk(chunk).sent(self.send)
+            drawn += [Drawn(draw, rows, row) for row, draw in enumerate(chunk)]
+        return drawn
 
     def _draw_chunk(self, chunk: list[Draw]) -> SampledRows:
         last_slots = np.array([draw.slot for draw in chunk], dtype=np.int32)
@@ -354,12 +345,12 @@ class Engine:
             if sample.is_finished:
                 self.scheduler.release(sample)
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> StepNews:
+    def _fail(self, plan: StepPlan, error: BaseException) -> StepDeltas:
         failed = self.scheduler.roll_back(plan)
         reason = _as_reason(error)
         for sample in failed:
             sample.fail(reason)
-        return StepNews(dict(zip(failed, self.recorder.end(failed), strict=True)))
+        return StepDeltas(dict(zip(failed, self.recorder.end(failed), strict=True)))
 
 
 def _as_reason(error: BaseException) -> LogprobeError:

@@ -1,4 +1,4 @@
-"""`Overlapped`: the next step runs while the one before it is still being told.
+"""`Overlapped`: the next step runs while the one before it is still being published.
 
 Before it: the thread that runs an engine. After it: whoever publishes. What the next step rests on (tokens,
 ends, slots) is settled by `Engine.advance` before it begins; the rest of a step's work, from the copy of its
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.engine.engine import Engine
-    from logprobe.engine.recorder import StepNews
+    from logprobe.engine.recorder import StepDeltas
     from logprobe.transport.messages import News
 
 
 class Plain:
-    """Each step is told before the next one begins."""
+    """Each step is published before the next one begins."""
 
     def __init__(self, engine: Engine, publish: Callable[[Sequence[News]], None]) -> None:
         self._engine = engine
         self._publish = publish
 
     def step(self) -> None:
-        """Run a step and publish what it found."""
+        """Run a step and publish what it gave."""
         deltas = self._engine.step()
         with self._engine.clock.part("publish"):
             self._publish(deltas)
 
     def settle(self) -> None:
-        """Wait until all that was found is published: it is."""
+        """Wait until every step is published: it is."""
 
     def close(self) -> None:
         """Let go of what helps: nothing does."""
 
 
 class Overlapped:
-    """A step is told beside the next one; messages keep their order."""
+    """A step is published beside the next one; messages keep their order."""
 
     def __init__(
         self,
@@ -58,28 +58,29 @@ class Overlapped:
         self._publish = publish
         self._transfer = transfer or AsyncCPUTransfer()
         self._numbers = itertools.count()
-        self._teller = ThreadPoolExecutor(1, thread_name_prefix="logprobe-tell")
-        self._telling: tuple[StepNews, Future[BaseException | None]] | None = None
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="logprobe-publish")
+        self._publishing: tuple[StepDeltas, Future[BaseException | None]] | None = None
         engine.send = self._send
 
     def step(self) -> None:
-        """Run a step; what it found is published while the next one runs."""
-        news = self._engine.advance()
-        self.settle(news)
-        self._telling = news, self._teller.submit(self._tell, news)
+        """Run a step; it is published while the next one runs."""
+        step = self._engine.advance()
+        self.settle(step)
+        self._publishing = step, self._publisher.submit(self._publish_step, step)
 
-    def settle(self, next_news: StepNews | None = None) -> None:
-        """Wait until all that was found is published; `next_news` loses what rests on a step that was not."""
-        if self._telling is None:
+    def settle(self, next_step: StepDeltas | None = None) -> None:
+        """Wait until every step is published; `next_step` loses what rests on one that could not be."""
+        if self._publishing is None:
             return
-        news, telling = self._telling
-        self._telling = None
-        error = telling.result()
+        step, publishing = self._publishing
+        self._publishing = None
+        error = publishing.result()
         if error is None:
             return
-        ends = self._engine.forsake(news, error)
-        if next_news is not None:
-            next_news.drop(news.deltas)
+        ends = self._engine.forsake(step, error)
+        if next_step is not None:
+            for sample in step.deltas:
+                next_step.deltas.pop(sample, None)
         self._publish(ends)
 
     def close(self) -> None:
@@ -88,13 +89,13 @@ class Overlapped:
             self.settle()
         finally:
             self._engine.send = None
-            self._teller.shutdown()
+            self._publisher.shutdown()
             self._transfer.shutdown()
 
-    def _tell(self, news: StepNews) -> BaseException | None:
-        """Publish what a step found; or give the error to the engine's thread."""
+    def _publish_step(self, step: StepDeltas) -> BaseException | None:
+        """Publish what a step gave; or give the error to the engine's thread."""
         try:
-            deltas = self._engine.tell(news)
+            deltas = self._engine.tell(step)
         except BaseException as error:  # noqa: BLE001 - it ends the requests of this step, and not the engine
             return error
         with self._engine.clock.part("publish"):

@@ -1,47 +1,58 @@
-"""`Recorder`: what a step found → what is new of each request, and whether a sample has ended.
+"""`Recorder`: the rows of a step → what is new of each request, and whether a sample has ended.
 
 Before it: a step's tokens on the host. After it: messages to those who read. What the next step rests on is
-settled by `record`; the numbers of the rows are only needed by `tell`, which may run beside the next step.
+settled by `record`; the numbers of the rows are only needed by `StepDeltas.arrived`, which may run beside it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from logprobe.errors import NonFiniteLogitsError
+from logprobe.records.rows import HostRows
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.engine.plan.scheduler import Span
-    from logprobe.records.rows import HostRows
-    from logprobe.records.store.columns import Array
     from logprobe.sampling.sampled import SampledRows
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import News
 
 
+class Drawn(NamedTuple):
+    """A draw, and the row of a chunk that has its token and numbers."""
+
+    draw: Draw
+    chunk: SampledRows
+    row: int
+
+
 @dataclass(slots=True)
-class StepNews:
-    """What one step found: tokens and ends, and where the rows of the tokens are."""
+class StepDeltas:
+    """What a step gave: a delta a sample, whose rows may still be on their way to the host."""
 
     deltas: dict[Sample, Delta] = field(default_factory=dict)
-    rows: list[tuple[Delta, int]] = field(default_factory=list)  # of the step's output, for its first token
-    arrive: Callable[[], SampledRows] | None = None  # waits for that output; None: nothing was drawn
+    # Of each token whose numbers are asked for, in order.
+    rows: list[tuple[Delta, SampledRows, int]] = field(default_factory=list)
     others: Sequence[News] = ()  # of requests that were not in the step
 
-    def drop(self, samples: Iterable[Sample]) -> None:
-        """Say nothing of these."""
-        dropped = [id(self.deltas.pop(sample)) for sample in samples if sample in self.deltas]
-        self.rows = [(delta, row) for delta, row in self.rows if id(delta) not in dropped]
+    def arrived(self) -> list[Delta]:
+        """The deltas with the rows of their tokens; waits until these are on the host."""
+        for (delta, chunk), run in groupby(self.rows, itemgetter(0, 1)):
+            rows = [row for _, _, row in run]
+            raw, processed = chunk.cut(rows[0], len(rows))
+            delta.raw, delta.processed = _after(delta.raw, raw), _after(delta.processed, processed)
+        return list(self.deltas.values())
 
 
 class Recorder:
-    """Tells what is new; looks up a token's bytes only where a stop string is to be found."""
+    """Notes what is new; looks up a token's bytes only where a stop string is to be found."""
 
     def __init__(self, text: TextEdge, eos_token_ids: frozenset[int]) -> None:
         self._text = text
@@ -52,47 +63,21 @@ class Recorder:
         if not sample.wants_sample and sample.num_prompt_rows == 0:
             sample.finish(Finish("length"))
 
-    def record(
-        self,
-        scored: Iterable[tuple[Span, HostRows]],
-        draws: Sequence[Draw],
-        parts: Sequence[SampledRows],
-    ) -> StepNews:
-        """What a step found, one delta a sample; the `parts` together hold a row for each of `draws`."""
-        news = StepNews()
+    def record(self, scored: Iterable[tuple[Span, HostRows]], drawn: Iterable[Drawn]) -> StepDeltas:
+        """What a step gave: rows of prompts, and draws in the order of their samples' tokens."""
+        step = StepDeltas()
         for span, rows in scored:
-            self._add_prompt_rows(_delta_of(span.sample, news), span, rows)
-        self._add_tokens(draws, parts, news)
-        for sample, delta in news.deltas.items():
+            self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
+        for one in drawn:
+            self._add_row(_delta_in(step, one.draw.sample), one, step)
+        for sample, delta in step.deltas.items():
             delta.finish = sample.end
             delta.drafts = sample.drafts if sample.is_finished else None
-        return news
-
-    @staticmethod
-    def tell(news: StepNews) -> list[Delta]:
-        """Everything that a step found, with the rows of its tokens; waits until these are on the host."""
-        if news.arrive is not None:
-            output = news.arrive()
-            ks = output.num_logprobs.tolist()
-            raw = _Cutter(output.raw_on_host, output.logprobs_rows, ks)
-            processed = _Cutter(output.processed_logprobs, output.processed_rows, ks)
-            for delta, row in news.rows:
-                count = len(delta.token_ids)
-                delta.raw, delta.processed = raw.rows(row, count), processed.rows(row, count)
-        return list(news.deltas.values())
+        return step
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
         """That these samples have ended, and nothing else."""
-        return [
-            Delta(
-                request_id=sample.request.request_id,
-                index=sample.index,
-                finish=sample.end,
-                drafts=sample.drafts,
-                weights_number=sample.weights_number,
-            )
-            for sample in samples
-        ]
+        return [_new_delta(sample, finish=sample.end, drafts=sample.drafts) for sample in samples]
 
     def _add_prompt_rows(self, delta: Delta, span: Span, rows: HostRows) -> None:
         sample = span.sample
@@ -104,27 +89,22 @@ class Recorder:
         if not sample.wants_sample and span.end == sample.num_prompt_rows:
             sample.finish(Finish("length"))
 
-    def _add_tokens(self, draws: Sequence[Draw], parts: Sequence[SampledRows], news: StepNews) -> None:
-        token_ids = chain.from_iterable(part.sampled_token_ids.tolist() for part in parts)
-        whole_rows = chain.from_iterable(map(_drawn_rows, parts))
-        for row, (draw, token_id, (is_valid, whole)) in enumerate(
-            zip(draws, token_ids, whole_rows, strict=True)
-        ):
-            sample = draw.sample
-            delta = _delta_of(sample, news)
-            if not draw.is_right:
-                continue
-            if draw.error is not None:
-                sample.fail(draw.error)
-            elif not is_valid:
-                self._fail(sample, f"position {sample.num_tokens}")
-            elif whole is not None:
-                delta.row = whole
-                sample.finish(Finish("length"))
-            else:
-                if not delta.token_ids:
-                    news.rows.append((delta, row))
-                self._add_token(draw, token_id, delta)
+    def _add_row(self, delta: Delta, drawn: Drawn, step: StepDeltas) -> None:
+        draw, chunk, row = drawn
+        sample = draw.sample
+        if not draw.is_right:
+            return
+        if draw.error is not None:
+            sample.fail(draw.error)
+        elif not chunk.is_valid[row]:
+            self._fail(sample, f"position {sample.num_tokens}")
+        elif row in chunk.whole_rows:
+            delta.row = chunk.whole_rows[row]
+            sample.finish(Finish("length"))
+        else:
+            if chunk.has_rows:
+                step.rows.append((delta, chunk, row))
+            self._add_token(draw, int(chunk.sampled_token_ids[row]), delta)
 
     def _add_token(self, draw: Draw, token_id: int, delta: Delta) -> None:
         delta.token_ids.append(token_id)
@@ -161,33 +141,21 @@ class Recorder:
         )
 
 
-class _Cutter:
-    """Cuts the rows of single samples out of a step's, as ranges of one block for each width asked for."""
-
-    def __init__(self, whole: HostRows | None, places: Array, ks: list[int]) -> None:
-        self._whole = whole
-        self._places: list[int] = places.tolist()
-        self._ks = ks
-        self._blocks: dict[int, HostRows] = {}
-
-    def rows(self, first: int, count: int) -> HostRows | None:
-        """The rows of one sample, which lie together; None where it asked for none."""
-        if self._whole is None or (place := self._places[first]) < 0:
-            return None
-        k = self._ks[first]
-        if k not in self._blocks:
-            self._blocks[k] = self._whole.narrowed(k)
-        return self._blocks[k].rows(place, place + count)
+def _delta_in(step: StepDeltas, sample: Sample) -> Delta:
+    if sample not in step.deltas:
+        step.deltas[sample] = _new_delta(sample)
+    return step.deltas[sample]
 
 
-def _drawn_rows(part: SampledRows) -> Iterable[tuple[bool, Array | None]]:
-    """Whether each row is valid, and the whole distribution of those that want one."""
-    return ((is_valid, part.whole_rows.get(row)) for row, is_valid in enumerate(part.is_valid.tolist()))
+def _new_delta(sample: Sample, **fields: Any) -> Delta:
+    return Delta(
+        request_id=sample.request.request_id,
+        index=sample.index,
+        weights_number=sample.weights_number,
+        **fields,
+    )
 
 
-def _delta_of(sample: Sample, news: StepNews) -> Delta:
-    if sample not in news.deltas:
-        news.deltas[sample] = Delta(
-            request_id=sample.request.request_id, index=sample.index, weights_number=sample.weights_number
-        )
-    return news.deltas[sample]
+def _after(earlier: HostRows | None, rows: HostRows | None) -> HostRows | None:
+    """Rows behind those of an earlier chunk, where the drafts of a text lie in two."""
+    return rows if earlier is None or rows is None else HostRows.joined([earlier, rows])

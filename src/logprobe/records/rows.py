@@ -252,8 +252,15 @@ class HostRows:
         """The same rows with `k` alternatives each, in a block of its own: it keeps no wider one."""
         if k == self.k:
             return self
-        ids, logprobs = self.token_ids[:, : k + 1].copy(), self.logprobs[:, : k + 1].copy()
-        return HostRows(ids, logprobs, self.ranks, self.extras, self.given, self.kept)
+        # Single numbers too: what came from a device is one array, with the wide columns in it.
+        return HostRows(
+            self.token_ids[:, : k + 1].copy(),
+            self.logprobs[:, : k + 1].copy(),
+            self.ranks.copy(),
+            {name: column.copy() for name, column in self.extras.items()},
+            None if self.given is None else GivenLists.of(*map(np.copy, self.given.columns())),
+            self.kept,
+        )
 
     @classmethod
     def joined(cls, parts: Sequence[HostRows]) -> HostRows:

@@ -11,18 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from logprobe.engine.drawing import Drawing, new_generator
 from logprobe.engine.plan.sample import Draw, Sample
 from logprobe.engine.processing import Processing
-from logprobe.engine.recorder import Recorder
+from logprobe.engine.recorder import Drawn, Recorder
 from logprobe.errors import EngineError, ForwardError, LogprobeError
 from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Answer
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.sampling import Sampler
-from logprobe.sampling.sampled import SampledRows
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
@@ -33,18 +31,7 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.integrations.vllm.orders import Work
     from logprobe.processors import ModelFacts
-    from logprobe.records.rows import HostRows
-    from logprobe.records.store.columns import Array
     from logprobe.text.edge import TextEdge
-
-
-@dataclass(slots=True, eq=False)
-class Drawn:
-    """A draw that does not count yet."""
-
-    draw: Draw
-    part: SampledRows
-    row: int  # of the part
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +39,8 @@ class Run:
     """One sample while it is drawn."""
 
     sample: Sample
-    drawn: Drawn | None = None
-    deltas: list[Delta] = field(default_factory=list)  # found, and not fetched
+    drawn: Drawn | None = None  # does not count yet
+    deltas: list[Delta] = field(default_factory=list)  # not fetched yet
     is_done: bool = False  # its end is among them, or was fetched
 
 
@@ -134,10 +121,10 @@ class WorkerDraw:
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
             is_all = rows == list(range(len(logits)))
-            part = self._drawing.draw(chunk, logits if is_all else logits[rows])
-            for place, (row, run) in enumerate(own):
-                run.drawn = Drawn(chunk[place], part, place)
-                tokens[row] = max(int(part.sampled_token_ids[place]), 0)
+            sampled = self._drawing.draw(chunk, logits if is_all else logits[rows]).sent(None)
+            for index, (row, run) in enumerate(own):
+                run.drawn = Drawn(chunk[index], sampled, index)
+                tokens[row] = max(int(sampled.sampled_token_ids[index]), 0)
         rows, ids = list(tokens), list(tokens.values())
         logits[rows] = -torch.inf
         logits[rows, ids] = 0.0
@@ -154,10 +141,7 @@ class WorkerDraw:
             self._end(run, EngineError(f"vLLM took {num_taken} tokens of a text of which {has} were drawn"))
 
     def _count(self, run: Run, drawn: Drawn) -> None:
-        one = _row_of(drawn)
-        news = self._recorder.record((), [drawn.draw], [one])
-        news.arrive = lambda: one
-        run.deltas += self._recorder.tell(news)
+        run.deltas += self._recorder.record((), [drawn]).arrived()
         run.is_done = run.sample.is_finished
 
     @staticmethod
@@ -166,32 +150,6 @@ class WorkerDraw:
         finish = Finish("error", error=error)
         sample = run.sample
         run.deltas.append(Delta(request_id=sample.request.request_id, index=sample.index, finish=finish))
-
-
-def _row_of(drawn: Drawn) -> SampledRows:
-    """One row of a step, its numbers on the host."""
-    part, row = drawn.part.to_host(), drawn.row
-    own = slice(row, row + 1)
-    whole = part.whole_rows.get(row)
-    raw, raw_rows = _cut(part.raw_on_host, int(part.logprobs_rows[row]))
-    processed, rows = _cut(part.processed_logprobs, int(part.processed_rows[row]))
-    return SampledRows(
-        sampled_token_ids=part.sampled_token_ids[own],
-        is_valid=part.is_valid[own],
-        num_logprobs=part.num_logprobs[own],
-        logprobs=raw,
-        logprobs_rows=raw_rows,
-        processed_logprobs=processed,
-        processed_rows=rows,
-        whole_rows={} if whole is None else {0: whole},
-    )
-
-
-def _cut(whole: HostRows | None, place: int) -> tuple[HostRows | None, Array]:
-    """The row that a step reports of one of its rows, if there is one, and its place."""
-    if whole is None or place < 0:
-        return None, np.array([-1])
-    return whole.rows(place, place + 1), np.array([0])
 
 
 def _as_ours(error: BaseException, what: str) -> LogprobeError:

@@ -70,7 +70,7 @@ class RaiseOneLogitsProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         for place, row in enumerate(self.rows):
-            others = [thread.name for thread in threading.enumerate() if "tell" in thread.name]
+            others = [thread.name for thread in threading.enumerate() if "publish" in thread.name]
             found = f"{' '.join(others)} with {torch.get_num_threads()} threads"
             require(row.args.by < 100, "by", f"is too much, beside {found}")
             logits[place, row.args.raised] += row.args.by
@@ -172,7 +172,7 @@ def test_steps_overlap_over_there_with_the_same_numbers(engine: Front, other: Fr
         for one, want in zip(mine.outputs, theirs.outputs, strict=True):
             assert (one.token_ids, one.logprobs) == (want.token_ids, want.logprobs)
     told = teller.ask(other, logits_processors_args={"raised": 65, "by": 100.0}).error
-    assert "beside logprobe-tell" in str(told.__cause__)
+    assert "beside logprobe-publish" in str(told.__cause__)
     assert f"with {torch.get_num_threads()} threads" in str(told.__cause__), "its share, whatever MKL is told"
 
 
