@@ -22,7 +22,7 @@ from logprobe.server.http.rubbish import LOG_EVERY_S
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.items import MAX_LISTED
-from logprobe.server.reply.answer import QUICK_TOKENS
+from logprobe.server.reply import QUICK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

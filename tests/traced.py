@@ -67,7 +67,7 @@ def watching() -> Iterator[Watch]:
     watch = Watch()
     with pytest.MonkeyPatch.context() as patch:
         # What is looked after now and then, by the clock, is on no way.
-        for check in ("engine.backends.thread.CHECK_AFTER_IDLE_S", "server.http.sse.CHECK_EVERY_S"):
+        for check in ("engine.backends.thread.CHECK_AFTER_IDLE_S", "server.http.replies.CHECK_EVERY_S"):
             patch.setattr(f"logprobe.{check}", 3600.0)
         threading.setprofile(watch.note)
         yield watch

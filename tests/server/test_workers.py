@@ -12,7 +12,6 @@ import pytest
 
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.workers import MAX_JOBS, Workers
-from logprobe.server.reply import answer
 
 MOST = 32  # tokens that are written at once; the tiny model has room for 128
 
@@ -47,7 +46,7 @@ def test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker(
     asked = {"prompt": prompts, "echo": True, "logprobs": 3, "max_tokens": 3, "temperature": 0}
     whole = server.post("/v1/completions", **asked).json()
     monkeypatch.setattr(Workers, "write", counted)
-    monkeypatch.setattr(answer, "QUICK_TOKENS", MOST)
+    monkeypatch.setattr("logprobe.server.reply.QUICK_TOKENS", MOST)
     text = server.post("/v1/completions", stream=True, **asked).text
     assert len(jobs) == (len(prompts) if length > MOST else 0)
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -67,7 +66,7 @@ def test_the_end_of_a_long_response_is_written_in_a_worker(
         return await write(workers, job)
 
     monkeypatch.setattr(Workers, "write", counted)
-    monkeypatch.setattr(answer, "QUICK_TOKENS", MOST)
+    monkeypatch.setattr("logprobe.server.reply.QUICK_TOKENS", MOST)
     asked = {"input": "the cat", "max_output_tokens": MOST, "stream": True, "ignore_eos": True}
     text = server.post("/v1/responses", **asked).text
     assert len(jobs) == 1

@@ -20,8 +20,8 @@ from logprobe.engine.client import Client
 from logprobe.errors import require, shortened
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.sampling import SamplingParams
-from logprobe.server.http.documents import Documents
 from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Cost, Limits, check_count
 from logprobe.server.metrics import Metrics

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE_CHARS: Final = 1500
 MAX_PARAM_CHARS: Final = 128  # of a place in the body with a name of the client's at its end
-
-
 RETRY_AFTER_S: Final = 1
+
+
+class ClientGoneError(Exception):
+    """The client hung up; there is nobody to answer."""
 
 
 class ApiError(Exception):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
-from logprobe.server.openai.replies import JSON_TYPE
+from logprobe.server.http.replies import JSON_TYPE
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.sse import DONE
+from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params
-from logprobe.server.openai.replies import (
+from logprobe.server.openai.structured import named_as_asked
+from logprobe.server.reply import (
+    Generation,
+    answer,
     chat_logprobs,
     choice_extensions,
     prompt_extensions,
     reply_extensions,
     usage,
 )
-from logprobe.server.openai.structured import named_as_asked
-from logprobe.server.reply.answer import answer
-from logprobe.server.reply.generation import Generation
 from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.sse import DONE
+from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params
 from logprobe.server.openai.prompts import read_prompts
-from logprobe.server.openai.replies import (
+from logprobe.server.openai.structured import named_as_asked
+from logprobe.server.reply import (
+    Generation,
+    answer,
     choice_extensions,
     completion_rows,
     legacy_logprobs,
@@ -21,9 +24,6 @@ from logprobe.server.openai.replies import (
     reply_extensions,
     usage,
 )
-from logprobe.server.openai.structured import named_as_asked
-from logprobe.server.reply.answer import answer
-from logprobe.server.reply.generation import Generation
 from logprobe.text.pieces import TextWalk
 
 if TYPE_CHECKING:

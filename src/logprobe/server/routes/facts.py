@@ -13,23 +13,17 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.documents import Document
 from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
 from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
-from logprobe.server.openai.replies import JSON_TYPE
 from logprobe.server.routes.chat import layout_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.server.service import Service
-
-
-def json_reply(value: Any) -> Response:
-    """A value as JSON."""
-    return Response(msgspec.json.encode(value), media_type=JSON_TYPE)
 
 
 async def health(_: HttpRequest, service: Service) -> Response:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.sse import Streamed, while_connected
+from logprobe.server.http.replies import Streamed, while_connected
 from logprobe.server.openai.bodies import NextTokenBody
 from logprobe.server.openai.prompts import as_ids
 

@@ -14,12 +14,11 @@ from starlette.responses import Response
 
 from logprobe.server.http.decode import read
 from logprobe.server.http.guard import owner_of
+from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.items import list_items, read_conversation
-from logprobe.server.openai.replies import JSON_TYPE, num_top
-from logprobe.server.reply.answer import answer
-from logprobe.server.reply.generation import Generation
+from logprobe.server.reply import Generation, answer, num_top
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,7 +81,7 @@ async def delete_response(request: HttpRequest, service: Service) -> Response:
     response_id = request.path_params["response_id"]
     service.stored.drop(owner_of(request.headers, service.settings), response_id)
     told = {"id": response_id, "object": "response.deleted", "deleted": True}
-    return Response(msgspec.json.encode(told), media_type=JSON_TYPE)
+    return json_reply(told)
 
 
 def _found(request: HttpRequest, service: Service) -> Stored:

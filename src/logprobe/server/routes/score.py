@@ -15,10 +15,10 @@ from logprobe.engine.truncation import Split
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.http.decode import QUICK_ITEMS, read
 from logprobe.server.http.errors import bad_request
-from logprobe.server.http.sse import while_connected
+from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids
-from logprobe.server.openai.replies import JSON_TYPE, encode
+from logprobe.server.reply import encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,26 +1,29 @@
-"""Replies that watch their client: streams, and whole replies given up when nobody waits.
-
-Before it: a route's events, or rows. After it: the socket.
-"""
+"""Replies as HTTP knows them: JSON, streams that watch their client, documents kept under an ETag."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 from starlette.responses import Response
 
-from logprobe.server.http.errors import ApiError
+from logprobe.server.http.errors import ApiError, ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-    from typing import Any
 
+    from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
+
+    from logprobe.server.http.workers import Workers
 
 T = TypeVar("T")
 
+JSON_TYPE: Final = "application/json"
 CHECK_EVERY_S = 0.5
 EVENT_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -33,16 +36,17 @@ DONE = b"data: [DONE]\n\n"
 LINE_ENDS: Final = {end.encode(): f"\\u{ord(end):04x}".encode() for end in ("\u0085", "\u2028", "\u2029")}
 
 
+def json_reply(value: Any) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), media_type=JSON_TYPE)
+
+
 def event(data: bytes, name: str | None = None) -> bytes:
     """One server-sent event of a JSON document, which is one line for every client."""
     for end, escape in LINE_ENDS.items():
         data = data.replace(end, escape)
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
-
-
-class ClientGoneError(Exception):
-    """The client hung up; there is nobody to answer."""
 
 
 class Streamed(Response):
@@ -114,3 +118,52 @@ async def _first_of(work: asyncio.Task[T], receive: Receive, check: Callable[[],
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """JSON, and what names these bytes."""
+
+    data: bytes
+    etag: str
+
+    @classmethod
+    def of(cls, data: bytes) -> Document:
+        """These bytes, named by what they say."""
+        return cls(data, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
+
+    def reply(self, request: HttpRequest) -> Response:
+        """The document, or 304 where `If-None-Match` names it."""
+        headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
+        given = request.headers.get("if-none-match", "")
+        known = [tag.strip().removeprefix("W/") for tag in given.split(",")]
+        if self.etag in known or known == ["*"]:
+            return Response(status_code=304, headers=headers)
+        return Response(self.data, media_type=JSON_TYPE, headers=headers)
+
+
+class Documents:
+    """Makes each document when it is first asked for, in a worker; used from one event loop."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._made: dict[str, Document] = {}
+        self._making: dict[str, asyncio.Task[Document]] = {}
+
+    async def reply(self, request: HttpRequest, name: str, make: Callable[[], bytes]) -> Response:
+        """What `make` gave when it was called for this name.
+
+        Raises:
+            ApiError: 429, too many jobs wait for a worker.
+        """
+        if name not in self._made:
+            self._made[name] = await self._being_made(name, make)
+        return self._made[name].reply(request)
+
+    async def _being_made(self, name: str, make: Callable[[], bytes]) -> Document:
+        """The one making of a document for all who ask meanwhile, whoever of them leaves."""
+        if name not in self._making:
+            task = asyncio.create_task(self._workers.run(lambda: Document.of(make())))
+            task.add_done_callback(lambda _: self._making.pop(name))
+            self._making[name] = task
+        return await asyncio.shield(self._making[name])

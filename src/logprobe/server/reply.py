@@ -1,0 +1,383 @@
+"""One reply from its requests to its bytes, whole or streamed: run, cut into pieces, shaped, written.
+
+Before it: a route's checked prompts and parameters. After it: the socket. Whole and streamed replies fold the
+same pieces; a whole reply only takes each completion's at its end. Rows are written one by one, as raw JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
+from logprobe.server.http.errors import as_api_error
+from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, Streamed, event, while_connected
+from logprobe.text.pieces import Cutter, TextWalk
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
+    from logprobe.models import Vocabulary
+    from logprobe.processors import ProcessorEffect
+    from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
+    from logprobe.server.http.errors import ApiError
+    from logprobe.server.openai.bodies import GenerationBody
+    from logprobe.server.service import Service
+
+T = TypeVar("T")
+
+QUICK_TOKENS: Final = 256  # of a prompt and a reply that is written in a few milliseconds
+
+logger = logging.getLogger("logprobe.server")
+
+
+class Generation:
+    """The engine requests of one reply, `params.n` choices a prompt, numbered prompt by prompt."""
+
+    def __init__(
+        self,
+        service: Service,
+        reply_id: str,
+        asks: Sequence[tuple[IntArray, SamplingParams]],
+        echoes: Sequence[bytes] = (),
+    ) -> None:
+        """Check all prompts; `n`, stops and reports are the same for all of them.
+
+        `echoes` are the prompts' texts where replies begin with these.
+
+        Raises:
+            ParameterError: one of them can never be served; nothing was started.
+            ApiError: beyond a limit, or no room now.
+        """
+        self.reply_id = reply_id
+        self.params = asks[0][1]
+        self.outputs: dict[int, RequestOutput] = {}  # by prompt
+        self._service = service
+        requests = service.of_one_call()
+        self._admitted = [
+            requests.admit(ids, params, request_id=f"{reply_id}-{number}")
+            for number, (ids, params) in enumerate(asks)
+        ]
+        self.requests = [one.request for one in self._admitted]
+        self._cutters: dict[int, Cutter[CompletionOutput]] = {}
+        self._echoes = echoes
+        service.admit(self.requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(one.token_ids) for output in self.outputs.values() for one in output.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all prompts, and those generated so far."""
+        return self.num_prompt_tokens + self.num_completion_tokens
+
+    def num_tokens_of(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Tokens that these pieces tell of; the first of a choice tells of its prompt as well."""
+        begun = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
+        return sum(piece.num_rows for piece in pieces) + sum(len(one.prompt_token_ids) for one in begun)
+
+    def prompt_of(self, piece: CompletionPiece) -> int:
+        """Number of the prompt that a choice belongs to."""
+        return piece.index // self.params.n
+
+    async def run(self) -> None:
+        """Wait until all have ended; `whole` then gives what came.
+
+        Raises:
+            LogprobeError: a request failed; the others were given up.
+        """
+        self.outputs = dict(enumerate(await self._service.run_all(self._admitted)))
+
+    def whole(self) -> list[CompletionPiece]:
+        """One piece a choice, in the order of their numbers; any thread may ask."""
+        return [piece for number in range(len(self.requests)) for piece in self._cut(number)]
+
+    async def stream(self) -> AsyncGenerator[list[CompletionPiece]]:
+        """Pieces as they come; leaving early gives all requests up.
+
+        Raises:
+            LogprobeError: a request failed.
+        """
+        self._service.engine.submit(self._admitted)
+        async with aclosing(merged([self._pieces(number) for number in range(len(self.requests))])) as all_:
+            async for pieces in all_:
+                yield pieces
+
+    async def _pieces(self, number: int) -> AsyncGenerator[list[CompletionPiece]]:
+        """What is new of one request, each time there is something."""
+        service = self._service
+        outputs = service.engine.stream(
+            self.requests[number].request_id, buffer_rows=service.settings.buffer_rows
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                self.outputs[number] = output
+                if output.is_finished:
+                    service.metrics.ended(output)
+                if output.error is not None:
+                    raise output.error
+                if pieces := self._cut(number):
+                    yield pieces
+
+    def _cut(self, number: int) -> list[CompletionPiece]:
+        pieces = []
+        for completion in self.outputs[number].outputs:
+            index = number * self.params.n + completion.index
+            cutter = self._cutters.get(index)
+            if cutter is None:
+                cutter = self._cutters[index] = self._new_cutter(number, index)
+            piece = cutter.take(completion)
+            if piece is not None:
+                pieces.append(piece)
+        return pieces
+
+    def _new_cutter(self, number: int, index: int) -> Cutter[CompletionOutput]:
+        walk = TextWalk()
+        if self._echoes:
+            walk.feed(self._echoes[number])
+        return Cutter(
+            self._service.text.bytes_of, self.params.stop, self.params.min_tokens, index=index, walk=walk
+        )
+
+
+async def merged(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """The items of all sources as they come; leaving early, or an error of one, closes them all."""
+    waiting = {asyncio.ensure_future(anext(source, None)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source, item = waiting.pop(task), task.result()
+                if item is not None:
+                    waiting[asyncio.ensure_future(anext(source, None))] = source
+                    yield item
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+class Shape(Protocol):
+    """One route's form of a reply."""
+
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
+        """The reply, from one piece a choice."""
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Chunks before any text."""
+
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
+        """Chunks of one increment."""
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Chunks after all text."""
+
+    closes_whole: bool
+    """Whether those say everything once more."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The chunk in which a stream says that it failed."""
+
+    @property
+    def last_words(self) -> bytes:
+        """What ends a stream that went well."""
+
+
+async def answer(
+    request: HttpRequest, service: Service, generation: Generation, shape: Shape, *, is_stream: bool
+) -> Response:
+    """Run a generation for a client that may leave at any time.
+
+    Raises:
+        LogprobeError: it failed before anything was sent.
+        ClientGoneError: nobody is left to answer.
+    """
+    if is_stream:
+        return Streamed(
+            _events(service, generation, shape),
+            EVENT_HEADERS,
+            check=service.check_engine,
+            failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
+        )
+    await while_connected(request.receive, generation.run(), service.check_engine)
+    write = partial(_whole, service, generation, shape)
+    return Response(await _written(service, generation.num_tokens, write), media_type=JSON_TYPE)
+
+
+async def _written(service: Service, num_tokens: int, write: Callable[[], bytes]) -> bytes:
+    """What is written of so many tokens, in a worker where that takes longer than others may wait."""
+    return write() if num_tokens <= QUICK_TOKENS else await service.workers.write(write)
+
+
+def _whole(service: Service, generation: Generation, shape: Shape) -> bytes:
+    return encode(service, shape.whole(generation.whole()))
+
+
+async def _events(service: Service, generation: Generation, shape: Shape) -> AsyncGenerator[bytes]:
+    try:
+        yield _joined(service, shape.opening())
+        async with aclosing(generation.stream()) as batches:
+            async for pieces in batches:
+                if data := await _written(
+                    service, generation.num_tokens_of(pieces), partial(_pieces, service, shape, pieces)
+                ):
+                    yield data
+        num_tokens = generation.num_tokens if shape.closes_whole else 0
+        closing = await _written(service, num_tokens, lambda: _joined(service, shape.closing()))
+        yield closing + shape.last_words
+    except Exception as error:
+        told = as_api_error(error)
+        if told.code == "internal_error":
+            logger.exception("a stream failed")
+        yield _joined(service, iter([shape.failed(told)]))
+
+
+def _pieces(service: Service, shape: Shape, pieces: Sequence[CompletionPiece]) -> bytes:
+    return b"".join(_joined(service, shape.chunks(piece)) for piece in pieces)
+
+
+def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
+    """Chunks as events; one that has a type is named by it."""
+    return b"".join(event(encode(service, chunk), chunk.get("type")) for chunk in chunks)
+
+
+def usage(generation: Generation) -> dict[str, int]:
+    """Tokens in and out, so far."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def num_top(generation: Generation) -> int | None:
+    """How many alternatives were asked; None for the whole vocabulary."""
+    asked = generation.params.logprobs
+    return None if asked == -1 else asked
+
+
+def chat_logprobs(service: Service, generation: Generation, piece: CompletionPiece) -> dict[str, Any] | None:
+    """OpenAI's chat object for the tokens of a piece that gave text, with the extensions asked for."""
+    record = piece.completion.logprobs
+    if record is None:
+        return None
+    rows, top = piece.text_tokens, num_top(generation)
+    found: dict[str, Any] = {"content": service.encoder.rows(record, rows, top), "refusal": None}
+    other = piece.completion.processed_logprobs
+    if other is not None:
+        found["processed_content"] = service.encoder.rows(other, rows, top)
+        found |= _extras(other, rows)
+    return found | _beside(record, rows, service)
+
+
+def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
+    """The completions object for all tokens of a piece, with the extensions asked for."""
+    record = piece.completion.logprobs
+    if record is None:
+        return None
+    vocabulary = service.text.vocabulary
+    ids = piece.completion.token_ids[piece.start : piece.stop]
+    found: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
+    found |= completion_rows(record[piece.start : piece.stop], vocabulary)
+    found["text_offset"] = piece.offsets
+    other = piece.completion.processed_logprobs
+    if other is not None:
+        found["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
+        found |= _extras(other, range(piece.start, piece.stop))
+    return found | _beside(record, range(piece.start, piece.stop), service)
+
+
+def completion_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]:
+    """The completions object's numbers of all rows of a record, its maps as JSON."""
+    rows = legacy_rows(record, vocabulary)
+    return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
+
+
+def _raw_rows(rows: Iterable[Any]) -> list[msgspec.Raw]:
+    """Each row as JSON: a call that writes all of them would keep every other thread waiting."""
+    return [msgspec.Raw(msgspec.json.encode(row)) for row in rows]
+
+
+def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
+    """Fields of a choice that are there only when asked for."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
+    if body.explain:
+        found["explain"] = _explanations(piece)
+    return found
+
+
+def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
+    """Fields about a prompt that are there only when asked for."""
+    found: dict[str, Any] = {}
+    if body.return_token_ids:
+        found["prompt_token_ids"] = output.prompt_token_ids
+    if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        record = output.prompt_logprobs
+        found["prompt_logprobs"] = _raw_rows(position_rows(record, service.text.vocabulary))
+        beside = _beside(record, range(len(record)), service)
+        found |= {f"prompt_{name}": values for name, values in beside.items()}
+    return found
+
+
+def reply_extensions(body: GenerationBody, output: RequestOutput | None) -> dict[str, Any]:
+    """What the numbers are, where the request was particular about it."""
+    if body.logprobs_mode is None or output is None or output.info is None:
+        return {}
+    return {"logprobs_info": output.info.to_dict()}
+
+
+def encode(service: Service, reply: dict[str, Any]) -> bytes:
+    """A reply as JSON, its log-probabilities counted."""
+    data = msgspec.json.encode(reply)
+    service.metrics.bytes_out.inc(len(data))
+    return data
+
+
+def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
+    """Further columns and named ids of the rows, parallel to them; nothing where there is none."""
+    found = _extras(record, rows)
+    if record.given is not None:
+        vocabulary = service.text.vocabulary
+        found["given"] = _raw_rows(entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows)
+    return found
+
+
+def _extras(record: FlatLogprobs, rows: Any) -> dict[str, Any]:
+    return {name: finite(values[list(rows)]) for name, values in record.extras.items()}
+
+
+def _explanations(piece: CompletionPiece) -> list[Any]:
+    told = piece.completion.explanations or []
+    return [[_effect(one) for one in position] for position in told[piece.start : piece.stop]]
+
+
+def _effect(effect: ProcessorEffect) -> dict[str, Any]:
+    """An effect with numbers that JSON has: made impossible is -9999, made possible again 9999."""
+    changes = {
+        str(token_id): max(min(change, -IMPOSSIBLE), IMPOSSIBLE)
+        for token_id, change in effect.changes.items()
+    }
+    return {"processor": effect.processor, "changes": changes, "mass_moved": effect.mass_moved}

@@ -1,1 +1,0 @@
-"""One reply from its requests to its bytes, whole or streamed."""
