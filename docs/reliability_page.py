@@ -17,8 +17,7 @@ from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
 from logprobe.server import ServerSettings
 from logprobe.server.http.decode import QUICK_BYTES, QUICK_ITEMS
 from logprobe.server.http.gate import PIECE_BYTES
-from logprobe.server.http.protocol import MAX_HEADER_BYTES
-from logprobe.server.http.rubbish import LOG_EVERY_S
+from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.items import MAX_LISTED
@@ -178,7 +177,7 @@ AUDIT = (
         f"the connection closes, or the request is served as HTTP; a line in {LOG_EVERY_S:.0f} s at most",
         (
             "attacks/test_words.py::test_connections_that_send_rubbish_are_counted_and_logged_now_and_then",
-            "test_rubbish.py::test_a_line_comes_at_once_and_then_in_a_while_with_the_number_since",
+            "test_bad_connections.py::test_a_line_comes_at_once_and_then_in_a_while_with_the_number_since",
         ),
     ),
     Audited(

@@ -23,8 +23,7 @@ from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import endpoint, failure
-from logprobe.server.http.protocol import TimedProtocol
-from logprobe.server.http.rubbish import Rubbish
+from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.openai.openapi import document
 from logprobe.server.routes import facts
 from logprobe.server.routes.chat import chat_completions
@@ -182,10 +181,10 @@ def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs the application."""
-    rubbish = Rubbish(app.state.service.metrics.bad_connections)
+    bad_connections = BadConnections(app.state.service.metrics.bad_connections)
     return uvicorn.Config(
         app,
-        http=partial(TimedProtocol, settings, rubbish),  # type: ignore[arg-type]  # called as a class is
+        http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # called as a class is
         ws="none",  # a socket handed over to another protocol would have none of this one's limits
         log_config=None,
         log_level="warning",

@@ -7,6 +7,8 @@ waits for ever until a reply is read.
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,21 +17,55 @@ from logprobe.server.http.errors import ApiError
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
-    from logprobe.server.http.rubbish import Rubbish
+    from prometheus_client import Counter
+
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
+LOG_EVERY_S: Final = 10.0
+UVICORN_LOG: Final = "uvicorn.error"
 
-_REASON: Final = ApiError(
+_HALF_CLOSED_BODY: Final = ApiError(
     400,
     "the client closed its half of the connection before the reply, as one does that leaves; keep it open",
     code="connection_half_closed",
 ).to_json()
 HALF_CLOSED: Final = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_REASON), _REASON)
+    b"content-length: %d\r\n\r\n%b" % (len(_HALF_CLOSED_BODY), _HALF_CLOSED_BODY)
 )
+
+
+logger = logging.getLogger("logprobe.server")
+
+
+class BadConnections:
+    """Counts connections that send no HTTP request and logs them now and then; for one event loop."""
+
+    def __init__(self, counter: Counter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._counter = counter
+        self._clock = clock
+        self._num_unlogged = 0
+        self._next_line_s = 0.0
+        logging.getLogger(UVICORN_LOG).addFilter(is_not_counted)
+
+    def count(self, what: str, client: tuple[str, int] | None) -> None:
+        """Count one that sent `what`."""
+        self._counter.inc()
+        self._num_unlogged += 1
+        now_s = self._clock()
+        if now_s >= self._next_line_s:
+            sender = "{}:{}".format(*client) if client else "an unknown address"
+            logger.warning("connections that sent %s: %d; the last from %s", what, self._num_unlogged, sender)
+            self._next_line_s = now_s + LOG_EVERY_S
+            self._num_unlogged = 0
+
+
+def is_not_counted(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's is not the one that it writes for each connection that sends no request."""
+    return not str(record.msg).startswith("Invalid HTTP request")
 
 
 class TimedProtocol(HttpToolsProtocol):
@@ -38,9 +74,9 @@ class TimedProtocol(HttpToolsProtocol):
     Nor does it wait longer for a client that does not take what it is sent.
     """
 
-    def __init__(self, settings: ServerSettings, rubbish: Rubbish, **options: Any) -> None:
+    def __init__(self, settings: ServerSettings, bad_connections: BadConnections, **options: Any) -> None:
         super().__init__(**options)
-        self._rubbish = rubbish
+        self._bad_connections = bad_connections
         self._timeout_s = settings.header_timeout_s
         self._deadline: asyncio.TimerHandle | None = None  # while a header is awaited
         self._write_timeout_s = settings.write_timeout_s
@@ -90,11 +126,11 @@ class TimedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request."""
-        self._rubbish.note("no HTTP request", self.client)
+        self._bad_connections.count("no HTTP request", self.client)
         super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        self._rubbish.note("a request for another protocol", self.client)
+        self._bad_connections.count("a request for another protocol", self.client)
 
     def pause_writing(self) -> None:
         """Expect that what was written is taken."""
