@@ -20,7 +20,7 @@ from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
 from logprobe.server.limits import limit_table
-from logprobe.server.openai.items import MAX_LISTED
+from logprobe.server.openai.bodies import MAX_LISTED
 from logprobe.server.reply import QUICK_TOKENS
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 
 from logprobe.server.app import ROUTES
-from logprobe.server.openai.openapi import BODIES, document
+from logprobe.server.openai.bodies import BODIES
+from logprobe.server.openai.openapi import document
 from logprobe.testing import check_integrity
 from server_process import PATIENCE_S
 

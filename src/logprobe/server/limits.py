@@ -19,7 +19,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_PARTS,
 )
 from logprobe.server.http.errors import bad_request, server_full
-from logprobe.server.openai.structured import GUIDED
+from logprobe.server.openai.fields import GUIDED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,27 +23,22 @@ from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
-from logprobe.server.limits import Cost, Limits, check_count
+from logprobe.server.limits import Cost, Limits
 from logprobe.server.metrics import Metrics
-from logprobe.server.openai.messages import check_fields
 from logprobe.server.stored import StoredResponses
-from logprobe.text.chat import ANSWER, lay_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import RequestOutput, Requests
-    from logprobe.records.values import IntArray
     from logprobe.server.limits import Ticket
     from logprobe.server.settings import ServerSettings
-    from logprobe.server.stored import Messages
-    from logprobe.text.chat import Layout
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
 
 
-def most_bytes_a_token(text: TextEdge) -> int:
+def _max_token_bytes(text: TextEdge) -> int:
     """The bytes of text that one token can stand for, at most."""
     vocabulary = text.vocabulary
     longest = max((len(vocabulary.token_bytes(token_id)) for token_id in range(len(vocabulary))), default=1)
@@ -77,7 +72,7 @@ class Service:
         self.settings = settings
         self.workers = Workers()
         self.documents = Documents(self.workers)
-        self._token_bytes = most_bytes_a_token(model.text)
+        self.max_token_bytes = _max_token_bytes(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size
         names = [settings.model_name, *settings.served_model_name, self.capabilities.model]
@@ -198,37 +193,6 @@ class Service:
             what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
             code = "engine_closed" if is_gone else "engine_stuck"
             raise ApiError(503, f"the engine {what}; the server must be started again", code=code)
-
-    def read_messages(self, messages: Messages, layout: Layout = ANSWER) -> IntArray:
-        """A conversation as ids, by default ready for the assistant's turn.
-
-        Raises:
-            ApiError: more text than a request may have, or than the model can take.
-            ParameterError: what the model's chat template refuses or passes over.
-        """
-        return self.text.encode(self.lay_out(messages, layout), add_special_tokens=False)
-
-    def lay_out(self, messages: Messages, layout: Layout = ANSWER) -> str:
-        """A conversation as the model's chat template writes it; raises as `read_messages` does."""
-        check_fields(messages)
-        laid_out = lay_out(messages, self.text, layout)
-        self.check_texts([laid_out], "messages")
-        return laid_out
-
-    def check_texts(self, texts: Sequence[str], param: str, *, is_whole: bool = True) -> None:
-        """Refuse texts by their bytes, before they are tokenised: all of them, and any that cannot fit.
-
-        With `is_whole` each is to fit into the model's context; no token is longer than the longest.
-
-        Raises:
-            ApiError: 400.
-        """
-        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
-        check_count(self.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
-        limit = self.capabilities.max_model_len
-        if is_whole and max(sizes, default=0) > (limit + 1) * self._token_bytes:
-            message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
-            raise bad_request(param, message, code="context_length_exceeded")
 
     def name_of(self, body: ChoosesWeights) -> str:
         """What replies call the weights that answered: LoRA weights go by their own name."""

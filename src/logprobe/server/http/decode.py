@@ -16,7 +16,7 @@ from logprobe.engine.forward.pool import return_freed
 from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
 from logprobe.server.limits import check_body, check_values
-from logprobe.server.openai.structured import GUIDED
+from logprobe.server.openai.fields import GUIDED
 from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, server_full
 from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.replies import JSON_TYPE
-from logprobe.server.openai.openapi import BODIES, QUERIES
+from logprobe.server.openai.bodies import BODIES, QUERIES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -6,7 +6,7 @@ OpenAI's; the extensions of this server stand in a block of their own. None mean
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -201,3 +201,26 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+
+ORDERS: Final = ("asc", "desc")
+MAX_LISTED: Final = 100  # messages a page
+
+BODIES: Final[dict[str, type[msgspec.Struct]]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/score": ScoreBody,
+    "/v1/next_token_logprobs": NextTokenBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/v1/tokenize": TokenizeBody,
+    "/v1/detokenize": DetokenizeBody,
+}
+QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
+    "/v1/responses/{response_id}/input_items": (
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},
+        {"name": "order", "in": "query", "schema": {"enum": list(ORDERS)}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    )
+}

@@ -5,16 +5,18 @@ Before it: a typed body. After it: the engine's request.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.errors import shortened
+import msgspec
+
+from logprobe.errors import ParameterError, shortened
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
-from logprobe.server.openai.structured import structured_format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from logprobe.server.openai.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
 
@@ -95,12 +97,17 @@ LOGPROBS_FIELDS: Final = (
 REPORTS: Final = ("entropy", "explain", "logprob_token_ids", "logprobs_mode")
 """Extensions that come beside logprobs."""
 
+# vLLM's words for a text of a given form, which `response_format` says here.
+FORMS: Final = ("json", "json_object", "regex", "choice", "grammar")
+STRUCTURED: Final = "structured_outputs."
+GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
 
 def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingParams:
     """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "comes with logprobs: true")
-    check_count("top_logprobs", body.top_logprobs, max_logprobs)
+    _check_max_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
@@ -117,7 +124,7 @@ def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> Sa
     unknown = [one for one in body.include or () if one != LOGPROBS]
     if unknown:
         raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
-    check_count("top_logprobs", body.top_logprobs, max_logprobs)
+    _check_max_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
     if body.top_logprobs and not body.include:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
     if body.tools:
@@ -147,7 +154,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingParams:
     """What a completions body asks for; with `echo`, its `logprobs` are the prompt's, too."""
-    check_count("logprobs", body.logprobs, max_logprobs)
+    _check_max_logprobs("logprobs", body.logprobs, max_logprobs)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
@@ -184,7 +191,7 @@ def _check_tools(body: ChatBody) -> None:
         raise bad_request("parallel_tool_calls", "cannot be promised: calls are text, as the model writes it")
 
 
-def check_count(name: str, value: int | None, max_logprobs: int) -> None:
+def _check_max_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
     """Refuse a count of alternatives beyond the cap."""
     if value is None or max_logprobs == -1:
         return
@@ -207,7 +214,7 @@ def _params(
     check_neutral(body)
     _check_bias(body.logit_bias)
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
-    check_count("prompt_logprobs", prompt_logprobs, max_logprobs)
+    _check_max_logprobs("prompt_logprobs", prompt_logprobs, max_logprobs)
     asked = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
     if asked["response_format"] in NEUTRAL["response_format"]:
         asked["response_format"] = None
@@ -231,3 +238,70 @@ def _params(
 
 def _asks_nothing(name: str, value: Any) -> bool:
     return value in (0, False, {}, []) or (name == "repetition_penalty" and value == 1)
+
+
+def structured_format(body: GenerationBody) -> dict[str, Any] | None:
+    """The response format that `guided_*` or `structured_outputs` ask for; None where neither does.
+
+    Raises:
+        ApiError: both, or beside response_format; an unknown form; a grammar in another notation.
+    """
+    asked = _forms_of(body)
+    for name, _ in asked:
+        if name.startswith(STRUCTURED) and name.removeprefix(STRUCTURED) not in FORMS:
+            message = f"is not known here; {', '.join(FORMS)} are"
+            raise bad_request(name, message, code="unsupported_parameter")
+    if not asked:
+        return None
+    if len(asked) > 1 or getattr(body, "response_format", None) is not None:
+        others = [name for name, _ in asked[1:]] or ["response_format"]
+        raise bad_request(asked[0][0], f"and {others[0]} both give the form of the text; give one of them")
+    [(name, value)] = asked
+    return _as_format(name, value)
+
+
+@contextmanager
+def named_as_asked(body: GenerationBody) -> Iterator[None]:
+    """Errors of the form of the text by the field that gave it."""
+    try:
+        yield
+    except (ParameterError, ApiError) as error:
+        told, asked = as_api_error(error), _forms_of(body)
+        if told.param != "response_format" or not asked:
+            raise
+        message = told.message.removeprefix("response_format: ")
+        raise bad_request(asked[0][0], message, code=told.code) from error
+
+
+def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
+    """The fields that give the form of the text, with their values."""
+    guided = [(name, getattr(body, name)) for name in GUIDED if getattr(body, name) is not None]
+    structured = [
+        (f"{STRUCTURED}{name}", value)
+        for name, value in (body.structured_outputs or {}).items()
+        if value is not None
+    ]
+    return guided + structured
+
+
+def _decoded(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise bad_request(name, f"is no schema: it is not JSON: {error}") from error
+
+
+def _as_format(name: str, value: Any) -> dict[str, Any] | None:
+    form = name.removeprefix(STRUCTURED).removeprefix("guided_")
+    if form == "json":
+        if isinstance(value, str):
+            value = _decoded(name, value)
+        return {"type": "json_schema", "json_schema": {"schema": value}}
+    if form == "json_object":
+        return {"type": "json_object"} if value else None
+    if form != "grammar":
+        return {"type": form, form: value}
+    if not isinstance(value, str) or "::=" in value:
+        remedy = 'response_format {"type": "ebnf", "ebnf": "start: ..."}'
+        raise bad_request(name, f"must be in Lark's notation, as in {remedy}")
+    return {"type": "ebnf", "ebnf": value}

@@ -12,29 +12,10 @@ import msgspec
 
 from logprobe import __version__
 from logprobe.server.openai import bodies, schemas
-from logprobe.server.openai.items import MAX_LISTED, ORDERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BODIES: Final[dict[str, type[msgspec.Struct]]] = {
-    "/v1/chat/completions": bodies.ChatBody,
-    "/v1/completions": bodies.CompletionBody,
-    "/v1/responses": bodies.ResponsesBody,
-    "/v1/score": bodies.ScoreBody,
-    "/v1/next_token_logprobs": bodies.NextTokenBody,
-    "/tokenize": bodies.TokenizeBody,
-    "/detokenize": bodies.DetokenizeBody,
-    "/v1/tokenize": bodies.TokenizeBody,
-    "/v1/detokenize": bodies.DetokenizeBody,
-}
-QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
-    "/v1/responses/{response_id}/input_items": (
-        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},
-        {"name": "order", "in": "query", "schema": {"enum": list(ORDERS)}},
-        {"name": "after", "in": "query", "schema": {"type": "string"}},
-    )
-}
 _REF: Final = "#/components/schemas/{name}"
 _STREAMED: Final = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 _BINARY: Final = {"schema": {"type": "string", "format": "binary"}}
@@ -43,7 +24,7 @@ _TEXT: Final = {"schema": {"type": "string"}}
 
 def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
     """The whole document."""
-    types = [*BODIES.values(), *schemas.REPLIES.values()]
+    types = [*bodies.BODIES.values(), *schemas.REPLIES.values()]
     types += [schemas.ChatCompletionChunk, schemas.Error, schemas.Facts]
     _, parts = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, Any] = {}
@@ -75,14 +56,14 @@ def _operation(method: str, path: str, told: str) -> dict[str, Any]:
             },
         },
     }
-    if path in BODIES and method == "POST":
-        content = {"application/json": {"schema": _ref(BODIES[path])}}
+    if path in bodies.BODIES and method == "POST":
+        content = {"application/json": {"schema": _ref(bodies.BODIES[path])}}
         operation["requestBody"] = {"required": True, "content": content}
     named = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"{(\w+)}", path)
     ]
-    if parameters := named + list(QUERIES.get(path, ())):
+    if parameters := named + list(bodies.QUERIES.get(path, ())):
         operation["parameters"] = parameters
     return operation
 

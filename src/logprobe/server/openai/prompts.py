@@ -1,25 +1,42 @@
-"""Prompts as clients write them → token ids, and the text that an echo repeats.
+"""Prompts and conversations as clients write them → token ids, and the text that an echo repeats.
 
-Before it: a typed body. After it: engine requests.
+Before it: a typed body. After it: engine requests. Texts are refused by their bytes before they are
+tokenised, and fields of messages that no client of OpenAI's has where the chat template is not asked of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from logprobe.server.http.errors import bad_request
+from logprobe.server.limits import check_count
+from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from logprobe.records.values import IntArray
+    from logprobe.server.openai.bodies import ChatBody, TokenizeBody
     from logprobe.server.service import Service
+    from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
 
 LARGEST_ID = 2**31 - 1
+
+MESSAGE_FIELDS: Final = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio"}
+    | {"annotations", "parsed", "phase"}
+    # What other servers' replies have.
+    | {"reasoning", "reasoning_content", "reasoning_details", "images", "provider_specific_fields"}
+)
+PART_FIELDS: Final = frozenset(
+    {"type", "text", "parsed", "prompt_cache_breakpoint", "cache_control", *PART_REPORTS}
+)
+CALL_FIELDS: Final = frozenset({"id", "type", "index", "function"})
+FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +56,14 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, name: str = "
     """
     text = service.text
     if isinstance(prompt, str):
-        service.check_texts([prompt], name)
+        check_texts([prompt], name, service)
         return [_from_text(prompt, text)]
     if not prompt:
         raise bad_request(name, "is empty; give a text, token ids, or a list of either")
     if all(isinstance(one, int) for one in prompt):
         return [_from_ids(prompt, text, name)]
     if all(isinstance(one, str) for one in prompt):
-        service.check_texts(prompt, name)
+        check_texts(prompt, name, service)
         return [_from_text(one, text) for one in prompt]
     if all(isinstance(one, list) for one in prompt):
         return [_from_ids(one, text, name) for one in prompt]
@@ -82,3 +99,76 @@ def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:
         if b"".join(whole[num_added:]) == data:
             return [b""] * num_added + whole[num_added:]
     return [text.bytes_of([token_id]) for token_id in ids]
+
+
+def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole: bool = True) -> None:
+    """Refuse texts by their bytes, before they are tokenised: all of them, and any that cannot fit.
+
+    With `is_whole` each is to fit into the model's context; no token is longer than the longest.
+
+    Raises:
+        ApiError: 400.
+    """
+    sizes = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+    check_count(service.settings, "max_text_bytes", param, sum(sizes), "bytes of text")
+    limit = service.capabilities.max_model_len
+    if is_whole and max(sizes, default=0) > (limit + 1) * service.max_token_bytes:
+        message = f"holds a text of {max(sizes)} bytes, which are more than the model's {limit} tokens"
+        raise bad_request(param, message, code="context_length_exceeded")
+
+
+def encode_messages(messages: Conversation, service: Service, layout: Layout = ANSWER) -> IntArray:
+    """A conversation as ids, by default ready for the assistant's turn.
+
+    Raises:
+        ApiError: more text than a request may have, or than the model can take.
+        ParameterError: what the model's chat template refuses or passes over.
+    """
+    return service.text.encode(render_messages(messages, service, layout), add_special_tokens=False)
+
+
+def render_messages(messages: Conversation, service: Service, layout: Layout = ANSWER) -> str:
+    """A conversation as the model's chat template writes it; raises as `encode_messages` does."""
+    check_fields(messages)
+    text = lay_out(messages, service.text, layout)
+    check_texts([text], "messages", service)
+    return text
+
+
+def layout_of(body: ChatBody | TokenizeBody) -> Layout:
+    """How a body's conversation is to be laid out."""
+    return Layout(
+        tools=body.tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def check_fields(messages: Conversation) -> None:
+    """Refuse fields of no known name that say nothing; those that say something are the template's to take.
+
+    Raises:
+        ApiError: 400 naming the field.
+    """
+    for place, message in enumerate(messages):
+        where = f"messages[{place}]"
+        _check_known((name for name, value in message.items() if value in EMPTY), MESSAGE_FIELDS, where)
+        for part in _objects(message.get("content")):
+            if part.get("type") in TEXT_PARTS:
+                _check_known(part, PART_FIELDS, f"{where}.content")
+        for number, call in enumerate(_objects(message.get("tool_calls"))):
+            _check_known(call, CALL_FIELDS, f"{where}.tool_calls[{number}]")
+            for function in _objects([call.get("function")]):
+                _check_known(function, FUNCTION_FIELDS, f"{where}.tool_calls[{number}].function")
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+
+
+def _check_known(names: Iterable[str], known: frozenset[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            message = "is no field that is read here; leave it out"
+            raise bad_request(f"{where}.{name}", message, code="unknown_parameter")

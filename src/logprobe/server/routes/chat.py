@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from logprobe.server.http.decode import read
 from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
-from logprobe.server.openai.fields import chat_params
-from logprobe.server.openai.structured import named_as_asked
+from logprobe.server.openai.fields import chat_params, named_as_asked
+from logprobe.server.openai.prompts import encode_messages, layout_of
 from logprobe.server.reply import (
     Generation,
     answer,
@@ -21,7 +21,6 @@ from logprobe.server.reply import (
     reply_extensions,
     usage,
 )
-from logprobe.text.chat import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.openai.bodies import TokenizeBody
     from logprobe.server.service import Service
 
 
@@ -46,21 +44,11 @@ def understand(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
     """What is asked, admitted."""
     service.choose_weights(body)
     service.log_body("chat", body)
-    ids = service.read_messages(body.messages, layout_of(body))
+    ids = encode_messages(body.messages, service, layout_of(body))
     room = service.capabilities.max_model_len + 1 - len(ids)
     with named_as_asked(body):
         params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
         return body, Generation(service, service.new_id("chatcmpl"), [(ids, params)])
-
-
-def layout_of(body: ChatBody | TokenizeBody) -> Layout:
-    """How a body's conversation is to be laid out."""
-    return Layout(
-        tools=body.tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
 
 
 class ChatShape:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from logprobe.server.http.decode import read
 from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import CompletionBody
-from logprobe.server.openai.fields import completion_params
+from logprobe.server.openai.fields import completion_params, named_as_asked
 from logprobe.server.openai.prompts import read_prompts
-from logprobe.server.openai.structured import named_as_asked
 from logprobe.server.reply import (
     Generation,
     answer,

@@ -18,7 +18,7 @@ from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
 from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
-from logprobe.server.routes.chat import layout_of
+from logprobe.server.openai.prompts import check_texts, encode_messages, layout_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -103,10 +103,10 @@ def _tokenized(body: TokenizeBody, service: Service) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
     if body.messages is not None:
-        ids = service.read_messages(body.messages, layout_of(body))
+        ids = encode_messages(body.messages, service, layout_of(body))
     else:
         assert body.prompt is not None
-        service.check_texts([body.prompt], "prompt", is_whole=False)
+        check_texts([body.prompt], "prompt", service, is_whole=False)
         ids = service.text.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     tokens: list[int] = ids.tolist()
     reply: dict[str, Any] = {

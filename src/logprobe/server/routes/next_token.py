@@ -15,7 +15,7 @@ import numpy as np
 from logprobe.server.http.decode import read
 from logprobe.server.http.replies import Streamed, while_connected
 from logprobe.server.openai.bodies import NextTokenBody
-from logprobe.server.openai.prompts import as_ids
+from logprobe.server.openai.prompts import as_ids, check_texts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -87,7 +87,7 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
     """A request for each prompt, admitted."""
     service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
-    service.check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts")
+    check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts", service)
     prompts = [
         service.text.encode(prompt) if isinstance(prompt, str) else as_ids(prompt, "prompts")
         for prompt in body.prompts

@@ -17,7 +17,7 @@ from logprobe.server.http.decode import QUICK_ITEMS, read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import ScoreBody
-from logprobe.server.openai.prompts import as_ids
+from logprobe.server.openai.prompts import as_ids, check_texts, render_messages
 from logprobe.server.reply import encode
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     contexts = [body.context] if isinstance(body.context, str) else []
     continuations = [text for text in body.continuations if isinstance(text, str)]
     # A context is tokenised with each continuation.
-    service.check_texts(contexts * max(len(continuations), 1) + continuations, "continuations")
+    check_texts(contexts * max(len(continuations), 1) + continuations, "continuations", service)
     laid_out, before = _before(body, len(continuations), service)
     pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
@@ -103,8 +103,8 @@ def _before(body: ScoreBody, num_times: int, service: Service) -> tuple[str | No
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:
-        text = service.lay_out(body.messages)
-        service.check_texts([text] * num_times, "messages")  # it is tokenised with each continuation
+        text = render_messages(body.messages, service)
+        check_texts([text] * num_times, "messages", service)  # it is tokenised with each continuation
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
     if len(ids) > limit:  # they are joined with each continuation
