@@ -36,7 +36,8 @@ class AsyncLM(NextTokenLM[Row]):
 
     Args:
         model: a name, as `EngineConfig.model`; or an open `LLM`, whose engine it then shares, and whose
-            processors, LoRA weights and known prefixes too.
+            processors, LoRA weights and known prefixes too; of a view (`LLM.with_lora`), asks that name no
+            LoRA weights have its.
         cache_bytes: bytes of rows that are kept whole, least recently used out first; 0 keeps none.
         batch_size: asks that start a step at once where the engine is idle.
         timeout: seconds after which the first of fewer asks starts a step; a busy engine takes asks at once.
@@ -70,6 +71,9 @@ class AsyncLM(NextTokenLM[Row]):
             timeout=timeout,
             owns_source=isinstance(model, str | os.PathLike) if owns_engine is None else owns_engine,
         )
+        lora = getattr(model, "lora", None)
+        if lora is not None:
+            self.set_lora(name=lora)
 
     @classmethod
     def from_name(

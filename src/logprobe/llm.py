@@ -6,7 +6,7 @@ The client with a bridge to callers without an event loop, and a progress bar.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
@@ -135,13 +135,15 @@ class LLM:
             loaded = start_engine(self.config)
             # An engine process that is started again reads a given model's copy again.
             has_processes = loaded.engine.capabilities().num_processes > 0
-            self._given = given.pop_all() if has_processes else ExitStack()
+            self._owned = given.pop_all() if has_processes else ExitStack()
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text
         self.processors = loaded.processors  # the instances by name, and what each has cost, if run here
         self.client = Client(loaded.engine, loaded.text)
         self._bridge = LoopThread()
+        self._owned.callback(self._bridge.close)
+        self._owned.callback(self.engine.close)  # the first to close
 
     def generate(
         self,
@@ -271,7 +273,7 @@ class LLM:
         return self.engine.load_weights(weights, version=version, finishes=on_running == "finish")
 
     def add_lora(self, name: str, path: str | Path) -> None:
-        """Load LoRA weights from a folder; `SamplingParams(lora=name)` then runs on them.
+        """Load LoRA weights from a folder; `with_lora(name)` and `SamplingParams(lora=name)` run on them.
 
         A name that is loaded again stands for the new weights; what was asked before keeps its own.
 
@@ -296,12 +298,40 @@ class LLM:
         """The loaded LoRA weights: name → path."""
         return self.engine.list_loras()
 
+    def with_lora(self, name: str | None) -> Self:
+        """The same model, on which every call runs on these LoRA weights.
+
+        It shares the engine and owns nothing: its `close` does nothing, and it ends with the model that was
+        loaded. Weights loaded again under the name answer its later calls.
+
+        Args:
+            name: of loaded weights, which the parameters of its calls need not name, and no others may be
+                named; None: the model as it was loaded, whose calls run on what their parameters name.
+
+        Raises:
+            ParameterError: no such weights.
+        """
+        from logprobe.engine.client import Client
+
+        is_name = name is None or isinstance(name, str)
+        require(is_name, "lora", f"must be the name of LoRA weights or None, got {name!r}")
+        if name is not None:
+            self.engine.lora_number(name)
+        view = copy(self)
+        view.client = Client(self.engine, self.text, lora=name)
+        view._owned = ExitStack()  # noqa: SLF001 - of the same class
+        return view
+
+    @property
+    def lora(self) -> str | None:
+        """The LoRA weights of `with_lora`; None: those that a call's parameters name."""
+        return self.client.lora
+
     def score(
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
         *,
         progress: bool = False,
-        lora: str | None = None,
         entropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
@@ -316,7 +346,6 @@ class LLM:
         Args:
             pairs: (context, continuation), both texts or both lists of token ids.
             progress: show a progress bar on stderr.
-            lora: the LoRA weights to run on, by name.
             entropy: give the entropy at each token, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
             logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
@@ -333,13 +362,13 @@ class LLM:
                 started then.
             BatchError: some pairs failed; holds all scores.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy, lora=lora)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy)
         watch = partial(progress_bar, shown=progress)
         work = self.client.score(
             pairs,
             params,
             watch=watch,
-            sampling=None if sampling is None else replace(sampling, lora=lora or sampling.lora),
+            sampling=sampling,
             unconditional=unconditional,
             on_error=on_error,
             truncation=truncation,
@@ -353,7 +382,6 @@ class LLM:
         stride: int | None = None,
         window: int | None = None,
         bos: bool | None = None,
-        lora: str | None = None,
         progress: bool = False,
     ) -> Perplexity:
         """What the model gives a text of any length, each token scored once; see `scoring.perplexity`.
@@ -363,7 +391,6 @@ class LLM:
             stride: tokens from one window to the next; the default is half a window.
             window: tokens a window; the default is the model's context.
             bos: put BOS (EOS where there is none) before the text, or do not; None: as the tokenizer does.
-            lora: the LoRA weights to run on, by name.
             progress: show a progress bar on stderr.
 
         Raises:
@@ -372,13 +399,11 @@ class LLM:
         """
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
         with byte_bar(num_bytes, shown=progress) as advance:
-            return perplexity(self, text, stride=stride, window=window, bos=bos, lora=lora, advance=advance)
+            return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
 
     def close(self) -> None:
-        """Let the model go; a second call does nothing."""
-        self.engine.close()
-        self._bridge.close()
-        self._given.close()
+        """Let the model go; a second call does nothing, nor does a view's (`with_lora`)."""
+        self._owned.close()
 
     def cleanup(self) -> None:
         """`close`, by the name that `AsyncLM` has for it."""
@@ -386,7 +411,8 @@ class LLM:
 
     def __repr__(self) -> str:
         facts = self.engine.capabilities()
-        return f"LLM({self.config.model!r}, {facts.engine}, {facts.device}, {facts.dtype})"
+        lora = "" if self.lora is None else f", lora={self.lora!r}"
+        return f"LLM({self.config.model!r}, {facts.engine}, {facts.device}, {facts.dtype}{lora})"
 
     def __enter__(self) -> Self:
         return self

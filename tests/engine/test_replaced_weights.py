@@ -132,12 +132,13 @@ def test_lora_weights_are_kept_over_the_new_ones(
     llm: LLM, state: dict[str, torch.Tensor], new_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:
     llm.add_lora("wide", adapter_folders["wide"])
-    old = llm.score(PAIRS, lora="wide")
+    tuned = llm.with_lora("wide")
+    old = tuned.score(PAIRS)
     llm.load_weights(state)
-    new = llm.score(PAIRS, lora="wide")
+    new = tuned.score(PAIRS)
     with _new_llm(new_folder) as fresh:
         fresh.add_lora("wide", adapter_folders["wide"])
-        assert new == fresh.score(PAIRS, lora="wide")
+        assert new == fresh.with_lora("wide").score(PAIRS)
     assert new != old
 
 
@@ -394,7 +395,7 @@ def test_lora_weights_that_come_while_others_wait_run_on_both(
     running.join()
     with _new_llm(new_folder) as fresh:
         fresh.add_lora("wide", adapter_folders["wide"])
-        assert llm.score(PAIRS, lora="wide") == fresh.score(PAIRS, lora="wide")
+        assert llm.with_lora("wide").score(PAIRS) == fresh.with_lora("wide").score(PAIRS)
 
 
 # -- no cache gives an old model's numbers -----------------------------------------------------------------

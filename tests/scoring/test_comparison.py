@@ -73,9 +73,9 @@ def test_adapters_of_one_model_are_compared(
 ) -> None:
     with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
-        found = compare(llm, llm, TEXTS, lora_b="wide")
+        found = compare(llm, llm.with_lora("wide"), TEXTS)
         (base,) = llm.score([("", TEXTS[0])])
-        (tuned,) = llm.score([("", TEXTS[0])], lora="wide")
+        (tuned,) = llm.with_lora("wide").score([("", TEXTS[0])])
     count = base.num_tokens
     assert found.logprobs_a[:count].tolist() == pytest.approx(base.token_logprobs, abs=1e-4)
     assert found.logprobs_b[:count].tolist() == pytest.approx(tuned.token_logprobs, abs=1e-4)

@@ -127,8 +127,9 @@ def test_given_tokens_run_on_their_lora(tiny_llm: LLM, adapter_folders: dict[str
     tiny_llm.add_lora("forced", adapter_folders["wide"])
     try:
         pair = (CONTEXT, [70, 71])
-        (score,) = tiny_llm.score([pair], sampling=SamplingParams(), lora="forced")
-        (raw,) = tiny_llm.score([pair], lora="forced")
+        tuned = tiny_llm.with_lora("forced")
+        (score,) = tuned.score([pair], sampling=SamplingParams())
+        (raw,) = tuned.score([pair])
         (base,) = tiny_llm.score([pair])
     finally:
         tiny_llm.remove_lora("forced")

@@ -126,7 +126,6 @@ def test_nothing_to_score_has_no_perplexity(tiny_llm: LLM, text: str) -> None:
         ({"window": 1}, "window"),
         ({"stride": 0}, "stride"),
         ({"window": 10, "stride": 10}, "stride"),
-        ({"lora": "none"}, "lora"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(tiny_llm: LLM, options: Any, parameter: str) -> None:

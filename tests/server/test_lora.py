@@ -91,7 +91,7 @@ def test_an_adapters_numbers_are_those_of_the_offline_front_door(adapted: Any, n
     found = numbers(ask(adapted, "/v1/completions", lora=name))
     want = list(output.outputs[0].logprobs.chosen_entries().logprobs)
     assert found == pytest.approx(want, abs=TOLERANCE)
-    scores = adapted.llm.score([(PROMPT, " of"), (PROMPT, " the")], lora=name)
+    scores = adapted.llm.with_lora(name).score([(PROMPT, " of"), (PROMPT, " the")])
     scored = ask(adapted, "/v1/score", lora=name)["data"]
     assert [one["logprob"] for one in scored] == pytest.approx(
         [score.logprob for score in scores], abs=TOLERANCE

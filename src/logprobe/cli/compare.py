@@ -83,20 +83,17 @@ def _compare_models(a: str, b: str, texts: list[str], bos: bool | None, engine: 
     from logprobe.scoring.comparison import compare as compare_models
 
     with ExitStack() as stack, flags_for():
-        mine, lora_a = _open(a, stack, engine)
-        theirs, lora_b = _open(b, stack, engine)
-        return compare_models(mine, theirs, texts, bos=bos, lora_a=lora_a, lora_b=lora_b)
+        return compare_models(_open(a, stack, engine), _open(b, stack, engine), texts, bos=bos)
 
 
 def _compare_file(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
     from logprobe.scoring.stored import compare_with_stored
 
     with ExitStack() as stack, flags_for():
-        llm, lora = _open(b, stack, engine)
-        return compare_with_stored(a, llm, texts, bos=bos, lora=lora)
+        return compare_with_stored(a, _open(b, stack, engine), texts, bos=bos)
 
 
-def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> tuple[LLM, str | None]:
+def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
     model, *given = named.split(",")
     settings = dict(engine)
     for pair in given:
@@ -106,9 +103,10 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> tuple[LLM, st
         settings[name] = int(value) if value.isdecimal() else value
     lora = settings.pop(LORA, None)
     llm = stack.enter_context(open_llm(model, **settings))
-    if lora is not None:
-        llm.add_lora(LORA, lora)
-    return llm, None if lora is None else LORA
+    if lora is None:
+        return llm
+    llm.add_lora(LORA, lora)
+    return llm.with_lora(LORA)
 
 
 def _text(value: Any, row: Any) -> str:

@@ -63,7 +63,7 @@ _Force = Annotated[bool, typer.Option("--force", help="Write the output anew if 
 
 
 @takes_engine
-@takes_settings(DataSettings, RaySettings, without=frozenset({"lora"}))
+@takes_settings(DataSettings, RaySettings)
 def score(
     files: _Files = None,
     *,

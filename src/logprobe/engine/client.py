@@ -65,11 +65,15 @@ class AskedPair(NamedTuple):
 
 
 class Client:
-    """Prompts, conversations and pairs in; outputs and scores out, in whatever event loop calls."""
+    """Prompts, conversations and pairs in; outputs and scores out, in whatever event loop calls.
 
-    def __init__(self, engine: Front, text: TextEdge) -> None:
+    All of them run on the LoRA weights `lora`; None: on those that their parameters name.
+    """
+
+    def __init__(self, engine: Front, text: TextEdge, *, lora: str | None = None) -> None:
         self.engine = engine
         self.text = text
+        self.lora = lora
         self.requests = Requests(engine)
 
     async def generate(
@@ -85,7 +89,7 @@ class Client:
         _check_on_error(on_error)
         check_truncation(truncation)
         many = _as_prompts(prompts)
-        asked, requests = _as_params(params, len(many)), self.requests.of_one_call()
+        asked, requests = self._asked(params, len(many)), self.requests.of_one_call()
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
@@ -140,9 +144,9 @@ class Client:
         """What the model gives continuations after their contexts; see `LLM.score`."""
         _check_on_error(on_error)
         check_truncation(truncation)
-        limit = self.engine.capabilities().max_model_len
-
-        requests = self.requests.of_one_call()
+        params = self._on_lora(params)
+        sampling = None if sampling is None else self._on_lora(sampling)
+        limit, requests = self.engine.capabilities().max_model_len, self.requests.of_one_call()
 
         def admit_splits(splits: Sequence[Split]) -> list[Admitted]:
             if sampling is None:
@@ -197,7 +201,7 @@ class Client:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[RequestOutput]:
         """The one output of a prompt, each time it has grown; see `LLM.stream`."""
-        prompts, [asked] = _as_prompts(prompt), _as_params(params, 1)
+        prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
         require(len(prompts) == 1, "prompt", "must be one text or one list of ids", got=prompt)
         require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
         [one] = prompts
@@ -213,7 +217,7 @@ class Client:
                 yield output
 
     async def _grow(self, ids: IntArray, params: SamplingParams) -> AsyncGenerator[RequestOutput]:
-        admitted = self.requests.of_one_call().admit(ids, params)
+        admitted = self.requests.of_one_call().admit(ids, self._on_lora(params))
         self.engine.submit([admitted])
         async with aclosing(self.engine.stream(admitted.request.request_id)) as outputs:
             async for output in outputs:
@@ -283,6 +287,23 @@ class Client:
         for completion in output.outputs:
             completion.text = self.text.text_of(completion.token_ids, completion.num_text_bytes)
         return output
+
+    def _asked(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [self._on_lora(params or SamplingParams())] * count
+        is_list = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
+        require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
+        require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
+        return params if self.lora is None else [self._on_lora(one) for one in params]
+
+    def _on_lora(self, params: SamplingParams) -> SamplingParams:
+        if self.lora is None or params.lora == self.lora:
+            return params
+        remedy = f"is {params.lora!r}, but this view runs on {self.lora!r}; ask the model that was loaded"
+        require(params.lora is None, "lora", remedy)
+        return replace(params, lora=self.lora)
 
     def _as_ids(self, prompt: Prompt | IntArray) -> IntArray:
         return self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
@@ -362,14 +383,3 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if len(prompts) and isinstance(prompts[0], int | np.integer):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return prompts  # type: ignore[return-value]
-
-
-def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    is_list = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
-    require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
-    require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
-    return params

@@ -76,9 +76,9 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         self.max_length = min(max_length or limit, limit)
         self.add_bos_token = add_bos_token
         self.max_gen_toks = max_gen_toks
-        self._lora = "lora" if lora else None
         if lora:
             self.llm.add_lora("lora", lora)
+            self.llm = self.llm.with_lora("lora")
 
     @property
     def eot_token_id(self) -> int:
@@ -131,7 +131,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return [
             (score.logprob, score.is_greedy)
             for start in starts
-            for score in self.llm.score(cut[start : start + PAIRS_A_CALL], progress=True, lora=self._lora)
+            for score in self.llm.score(cut[start : start + PAIRS_A_CALL], progress=True)
         ]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
@@ -185,7 +185,6 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return SamplingParams(
             max_tokens=kwargs["max_gen_toks"],
             stop=tuple(term for term in stop if term),
-            lora=self._lora,
             **{"temperature": 0.0, **sampling},
         )
 

@@ -175,36 +175,23 @@ def _spread(spread: Spread | None) -> dict[str, float] | None:
     return {"mean": spread.mean, "max": spread.max, **quantiles}
 
 
-def compare(
-    a: Scorer,
-    b: Scorer,
-    texts: Iterable[str],
-    *,
-    bos: bool | None = None,
-    lora_a: str | None = None,
-    lora_b: str | None = None,
-) -> Comparison:
-    """Score the same texts with two models, or with two sets of LoRA weights, and compare what they give.
+def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
+    """Score the same texts with two models and compare what they give.
 
     Args:
         a: the reference.
-        b: what is used in its place; may be `a` itself.
+        b: what is used in its place; may be `a` itself, or `a.with_lora(name)`.
         texts: each no longer than both contexts.
         bos: put BOS (EOS where there is none) before each text, or do not; None: as the tokenizer does.
-        lora_a: the LoRA weights that `a` runs on.
-        lora_b: the LoRA weights that `b` runs on.
 
     Raises:
         ParameterError: no text that has a token to score, or one that is longer than a context.
         BatchError: a request failed.
     """
     if _same_vocabulary(a, b):
-        rows = [part for ids in _sequences(a, texts, bos) for part in _token_parts(a, b, ids, lora_a, lora_b)]
+        rows = [part for ids in _sequences(a, texts, bos) for part in _token_parts(a, b, ids)]
         return _of_tokens(a, rows)
-    pairs = [
-        (surprisal(a, text, bos=bos, lora=lora_a), surprisal(b, text, bos=bos, lora=lora_b)) for text in texts
-    ]
-    return _of_words(pairs)
+    return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
 
 
 def _same_vocabulary(a: Scorer, b: Scorer) -> bool:
@@ -232,15 +219,13 @@ TokenPart = tuple[
 ]
 
 
-def _token_parts(
-    a: Scorer, b: Scorer, ids: IntArray, lora_a: str | None, lora_b: str | None
-) -> Iterator[TokenPart]:
+def _token_parts(a: Scorer, b: Scorer, ids: IntArray) -> Iterator[TokenPart]:
     """Positions by the hundreds: both models' whole rows of that many are held, never those of a text."""
     for start in range(1, len(ids), POSITIONS_A_CALL):
         end = min(start + POSITIONS_A_CALL, len(ids))
         pair = (ids[:start], ids[start:end])
-        (mine,) = a.score([pair], lora=lora_a, logprobs=-1)
-        (theirs,) = b.score([pair], lora=lora_b, logprobs=-1)
+        (mine,) = a.score([pair], logprobs=-1)
+        (theirs,) = b.score([pair], logprobs=-1)
         assert mine.record is not None
         assert theirs.record is not None
         rows, others = whole_rows(mine.record), whole_rows(theirs.record)

@@ -41,12 +41,15 @@ class Scorer(Protocol):
     def engine(self) -> HasCapabilities:
         """What runs it."""
 
+    @property
+    def lora(self) -> str | None:
+        """The LoRA weights that it runs on."""
+
     def score(
         self,
         pairs: Sequence[tuple[Any, Any]],
         *,
         progress: bool = False,
-        lora: str | None = None,
         entropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,

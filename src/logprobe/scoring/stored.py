@@ -42,12 +42,7 @@ def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
 
 
 def compare_with_stored(
-    path: str | Path,
-    llm: Scorer,
-    texts: Sequence[str],
-    *,
-    bos: bool | None = None,
-    lora: str | None = None,
+    path: str | Path, llm: Scorer, texts: Sequence[str], *, bos: bool | None = None
 ) -> Comparison:
     """Compare a run of `score_dataset` that kept its tokens (A) with what a model gives the same texts (B).
 
@@ -56,7 +51,6 @@ def compare_with_stored(
         llm: the model.
         texts: the data of the run, from its first row on.
         bos: as the run had it.
-        lora: the LoRA weights to run on, by name.
 
     Raises:
         InputError: a file that holds no tokens, or tokens that are not those of the texts.
@@ -77,7 +71,7 @@ def compare_with_stored(
                     "give the run's own data, model family and BOS"
                 )
             pairs.append((ids[:1], ids[1:]))
-        scores = llm.score(pairs, lora=lora)
+        scores = llm.score(pairs)
         parts += [
             (row["token_logprobs"], score.token_logprobs) for row, score in zip(rows, scores, strict=True)
         ]

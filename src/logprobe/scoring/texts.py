@@ -31,7 +31,6 @@ def surprisal(  # type: ignore[overload-overlap]  # one text comes first, though
     bos: bool | None = ...,
     window: int | None = ...,
     stride: int | None = ...,
-    lora: str | None = ...,
 ) -> ScoredText: ...
 @overload
 def surprisal(
@@ -41,7 +40,6 @@ def surprisal(
     bos: bool | None = ...,
     window: int | None = ...,
     stride: int | None = ...,
-    lora: str | None = ...,
 ) -> list[ScoredText]: ...
 def surprisal(
     llm: Scorer,
@@ -50,18 +48,16 @@ def surprisal(
     bos: bool | None = None,
     window: int | None = None,
     stride: int | None = None,
-    lora: str | None = None,
 ) -> ScoredText | list[ScoredText]:
     """Score every token of a text, or of many texts at once, with ranks and entropies; nats.
 
     Args:
-        llm: the model.
+        llm: the model, such as `llm.with_lora(name)`.
         texts: one or many, of any length: what the context cannot hold is scored in sliding windows.
         bos: put BOS (EOS where the model has none) before each text, so that its first token is scored too,
             or do not; None: as its tokenizer does.
         window: tokens a window; the default is the model's context.
         stride: tokens from one window to the next; the default is half a window.
-        lora: the LoRA weights to run on, by name.
 
     Raises:
         ParameterError: a text that cannot be encoded, a window or stride that cannot be used.
@@ -73,7 +69,7 @@ def surprisal(
     ids = [np.concatenate([prefix, _encoded(llm.text, text, number)]) for number, text in enumerate(many)]
     cuts = [list(windows([one], settings.window, settings.stride)) for one in ids]
     pairs = [_pair(window) for cut in cuts for window in cut]
-    scores = iter(llm.score(pairs, lora=lora, entropy=True))
+    scores = iter(llm.score(pairs, entropy=True))
     scored = [
         _scored(llm.text, text, one, len(prefix), [next(scores) for _ in cut])
         for text, one, cut in zip(many, ids, cuts, strict=True)

@@ -116,7 +116,6 @@ def score_windows(
     pieces: Iterable[IntArray],
     settings: WindowSettings,
     *,
-    lora: str | None = None,
     entropy: bool = False,
     logprobs: int = 0,
 ) -> Iterator[tuple[Window, Score]]:
@@ -129,7 +128,7 @@ def score_windows(
 
     def score(batch: list[Window]) -> list[tuple[Window, Score]]:
         pairs = [(one.token_ids[: one.first_scored], one.token_ids[one.first_scored :]) for one in batch]
-        scores = llm.score(pairs, lora=lora, entropy=entropy, logprobs=logprobs)
+        scores = llm.score(pairs, entropy=entropy, logprobs=logprobs)
         return list(zip(batch, scores, strict=True))
 
     all_windows = windows(pieces, settings.window, settings.stride)
@@ -258,7 +257,6 @@ def perplexity(
     stride: int | None = None,
     window: int | None = None,
     bos: bool | None = None,
-    lora: str | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """What a model gives a text of any length, each token scored once.
@@ -269,7 +267,6 @@ def perplexity(
         stride: tokens from one window to the next; the default is half a window.
         window: tokens a window; the default is the model's context.
         bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
-        lora: the LoRA weights to run on, by name.
         advance: called with the bytes and tokens that were scored.
 
     Raises:
@@ -280,7 +277,7 @@ def perplexity(
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)
     pieces = tally.pieces([text] if isinstance(text, str) else text)
-    for _, score in score_windows(llm, pieces, settings, lora=lora):
+    for _, score in score_windows(llm, pieces, settings):
         tally.add(score)
         if advance is not None:
             advance(score.num_bytes, score.num_tokens)

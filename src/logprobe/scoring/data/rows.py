@@ -102,6 +102,7 @@ class RowScorer:
             "model": facts.model,
             "weights": f"{facts.dtype} {facts.weights}",
             "weight_version": facts.weight_version,
+            "lora": self._llm.lora,
         }
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
@@ -131,9 +132,7 @@ class RowScorer:
 
     def _scores(self, pairs: list[Pair]) -> list[Score]:
         settings = self._settings
-        return self._llm.score(
-            pairs, lora=settings.lora, entropy=settings.tokens, unconditional=settings.unconditional
-        )
+        return self._llm.score(pairs, entropy=settings.tokens, unconditional=settings.unconditional)
 
     # -- rows → pairs ----------------------------------------------------------------------------------------
 

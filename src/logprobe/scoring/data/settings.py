@@ -37,7 +37,6 @@ class DataSettings:
         truncation: what becomes of a row longer than the context: a bad row, its end, or sliding windows.
         window: tokens a window; None: the model's context.
         stride: tokens from one window to the next; None: half a window.
-        lora: the LoRA weights to run on.
     """
 
     text_column: str = "text"
@@ -52,7 +51,6 @@ class DataSettings:
     truncation: Truncation = "error"
     window: int | None = None
     stride: int | None = None
-    lora: str | None = None
 
     def __post_init__(self) -> None:
         known = f"must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"
