@@ -21,8 +21,9 @@ REASONS = {
         "differs with the host."
     ),
     "bench_next_token": (
-        "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The event "
-        "loop's stalls are the asks of one turn, and waits for the interpreter while another thread runs."
+        "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The "
+        "event loop's stalls are the asks of one iteration, and waits for the interpreter while another "
+        "thread runs."
     ),
     "bench_records": (
         "A row alone is kept as it comes and packed with others later: the pure-Python column store only "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from logprobe.config import EngineConfig
 from logprobe.errors import UnknownParameterError, require
-from logprobe.next_token.desk import check_batching
+from logprobe.next_token.batcher import check_batching
 from logprobe.next_token.lm import DEFAULT_CACHE_BYTES, NextTokenLM
 from logprobe.next_token.rows import Row, RowCache
 from logprobe.next_token.source import EngineRows

@@ -139,8 +139,8 @@ def test_every_ask_ends_in_its_own_row(
 
 def test_afterwards_every_slot_has_one_owner_and_nothing_is_in_flight(bounded_lm: AsyncLM) -> None:
     bounded_lm.next_token_logprobs_sync([5])
-    assert bounded_lm._desk._in_flight == {}
-    assert bounded_lm._desk._held == []
+    assert bounded_lm._batcher._in_flight == {}
+    assert bounded_lm._batcher._held == []
     assert open_requests(bounded_lm) == []
     check_integrity(bounded_lm)
 

@@ -120,7 +120,7 @@ def test_a_row_that_nobody_waits_for_any_more_is_given_up(
 
     asyncio.run(ask())
     lm.next_token_logprobs_sync(random_ids(9, 3))
-    assert lm._desk._in_flight == {}
+    assert lm._batcher._in_flight == {}
     assert open_requests(lm) == []
 
 

@@ -313,7 +313,7 @@ def test_llm_generates_and_scores_each_request_on_its_own_adapter(
         assert llm.list_loras() == {name: str(folder)}
         params = [SamplingParams(max_tokens=1, temperature=0, logprobs=0, lora=lora) for lora in (name, None)]
         outputs = llm.generate([ids, ids], params)
-        [score] = llm.score([(ids[:-1], ids[-1:])], lora=name)
+        [score] = llm.with_lora(name).score([(ids[:-1], ids[-1:])])
         with raises(ParameterError, parameter="lora"):
             llm.generate(ids, SamplingParams(lora="nobody"))
         with raises(ParameterError, parameter="lora"):

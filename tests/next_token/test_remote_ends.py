@@ -134,7 +134,7 @@ def test_what_nobody_waits_for_is_given_up_on_the_server_too(
     wait_until(lambda: stats().running == stats().waiting == 0)
     far.next_token_logprobs_sync(random_ids(111, 3))
     assert not source._samples
-    assert far._desk._in_flight == {}
+    assert far._batcher._in_flight == {}
 
 
 def test_many_clients_that_ask_and_leave_at_a_small_server_each_end_once(

@@ -1,6 +1,6 @@
 """`Front`: what the front doors call of an engine, written once over every `Core`.
 
-Before it: `Client`, the desk, a server. After it: a core, which takes commands and publishes what is new of
+Before it: `Client`, `Batcher`, a server. After it: a core, which takes commands and publishes what is new of
 requests, on whatever thread. Whoever follows a request, in whatever event loop that runs, folds what comes,
 so that nothing grows under two threads; each loop is woken once a batch of messages.
 """

@@ -1,7 +1,7 @@
 """`NextTokenLM`: a model asked for next-token distributions, whatever begins its rows.
 
 Before it: `AsyncLM`, `AsyncVirtualLM` and `RemoteLM`, which say where rows come from and as what they are
-given. After it: the desk, which has each distinct row of concurrent asks begun once.
+given. After it: the batcher, which has each distinct row of concurrent asks begun once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from logprobe.engine.backends.bridge import LoopThread
 from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models.lora import resolved_folder
-from logprobe.next_token.desk import Desk, check_batching, shut_down, shut_down_elsewhere
+from logprobe.next_token.batcher import Batcher, check_batching, shut_down, shut_down_elsewhere
 from logprobe.next_token.rows import (
     ArrayT,
     KnownPrefix,
@@ -93,8 +93,8 @@ class NextTokenLM(Generic[ArrayT]):
         self._cache = cache
         self._lora: str | None = None
         self._bridge = LoopThread() if bridge is None else bridge
-        self._desk = Desk(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
-        self._parts = (self._desk, self._bridge, source if owns_source else None)
+        self._batcher = Batcher(source, cache, self._bridge, batch_size=batch_size, timeout_s=timeout)
+        self._parts = (self._batcher, self._bridge, source if owns_source else None)
         # For an object that is dropped without `cleanup`; a thread, since the collector may run on any.
         self._finalizer = weakref.finalize(self, shut_down_elsewhere, *self._parts)
         self._finalizer.atexit = False
@@ -352,7 +352,7 @@ class NextTokenLM(Generic[ArrayT]):
     def reset_async_queries(self) -> None:
         """End every ask in flight with `RequestAbortedError`."""
         self._check_open()
-        self._desk.reset()
+        self._batcher.reset()
 
     def cleanup(self) -> None:
         """End what is in flight and let go of all; a second call does nothing, asking afterwards raises."""
@@ -383,22 +383,22 @@ class NextTokenLM(Generic[ArrayT]):
     @property
     def batch_size(self) -> int:
         """Asks that start a step at once where the engine is idle; may be set."""
-        return self._desk.batch_size
+        return self._batcher.batch_size
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
         check_batching(batch_size=batch_size)
-        self._desk.batch_size = batch_size
+        self._batcher.batch_size = batch_size
 
     @property
     def timeout(self) -> float:
         """Seconds after which the first of fewer asks starts a step; may be set."""
-        return self._desk.timeout_s
+        return self._batcher.timeout_s
 
     @timeout.setter
     def timeout(self, timeout: float) -> None:
         check_batching(timeout=timeout)
-        self._desk.timeout_s = timeout
+        self._batcher.timeout_s = timeout
 
     @property
     def underlying_model(self) -> Any:
@@ -447,8 +447,8 @@ class NextTokenLM(Generic[ArrayT]):
         )
         for i in missing:
             self._check(asked[i])
-        waiters = self._desk.ask((asked[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
-        waits = map(asyncio.wrap_future, waiters)  # of many asks in one turn each has one
+        waiters = self._batcher.ask((asked[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
+        waits = map(asyncio.wrap_future, waiters)  # of many asks of one iteration each has one
         found = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
         for place, row in zip(missing, found, strict=True):
             rows[place] = row

@@ -1,6 +1,6 @@
 """`RowSource`: what begins rows and samples; `EngineRows`, an engine of this program as one.
 
-Before it: the desk, which gathers prefixes. After it: the engine. The other source is a server.
+Before it: the batcher, which gathers prefixes. After it: the engine. The other source is a server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RowSource(Protocol):
         """The loaded LoRA weights: name → path."""
 
     def begin(self, prefixes: Sequence[Prefix]) -> list[BegunRow]:
-        """Begin rows, each of which ends alone; to be called on the desk's loop.
+        """Begin rows, each of which ends alone; to be called on the batcher's loop.
 
         `LogprobeError` where one is refused; none was begun then.
         """

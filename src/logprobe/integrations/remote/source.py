@@ -1,7 +1,7 @@
 """`ServerRows`: a server of this library as what begins rows and samples.
 
-Before it: the desk. After it: `link`. Every exchange runs on the loop that the desk runs on, too. A few with
-rows are on their way at once; what comes meanwhile is gathered for the next.
+Before it: `Batcher`. After it: `link`. Every exchange runs on the batcher's loop. A few with rows are on
+their way at once; what comes meanwhile is gathered for the next.
 """
 
 from __future__ import annotations

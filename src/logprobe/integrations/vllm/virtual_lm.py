@@ -14,7 +14,7 @@ import torch
 from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
 from logprobe.models.lora import stable_id
-from logprobe.next_token.desk import check_batching
+from logprobe.next_token.batcher import check_batching
 from logprobe.next_token.lm import NextTokenLM
 from logprobe.next_token.rows import RowCache
 from logprobe.next_token.source import EngineRows

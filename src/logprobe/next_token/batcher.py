@@ -1,7 +1,8 @@
-"""`Desk`: concurrent asks for rows → prefixes whose rows are begun, each distinct one once.
+"""`Batcher`: concurrent asks for rows → prefixes whose rows are begun, each distinct one once.
 
-All of it but the gathering of a turn's asks happens on the loop of a `LoopThread`, so that no event loop of
-a caller is ever needed to finish another caller's ask: loops may come, die and be cancelled as they like.
+All of it happens on the loop of a `LoopThread`, but the gathering of what one iteration of a caller's loop
+asks, so that no event loop of a caller is ever needed to finish another caller's ask: loops may come, die and
+be cancelled as they like.
 """
 
 from __future__ import annotations
@@ -26,41 +27,41 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Turn(Generic[T]):
-    """What was gathered since the event loop's turn began."""
+class LoopBatch(Generic[T]):
+    """What was gathered since the event loop's iteration began."""
 
     loop: asyncio.AbstractEventLoop
     items: list[T] = field(default_factory=list)
 
 
 @final
-class Turns(Generic[T]):
-    """Gathers items by event loop; `hand_over` gets those of a turn at its end, in their order."""
+class LoopBatches(Generic[T]):
+    """Gathers items by event loop; `hand_over` gets those of one iteration at its end, in their order."""
 
     def __init__(self, hand_over: Callable[[list[T]], None]) -> None:
         self._hand_over = hand_over
-        self._here = threading.local()  # `turn`: the one that is open in this thread, or None
+        self._here = threading.local()  # `batch`: the one that is open in this thread, or None
 
     def add(self, items: Iterable[T]) -> None:
-        """Gather items in the running event loop's turn."""
+        """Gather items in the running event loop's iteration."""
         loop = asyncio.get_running_loop()
-        turn: Turn[T] | None = getattr(self._here, "turn", None)
-        # A turn of another loop was cut off with it, or ends by its own callback.
-        if turn is None or turn.loop is not loop:
-            turn = self._here.turn = Turn(loop)
-            loop.call_soon(self._end, turn)
-        turn.items.extend(items)
+        batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
+        # One of another loop was cut off with it, or ends by its own callback.
+        if batch is None or batch.loop is not loop:
+            batch = self._here.batch = LoopBatch(loop)
+            loop.call_soon(self._end, batch)
+        batch.items.extend(items)
 
     def end(self) -> None:
         """Hand over at once what this thread has gathered."""
-        turn: Turn[T] | None = getattr(self._here, "turn", None)
-        if turn is not None:
-            self._end(turn)
+        batch: LoopBatch[T] | None = getattr(self._here, "batch", None)
+        if batch is not None:
+            self._end(batch)
 
-    def _end(self, turn: Turn[T]) -> None:
-        if getattr(self._here, "turn", None) is turn:
-            self._here.turn = None
-        items, turn.items = turn.items, []
+    def _end(self, batch: LoopBatch[T]) -> None:
+        if getattr(self._here, "batch", None) is batch:
+            self._here.batch = None
+        items, batch.items = batch.items, []
         if items:
             self._hand_over(items)
 
@@ -101,7 +102,7 @@ class Computation:
 
 
 @final
-class Desk:
+class Batcher:
     """Begins rows: at once while the source works, else once `batch_size` wait or `timeout_s` passed.
 
     Both may be changed at any time, for asks that come then.
@@ -115,7 +116,7 @@ class Desk:
         self._bridge = bridge
         self.batch_size = batch_size
         self.timeout_s = timeout_s
-        self._turns: Turns[Ask] = Turns(self._send)
+        self._gathered: LoopBatches[Ask] = LoopBatches(self._send)
         # All below belongs to the bridge's loop.
         self._in_flight: dict[Prefix, Computation] = {}
         self._held: list[Computation] = []
@@ -127,12 +128,12 @@ class Desk:
     ) -> list[Waiter]:
         """Ask for the rows of prefixes, in any event loop; each waiter ends in a row or an error."""
         asks = [Ask(prefix, Future(), is_urgent, uses_cache) for prefix in prefixes]
-        self._turns.add(asks)
+        self._gathered.add(asks)
         return [ask.waiter for ask in asks]
 
     def reset(self) -> None:
         """End every ask in flight with `RequestAbortedError`."""
-        self._turns.end()  # what was asked before the reset must meet it
+        self._gathered.end()  # what was asked before the reset must meet it
         self._bridge.post(self._end_all, RequestAbortedError("the ask was given up by a reset"))
 
     def close(self) -> None:
@@ -267,14 +268,14 @@ def _give(waiter: Waiter, outcome: Row | Exception) -> None:
         waiter.set_result(outcome)
 
 
-def shut_down(desk: Desk, bridge: LoopThread, source: RowSource | None) -> None:
+def shut_down(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
     """End every ask, the source if it is ours, and the bridge."""
-    desk.close()
+    batcher.close()
     if source is not None:
         source.close()
     bridge.close()
 
 
-def shut_down_elsewhere(desk: Desk, bridge: LoopThread, source: RowSource | None) -> None:
+def shut_down_elsewhere(batcher: Batcher, bridge: LoopThread, source: RowSource | None) -> None:
     """`shut_down` on a thread of its own, since the object may be dropped on any."""
-    threading.Thread(target=shut_down, args=(desk, bridge, source), name="logprobe-cleanup").start()
+    threading.Thread(target=shut_down, args=(batcher, bridge, source), name="logprobe-cleanup").start()

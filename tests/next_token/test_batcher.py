@@ -1,4 +1,4 @@
-"""What one event loop asks in one turn goes on together."""
+"""What an event loop asks in one iteration goes on together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import EngineClosedError, RequestAbortedError
-from logprobe.next_token.desk import Turns
+from logprobe.next_token.batcher import LoopBatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,36 +26,38 @@ def given() -> list[list[int]]:
 
 
 @pytest.fixture
-def turns(given: list[list[int]]) -> Turns[int]:
-    return Turns(given.append)
+def batches(given: list[list[int]]) -> LoopBatches[int]:
+    return LoopBatches(given.append)
 
 
-def test_items_of_one_turn_are_handed_over_once_in_order(turns: Turns[int], given: list[list[int]]) -> None:
+def test_items_of_one_iteration_are_handed_over_once_in_order(
+    batches: LoopBatches[int], given: list[list[int]]
+) -> None:
     async def add(number: int) -> None:
-        turns.add([number])
+        batches.add([number])
 
     async def main() -> None:
         await asyncio.gather(*map(add, range(5)))
-        turns.add([])
+        batches.add([])
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        turns.add([8])
-        turns.end()
+        batches.add([8])
+        batches.end()
         assert given == [[0, 1, 2, 3, 4], [8]]
-        turns.add([9])
+        batches.add([9])
 
     asyncio.run(main())
     assert given == [[0, 1, 2, 3, 4], [8], [9]]
 
 
-def test_a_loop_that_died_in_its_turn_leaves_nothing_to_the_next(
-    turns: Turns[int], given: list[list[int]]
+def test_a_loop_that_died_in_its_iteration_leaves_nothing_to_the_next(
+    batches: LoopBatches[int], given: list[list[int]]
 ) -> None:
     async def add(number: int) -> None:
-        turns.add([number])
+        batches.add([number])
 
     died = asyncio.new_event_loop()
-    died.call_soon(turns.add, [1])
+    died.call_soon(batches.add, [1])
     died.call_soon(died.stop)
     died.run_forever()
     died.close()
@@ -63,13 +65,15 @@ def test_a_loop_that_died_in_its_turn_leaves_nothing_to_the_next(
     assert given == [[2]]
 
 
-def test_a_turn_within_another_loops_turn_keeps_to_itself(turns: Turns[int], given: list[list[int]]) -> None:
+def test_an_iteration_within_another_loops_keeps_to_itself(
+    batches: LoopBatches[int], given: list[list[int]]
+) -> None:
     async def add(number: int) -> None:
-        turns.add([number])
+        batches.add([number])
         await asyncio.sleep(0)
 
     async def main() -> None:
-        turns.add([1])
+        batches.add([1])
         outer = asyncio.get_running_loop()
         inner = asyncio.new_event_loop()
         asyncio._set_running_loop(None)  # what those do who nest event loops in a notebook
@@ -98,7 +102,7 @@ def test_single_asks_of_one_gather_enter_one_step(lm: AsyncLM, monkeypatch: pyte
     assert sizes == [30]
 
 
-def test_a_reset_meets_the_asks_of_its_own_turn(new_lm: Callable[..., AsyncLM]) -> None:
+def test_a_reset_meets_the_asks_of_its_own_iteration(new_lm: Callable[..., AsyncLM]) -> None:
     async def main(lm: AsyncLM) -> None:
         ask = asyncio.create_task(lm.next_token_logprobs([5, 6]))
         await asyncio.sleep(0)
@@ -110,7 +114,9 @@ def test_a_reset_meets_the_asks_of_its_own_turn(new_lm: Callable[..., AsyncLM]) 
         asyncio.run(main(lm))
 
 
-def test_asks_of_the_turn_in_which_it_is_cleaned_up_end_in_an_error(new_lm: Callable[..., AsyncLM]) -> None:
+def test_asks_of_the_iteration_in_which_it_is_cleaned_up_end_in_an_error(
+    new_lm: Callable[..., AsyncLM],
+) -> None:
     async def main() -> None:
         lm = new_lm()
         ask = asyncio.create_task(lm.next_token_logprobs([5, 6]))
