@@ -15,13 +15,12 @@ from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
 from logprobe.server import ServerSettings
-from logprobe.server.http.decode import QUICK_BYTES, QUICK_ITEMS
 from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES
-from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS
+from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import MAX_LISTED
-from logprobe.server.reply import QUICK_TOKENS
+from logprobe.server.routes.score import SCORE_ENTRIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -254,7 +253,7 @@ AUDIT = (
     Audited(
         READ,
         f"the body's bytes, then its values: on the event loop up to {QUICK_BYTES:,} bytes that hold no more "
-        f"than {QUICK_ITEMS} prompts and nothing that takes long to understand, else in a worker",
+        f"than {QUICK_PROMPTS} prompts and nothing that takes long to understand, else in a worker",
         "`body_timeout_s`, `max_body_bytes`, `max_body_values` (before anything is decoded), `max_depth`; of "
         "a route `max_requests` at once, those whose bodies are still to come too",
         (
@@ -265,6 +264,8 @@ AUDIT = (
             "attacks/test_sizes.py::test_a_body_that_is_nested_deeply_is_a_400",
             "attacks/test_words.py::test_a_field_of_eight_megabytes_holds_nobody_up",
             "attacks/test_fuzz.py::test_bytes_that_are_no_body_are_answered",
+            "test_workers.py::test_a_large_body_is_read_in_a_worker_and_a_small_one_at_once",
+            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
         ),
     ),
     Audited(
@@ -288,13 +289,14 @@ AUDIT = (
     ),
     Audited(
         ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
-        f"a whole reply, the part of a stream that tells of a prompt, or the end of a response: written in "
-        f"a worker beyond {QUICK_TOKENS} tokens; what streams else, on the event loop",
+        f"a reply, or a part of one that is streamed: written in a worker beyond {QUICK_ENTRIES:,} tokens "
+        "and alternatives of these, else on the event loop",
         "`max_logprob_bytes`; a stream waits for its reader after `buffer_rows`",
         (
             "test_behaviour.py::test_a_slow_reader_is_paused_and_loses_nothing",
             "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
             "test_workers.py::test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker",
+            "test_workers.py::test_a_reply_of_many_alternatives_is_written_in_a_worker_however_few_its_tokens",
             "test_workers.py::test_the_end_of_a_long_response_is_written_in_a_worker",
             "test_workers.py::test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them",
         ),
@@ -327,7 +329,7 @@ AUDIT = (
             "test_stored.py::test_the_conversation_counts_as_the_response_does",
             "test_stored.py::test_a_conversation_that_no_body_could_hold_is_not_kept",
             "test_responses.py::test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first",
-            "test_responses.py::test_what_is_stored_is_read_in_a_worker_however_small_the_body",
+            "test_workers.py::test_what_is_stored_is_read_in_a_worker_however_small_the_body",
         ),
     ),
     Audited(
@@ -342,7 +344,7 @@ AUDIT = (
     ),
     Audited(
         ("GET /v1/responses/{response_id}/input_items",),
-        "a conversation, decoded whole in a worker, and a page of it as JSON",
+        f"a conversation, decoded whole, and a page of it as JSON; in a worker beyond {QUICK_BYTES:,} bytes",
         f"`max_stored_bytes`, `max_requests` at once; {MAX_LISTED} messages a page",
         (
             "attacks/test_stored.py::test_a_stored_reply_is_there_for_its_own_key_alone",
@@ -352,7 +354,7 @@ AUDIT = (
     Audited(
         ("POST /v1/score",),
         "the context tokenised with each continuation; the engine's steps; the reply, in a worker beyond "
-        f"{QUICK_ITEMS} continuations",
+        f"{QUICK_ENTRIES:,} tokens, each continuation as {SCORE_ENTRIES} more",
         "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
         "times the continuations, the model's context for a context of ids; `max_requests`, "
         "`max_tokens_in_flight`, `max_logprob_bytes`",

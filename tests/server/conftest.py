@@ -36,6 +36,10 @@ class Running:
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, verify=TLS)
 
+    def post_bytes(self, path: str, data: bytes) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return httpx.post(self.url + path, content=data, headers=headers, timeout=PATIENCE_S, verify=TLS)
+
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE_S, verify=TLS)
 

@@ -7,8 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from logprobe.server.http.workers import Workers
-
 LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
@@ -125,26 +123,6 @@ def test_an_unknown_previous_response_is_a_404(server: Any) -> None:
     reply = server.post("/v1/responses", input="a", previous_response_id="resp_none")
     assert reply.status_code == 404
     assert reply.json()["error"]["param"] == "previous_response_id"
-
-
-def test_what_is_stored_is_read_in_a_worker_however_small_the_body(
-    server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = {"input": "the cat", "max_output_tokens": 2}
-    first = server.post("/v1/responses", **body).json()["id"]
-    jobs = []
-    run = Workers.run
-
-    async def counted(workers: Workers, job: Any) -> Any:
-        jobs.append(job)
-        return await run(workers, job)
-
-    monkeypatch.setattr(Workers, "run", counted)
-    num_jobs = []
-    for more in ({}, {"previous_response_id": first}):
-        assert server.post("/v1/responses", **body, **more).status_code == 200
-        num_jobs.append(len(jobs))
-    assert num_jobs[1] - num_jobs[0] == num_jobs[0] + 1
 
 
 def test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first(new_server: Any) -> None:

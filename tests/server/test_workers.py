@@ -1,73 +1,166 @@
-"""What is written and read beside the event loop: how much may wait, and what is not refused."""
+"""What is read and written on the event loop and what beside it: by size alone, route by route."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import threading
+from collections import defaultdict
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.server import reply
+from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
-from logprobe.server.http.workers import MAX_JOBS, Workers
+from logprobe.server.http.workers import MAX_JOBS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS, Workers
+from logprobe.server.openai.bodies import BODIES
+from logprobe.server.routes import score
+from logprobe.text.edge import TextEdge
 
-MOST = 32  # tokens that are written at once; the tiny model has room for 128
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+READER, WRITER = "logprobe-http-read", "logprobe-http-write"
+MOST = 32  # entries that are written at once; the tiny model has room for 128 tokens
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+SMALL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
+    "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
+    "/v1/score": {"context": "the", "continuations": [" cat"]},
+    "/v1/next_token_logprobs": {"prompts": ["the cat"]},
+    "/tokenize": {"prompt": "the cat"},
+    "/v1/tokenize": {"messages": MESSAGES},
+    "/detokenize": {"tokens": [5]},
+    "/v1/detokenize": {"tokens": [5]},
+}
+UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a grammar": ("/v1/completions", {"guided_regex": "a+"}),
+    "a response format": (
+        "/v1/chat/completions",
+        {"response_format": {"type": "choice", "choice": ["a", "b"]}},
+    ),
+    "many prompts": ("/v1/completions", {"prompt": ["a"] * (QUICK_PROMPTS + 1)}),
+    "many continuations": ("/v1/score", {"continuations": ["a"] * (QUICK_PROMPTS + 1)}),
+    "a message that the template is tried on": (
+        "/v1/chat/completions",
+        {"messages": [*MESSAGES, {"role": "assistant", "content": "a", "name": ""}, *MESSAGES]},
+    ),
+}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The threads in which a body is decoded, a text tokenised, and a reply written; filled by requests."""
+    names: dict[str, set[str]] = defaultdict(set)
+
+    def watched(work: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            names[work].add(threading.current_thread().name.rpartition("_")[0])
+            return function(*args, **options)
+
+        return noted
+
+    monkeypatch.setattr(decode, "decode_body", watched("decode", decode.decode_body))
+    monkeypatch.setattr(TextEdge, "encode", watched("encode", TextEdge.encode))
+    monkeypatch.setattr(reply, "encode", watched("write", reply.encode))
+    monkeypatch.setattr(score, "fields_of", watched("write", score.fields_of))
+    return names
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_large_body_is_read_in_a_worker_and_a_small_one_at_once(
+    server: Any, threads: dict[str, set[str]], path: str
+) -> None:
+    works = ("decode",) if "tokens" in SMALL[path] else ("decode", "encode")
+    assert server.post(path, **SMALL[path]).status_code == 200
+    assert not any(READER in threads.pop(work) for work in works)
+    assert server.post_bytes(path, json.dumps(SMALL[path]).encode().ljust(QUICK_BYTES + 1)).status_code == 200
+    assert [threads[work] for work in works] == [{READER}] * len(works)
+
+
+@pytest.mark.parametrize(("path", "fields"), UNBOUNDED.values(), ids=UNBOUNDED)
+def test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker(
+    server: Any, threads: dict[str, set[str]], path: str, fields: dict[str, Any]
+) -> None:
+    assert server.post(path, **SMALL[path] | fields).status_code == 200
+    assert threads["encode"] == {READER}
+
+
+def test_what_is_stored_is_read_in_a_worker_however_small_the_body(
+    server: Any, threads: dict[str, set[str]]
+) -> None:
+    first = server.post("/v1/responses", **SMALL["/v1/responses"]).json()["id"]
+    threads.clear()
+    body = SMALL["/v1/responses"] | {"previous_response_id": first}
+    assert server.post("/v1/responses", **body).status_code == 200
+    assert threads["encode"] == {READER}
 
 
 def test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them() -> None:
     async def fill() -> list[str]:
         workers, is_over = Workers(), threading.Event()
-        jobs = [asyncio.ensure_future(workers.run(is_over.wait)) for _ in range(MAX_JOBS)]
+        jobs = [asyncio.ensure_future(workers.read(is_over.wait, None)) for _ in range(MAX_JOBS)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="wait to be read") as refused:
-            await workers.run(str)
+            await workers.read(str, QUICK_BYTES + 1)
         assert refused.value.status == 429
-        written = await workers.write(lambda: "whole")
+        results = [await workers.read(lambda: "small", QUICK_BYTES)]
+        results.append(await workers.write(lambda: "whole", QUICK_ENTRIES + 1))
         is_over.set()
         await asyncio.gather(*jobs)
-        return [written, await workers.run(lambda: "read")]
+        return [*results, await workers.read(lambda: "read", None)]
 
-    assert asyncio.run(fill()) == ["whole", "read"]
+    assert asyncio.run(fill()) == ["small", "whole", "read"]
 
 
-@pytest.mark.parametrize("length", [8, 100])
+@pytest.mark.parametrize("length", [4, 100])
 def test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker(
-    server: Any, monkeypatch: pytest.MonkeyPatch, length: int
+    server: Any, monkeypatch: pytest.MonkeyPatch, threads: dict[str, set[str]], length: int
 ) -> None:
-    jobs, write = [], Workers.write
-
-    async def counted(workers: Workers, job: Any) -> Any:
-        jobs.append(job)
-        return await write(workers, job)
-
     prompts = [[5 + number] * length for number in range(2)]
     asked = {"prompt": prompts, "echo": True, "logprobs": 3, "max_tokens": 3, "temperature": 0}
     whole = server.post("/v1/completions", **asked).json()
-    monkeypatch.setattr(Workers, "write", counted)
-    monkeypatch.setattr("logprobe.server.reply.QUICK_TOKENS", MOST)
+    threads.clear()
+    monkeypatch.setattr("logprobe.server.http.workers.QUICK_ENTRIES", MOST)
     text = server.post("/v1/completions", stream=True, **asked).text
-    assert len(jobs) == (len(prompts) if length > MOST else 0)
+    assert (WRITER in threads["write"]) == (length > MOST)
     chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     for choice in whole["choices"]:
-        told = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
         for name, values in choice["logprobs"].items():
-            assert list(chain(*(one["logprobs"][name] for one in told))) == values
+            assert list(chain(*(part["logprobs"][name] for part in parts))) == values
+
+
+@pytest.mark.parametrize("top_logprobs", [0, MOST])
+def test_a_reply_of_many_alternatives_is_written_in_a_worker_however_few_its_tokens(
+    server: Any, monkeypatch: pytest.MonkeyPatch, threads: dict[str, set[str]], top_logprobs: int
+) -> None:
+    monkeypatch.setattr("logprobe.server.http.workers.QUICK_ENTRIES", MOST)
+    asked = {"messages": MESSAGES, "max_tokens": 1, "logprobs": True, "top_logprobs": top_logprobs}
+    assert server.post("/v1/chat/completions", **asked).status_code == 200
+    assert (WRITER in threads["write"]) == (top_logprobs == MOST)
 
 
 def test_the_end_of_a_long_response_is_written_in_a_worker(
-    server: Any, monkeypatch: pytest.MonkeyPatch
+    server: Any, monkeypatch: pytest.MonkeyPatch, threads: dict[str, set[str]]
 ) -> None:
-    jobs, write = [], Workers.write
-
-    async def counted(workers: Workers, job: Any) -> Any:
-        jobs.append(job)
-        return await write(workers, job)
-
-    monkeypatch.setattr(Workers, "write", counted)
-    monkeypatch.setattr("logprobe.server.reply.QUICK_TOKENS", MOST)
+    monkeypatch.setattr("logprobe.server.http.workers.QUICK_ENTRIES", MOST)
     asked = {"input": "the cat", "max_output_tokens": MOST, "stream": True, "ignore_eos": True}
     text = server.post("/v1/responses", **asked).text
-    assert len(jobs) == 1
+    assert WRITER in threads["write"]
+    assert len(threads["write"]) == 2, "what streams before it is written on the event loop"
     assert text.rstrip().splitlines()[-1].startswith('data: {"type":"response.incomplete"')
+
+
+def test_a_score_of_many_continuations_is_written_in_a_worker(
+    server: Any, threads: dict[str, set[str]]
+) -> None:
+    for count, is_large in ((2, False), (100, True)):
+        threads.clear()
+        scores = server.post("/v1/score", context=[5], continuations=[[5 + n] for n in range(count)])
+        assert len(scores.json()["data"]) == count
+        assert (threads["write"] == {WRITER}) == is_large

@@ -24,15 +24,13 @@ from logprobe.server.openai.fields import GUIDED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
     from logprobe.transport.messages import Request
 
 # Bytes of one entry (id and logprob) of a request, in its record and in the reply that is made of it.
 RECORD_BYTES: Final = 8
 ENTRY_BYTES: Final = RECORD_BYTES + 250  # of a token's alternatives: a map's text and number, and their JSON
-ROW_BYTES: Final = (
-    RECORD_BYTES + 600
-)  # of a prompt's rows and of named ids: a dict of four fields, and its JSON
 WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine's, and while it is written
 
 CHARS_A_VALUE: Final = 16
@@ -289,15 +287,19 @@ class Limits:
         return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
+def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
+    """Entries of a row with `k` alternatives: these, the token's own and named ids; 0 where k is None."""
+    if k is None:
+        return 0
+    num_top = vocab_size if k == -1 else min(k, vocab_size)
+    return num_top + 1 + len(params.logprob_token_ids or ())
+
+
 def _logprob_bytes(request: Request, vocab_size: int) -> int:
     params = request.params
-    given = len(params.logprob_token_ids or ())
 
     def row_bytes(k: int | None) -> int:
-        if k is None:
-            return 0
-        num_top = vocab_size if k == -1 else min(k, vocab_size)
-        return (num_top + 1 + given) * ENTRY_BYTES
+        return row_entries(params, k, vocab_size) * ENTRY_BYTES
 
     stages = 2 if params.logprobs_mode == "both" else 1
     num_bytes = params.num_samples * params.max_tokens * row_bytes(params.logprobs) * stages

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -18,10 +18,11 @@ from starlette.responses import Response
 from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
 from logprobe.server.http.errors import as_api_error
 from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, Streamed, event, while_connected
+from logprobe.server.limits import row_entries
 from logprobe.text.pieces import Cutter, TextWalk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from logprobe.server.service import Service
 
 T = TypeVar("T")
-
-QUICK_TOKENS: Final = 256  # of a prompt and a reply that is written in a few milliseconds
 
 logger = logging.getLogger("logprobe.server")
 
@@ -72,6 +71,10 @@ class Generation:
         self.requests = [one.request for one in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
+        vocab_size = service.vocab_size
+        self._prompt_row_entries = row_entries(self.params, self.params.prompt_logprobs, vocab_size) or 1
+        stages = 2 if self.params.logprobs_mode == "both" else 1
+        self._row_entries = stages * (row_entries(self.params, self.params.logprobs, vocab_size) or 1)
         service.admit(self.requests)
 
     @property
@@ -85,14 +88,18 @@ class Generation:
         return sum(len(one.token_ids) for output in self.outputs.values() for one in output.outputs)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all prompts, and those generated so far."""
-        return self.num_prompt_tokens + self.num_completion_tokens
+    def num_entries(self) -> int:
+        """Tokens of all prompts and those generated so far, with the alternatives of each."""
+        return self._num_entries(self.num_prompt_tokens, self.num_completion_tokens)
 
-    def num_tokens_of(self, pieces: Sequence[CompletionPiece]) -> int:
-        """Tokens that these pieces tell of; the first of a choice tells of its prompt as well."""
+    def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Tokens of these pieces with their alternatives; the first of a choice has its prompt's as well."""
         begun = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
-        return sum(piece.num_rows for piece in pieces) + sum(len(one.prompt_token_ids) for one in begun)
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in begun)
+        return self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
+
+    def _num_entries(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
+        return num_prompt_tokens * self._prompt_row_entries + num_completion_tokens * self._row_entries
 
     def prompt_of(self, piece: CompletionPiece) -> int:
         """Number of the prompt that a choice belongs to."""
@@ -221,12 +228,8 @@ async def answer(
         )
     await while_connected(request.receive, generation.run(), service.check_engine)
     write = partial(_whole, service, generation, shape)
-    return Response(await _written(service, generation.num_tokens, write), media_type=JSON_TYPE)
-
-
-async def _written(service: Service, num_tokens: int, write: Callable[[], bytes]) -> bytes:
-    """What is written of so many tokens, in a worker where that takes longer than others may wait."""
-    return write() if num_tokens <= QUICK_TOKENS else await service.workers.write(write)
+    data = await service.workers.write(write, generation.num_entries)
+    return Response(data, media_type=JSON_TYPE)
 
 
 def _whole(service: Service, generation: Generation, shape: Shape) -> bytes:
@@ -238,12 +241,11 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
         yield _joined(service, shape.opening())
         async with aclosing(generation.stream()) as batches:
             async for pieces in batches:
-                if data := await _written(
-                    service, generation.num_tokens_of(pieces), partial(_pieces, service, shape, pieces)
-                ):
+                write = partial(_pieces, service, shape, pieces)
+                if data := await service.workers.write(write, generation.num_entries_of(pieces)):
                     yield data
-        num_tokens = generation.num_tokens if shape.closes_whole else 0
-        closing = await _written(service, num_tokens, lambda: _joined(service, shape.closing()))
+        num_entries = generation.num_entries if shape.closes_whole else 0
+        closing = await service.workers.write(lambda: _joined(service, shape.closing()), num_entries)
         yield closing + shape.last_words
     except Exception as error:
         told = as_api_error(error)

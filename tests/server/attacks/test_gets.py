@@ -108,13 +108,13 @@ def test_who_has_a_document_is_not_sent_it_again(attacked: Attacked, path: str) 
 
 def test_a_document_is_made_once_for_all_who_ask(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
-    run = Workers.run
+    read = Workers.read
 
-    async def counted(workers: Workers, job: Any) -> Any:
+    async def counted(workers: Workers, job: Any, num_bytes: int | None) -> Any:
         jobs.append(job)
-        return await run(workers, job)
+        return await read(workers, job, num_bytes)
 
-    monkeypatch.setattr(Workers, "run", counted)
+    monkeypatch.setattr(Workers, "read", counted)
     replies: list[Any] = []
     threads = [threading.Thread(target=lambda: replies.append(server.get("/v1/tokenizer"))) for _ in range(8)]
     for thread in threads:

@@ -15,9 +15,8 @@ from starlette.requests import ClientDisconnect
 from logprobe.engine.forward.pool import return_freed
 from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
+from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import check_body, check_values
-from logprobe.server.openai.fields import GUIDED
-from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,17 +29,6 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
-QUICK_BYTES: Final = 1 << 13  # of a body that is understood in a few milliseconds
-QUICK_ITEMS: Final = 8  # prompts, or continuations
-SLOW_FIELDS: Final = (
-    "response_format",
-    "text",
-    "logits_processors_args",
-    *GUIDED,
-    "structured_outputs",
-    "previous_response_id",
-)  # may hold a grammar, or stand for a long conversation
-
 LARGE_BYTES: Final = 1 << 18
 """Of a body that takes hundreds of times its size to understand, in memory that each worker else keeps."""
 
@@ -52,7 +40,7 @@ _PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 async def read(
     request: HttpRequest, service: Service, body_type: type[B], understand: Callable[[B, Service], T]
 ) -> T:
-    """What `understand` makes of a request's body: at once where the body is small, else in a worker.
+    """What `understand` makes of a request's body, where `workers` says.
 
     Raises:
         ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
@@ -62,31 +50,17 @@ async def read(
     data = await read_bytes(request, service.settings)
     if len(data) <= QUICK_BYTES:
         body = _checked(data, body_type, service.settings)
-        if _is_quick(body):
-            return understand(body, service)
+        num_bytes = len(data) if is_bounded(body) else None
+        return await service.workers.read(lambda: understand(body, service), num_bytes)
 
-    def understood() -> T:
+    def read_large() -> T:
         try:
             return understand(_checked(data, body_type, service.settings), service)
         finally:
             if len(data) > LARGE_BYTES:
                 return_freed()
 
-    return await service.workers.run(understood)
-
-
-def _is_quick(body: msgspec.Struct) -> bool:
-    """Whether a small body is understood in a few milliseconds: no grammar, few prompts, a plain chat."""
-    lists = [getattr(body, name, None) for name in ("prompt", "prompts", "continuations")]
-    is_many = any(
-        isinstance(one, list) and len(one) > QUICK_ITEMS and type(one[0]) is not int for one in lists
-    )
-    messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
-    messages = messages if isinstance(messages, list) else []
-    is_tried = not is_plain(messages) or any(
-        getattr(body, name, None) for name in ("tools", "chat_template_kwargs")
-    )
-    return not is_many and not is_tried and not any(getattr(body, name, None) for name in SLOW_FIELDS)
+    return await service.workers.read(read_large, len(data))
 
 
 def check_media_type(media_type: str | None) -> None:

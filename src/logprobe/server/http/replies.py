@@ -163,7 +163,7 @@ class Documents:
     async def _being_made(self, name: str, make: Callable[[], bytes]) -> Document:
         """The one making of a document for all who ask meanwhile, whoever of them leaves."""
         if name not in self._making:
-            task = asyncio.create_task(self._workers.run(lambda: Document.of(make())))
+            task = asyncio.create_task(self._workers.read(lambda: Document.of(make()), None))
             task.add_done_callback(lambda _: self._making.pop(name))
             self._making[name] = task
         return await asyncio.shield(self._making[name])

@@ -1,6 +1,7 @@
-"""A few threads for what takes longer than the event loop may be away: text, grammars, replies.
+"""What is done on the event loop and what beside it, by size alone, and the threads for the latter.
 
-Before it: a route. After it: the route again, with the result. Text and grammars are native code that lets
+Reading (decoding, checking, tokenising) runs on the event loop where few bytes bound it to milliseconds, and
+writing where a reply has few numbers; all else runs in a worker. Text and grammars are native code that lets
 other threads run meanwhile; Python code is made to every few milliseconds.
 """
 
@@ -8,44 +9,82 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.server.http.errors import server_full
+from logprobe.server.openai.fields import GUIDED
+from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
 
+QUICK_BYTES: Final = 1 << 13  # of a body, or of a stored conversation
+QUICK_PROMPTS: Final = 8  # or continuations
+QUICK_ENTRIES: Final = 1 << 11  # tokens of a reply and their alternatives
 NUM_THREADS: Final = 2
 MAX_JOBS: Final = 256  # running and waiting
 
+SLOW_FIELDS: Final = (
+    "response_format",
+    "text",
+    "logits_processors_args",
+    *GUIDED,
+    "structured_outputs",
+    "previous_response_id",
+    "tools",
+    "chat_template_kwargs",
+)
+"""May hold a grammar, stand for a long conversation, or make the chat template run more than once."""
+
+
+def is_bounded(body: Any) -> bool:
+    """Whether the bytes of a body bound the time that it takes to understand."""
+    if any(getattr(body, name, None) for name in SLOW_FIELDS):
+        return False
+    for name in ("prompt", "prompts", "continuations"):
+        prompts = getattr(body, name, None)
+        if isinstance(prompts, list) and len(prompts) > QUICK_PROMPTS and type(prompts[0]) is not int:
+            return False  # many, each of which becomes a request; a list of ids is one
+    messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
+    return not isinstance(messages, list) or is_plain(messages)
+
 
 class Workers:
-    """Reads a bounded number of bodies, and writes replies, each in order of arrival; for one event loop."""
+    """Threads that read a bounded number of bodies, and others that write replies; for one event loop.
+
+    Each kind takes its jobs in order of arrival. They are apart, so that what has run does not wait behind
+    what others want to have read.
+    """
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
-        # Apart, so that what has run does not wait behind what others want to have read.
         self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
         self._num_jobs = 0
 
-    async def run(self, job: Callable[[], T]) -> T:
-        """What a job reads; a client that has left meanwhile does not end it.
+    async def read(self, job: Callable[[], T], num_bytes: int | None) -> T:
+        """The result of a job that reads so many bytes; None: they do not bound its time.
+
+        A client that leaves does not end it.
 
         Raises:
             ApiError: 429, too many wait.
         """
+        if num_bytes is not None and num_bytes <= QUICK_BYTES:
+            return job()
         if self._num_jobs >= MAX_JOBS:
             raise server_full(f"{self._num_jobs} requests wait to be read")
         self._num_jobs += 1
         future = asyncio.get_running_loop().run_in_executor(self._readers, job)
-        future.add_done_callback(self._ended)
+        future.add_done_callback(self._count_end)
         return await future
 
-    async def write(self, job: Callable[[], T]) -> T:
-        """What a job writes of a request that has run: it is not lost for want of room."""
+    async def write(self, job: Callable[[], T], num_entries: int) -> T:
+        """The result of a job that writes so many entries of a request that has run: it waits for room."""
+        if num_entries <= QUICK_ENTRIES:
+            return job()
         return await asyncio.get_running_loop().run_in_executor(self._writers, job)
 
-    def _ended(self, _: asyncio.Future[T]) -> None:
+    def _count_end(self, _: asyncio.Future[T]) -> None:
         self._num_jobs -= 1

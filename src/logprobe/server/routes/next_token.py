@@ -36,7 +36,6 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     Each row is written as soon as it and those before it are there; a failure after the first breaks off.
     """
     body, admitted = await read(request, service, NextTokenBody, understand)
-    service.admit([one.request for one in admitted])
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
@@ -94,7 +93,9 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
     ]
     requests = service.of_one_call()
     base, params = service.new_id("next"), service.params_for(body, max_tokens=1)
-    return body, [
+    admitted = [
         requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
         for number, ids in enumerate(prompts)
     ]
+    service.admit([one.request for one in admitted])
+    return body, admitted

@@ -6,14 +6,14 @@ Before it: HTTP. After it: one engine request a continuation; their common conte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from starlette.responses import Response
 
 from logprobe.engine.truncation import Split
 from logprobe.records.forms.json import finite_fields
-from logprobe.server.http.decode import QUICK_ITEMS, read
+from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import ScoreBody
@@ -32,17 +32,16 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
+SCORE_ENTRIES: Final = 32  # of a reply, that the measures of a continuation take as long as
 
 
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
     asked = await read(request, service, ScoreBody, understand)
     admitted = asked.admitted
-    service.admit([one.request for one in admitted])
     outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
-    if len(outputs) <= QUICK_ITEMS:
-        return _reply(request, service, asked, outputs)
-    return await service.workers.write(lambda: _reply(request, service, asked, outputs))
+    num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in asked.pairs)
+    return await service.workers.write(lambda: _reply(request, service, asked, outputs), num_entries)
 
 
 def _reply(
@@ -93,6 +92,7 @@ def understand(body: ScoreBody, service: Service) -> Asked:
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
     requests = service.of_one_call()
     admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
+    service.admit([one.request for one in admitted])
     return Asked(base, service.name_of(body), pairs, admitted)
 
 
