@@ -1,7 +1,4 @@
-"""The routes, in one table, as an ASGI application.
-
-Before it: uvicorn. After it: one handler a route.
-"""
+"""The routes, in one table, as an ASGI application, and the server that runs it."""
 
 from __future__ import annotations
 
@@ -104,8 +101,8 @@ def create_app(
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
         message = f"{request.method} {path} is no route; GET /openapi.json lists them all"
-        told = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
-        return failure(told, service)
+        refusal = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
+        return failure(refusal, service)
 
     app.add_exception_handler(HTTPException, not_routed)
     if settings.cors_origin:

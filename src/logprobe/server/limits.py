@@ -1,8 +1,7 @@
 """Every limit of what a client may send and ask, in one table, and the count of what is in progress.
 
-Before it: bytes, a body, then a checked request. After it: whatever costs time or memory. A request beyond a
-limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing waits here. One
-caller may fill all there is; a little more is kept for those who hold little.
+A request beyond a limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing
+waits here. One caller may fill all there is; a little more is kept for those who hold little.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def check_body(settings: ServerSettings, body: Any) -> None:
     )
     check_count(settings, "max_stop_bytes", "stop", num_bytes, "bytes")
     prompts = getattr(body, "prompt", None)
-    if isinstance(prompts, list) and not all(isinstance(one, int) for one in prompts[:1]):
+    if isinstance(prompts, list) and not all(isinstance(prompt, int) for prompt in prompts[:1]):
         check_count(settings, "max_requests", "prompt", len(prompts), "prompts")
         # Each prompt's request reads them anew.
         shared = len(prompts) * sum(num_values(getattr(body, name, None)) for name in SHARED_FIELDS)
@@ -149,15 +148,15 @@ SHARED_FIELDS: Final = (
 
 def num_values(value: Any) -> int:
     """The values within a value, where so many characters of text count as one."""
-    count, inside = 0, [value]
-    while inside:
-        one = inside.pop()
-        if isinstance(one, dict):
-            inside += [*one, *one.values()]
-        elif isinstance(one, list):
-            inside += one
+    count, pending = 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending += [*item, *item.values()]
+        elif isinstance(item, list):
+            pending += item
         else:
-            count += 1 + (len(one) // CHARS_A_VALUE if isinstance(one, str) else 0)
+            count += 1 + (len(item) // CHARS_A_VALUE if isinstance(item, str) else 0)
     return count
 
 
@@ -236,13 +235,13 @@ class Limits:
     """Counts what is in progress; any thread may ask."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._most = {
+        self._max = {
             "requests": ("max_requests", settings.max_requests),
             "tokens": ("max_tokens_in_flight", settings.max_tokens_in_flight),
             "logprob_bytes": ("max_logprob_bytes", settings.max_logprob_bytes),
         }
-        self._now = Counter[str]()
-        self._held: dict[str, Counter[str]] = {}  # by caller, who holds anything
+        self._in_use = Counter[str]()
+        self._by_caller: dict[str, Counter[str]] = {}  # by caller, who holds anything
         self._lock = threading.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
@@ -251,14 +250,15 @@ class Limits:
         Raises:
             ApiError: 400 where it alone is beyond a limit, 429 where there is no room now.
         """
-        for name, (limit, most) in self._most.items():
-            asked = getattr(cost, name)
-            if asked > most:
-                raise bad_request(None, f"asks for up to {asked} {name}; at most {most} ({limit})")
+        for name, (limit, most) in self._max.items():
+            amount = getattr(cost, name)
+            if amount > most:
+                raise bad_request(None, f"asks for up to {amount} {name}; at most {most} ({limit})")
         with self._lock:
-            for name, (_, most) in self._most.items():
-                if self._now[name] + getattr(cost, name) > self._most_for(caller, name, getattr(cost, name)):
-                    raise server_full(f"{name}: {self._now[name]} of {most} in use")
+            for name, (_, most) in self._max.items():
+                amount = getattr(cost, name)
+                if self._in_use[name] + amount > self._max_for(caller, name, amount):
+                    raise server_full(f"{name}: {self._in_use[name]} of {most} in use")
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
 
@@ -266,24 +266,24 @@ class Limits:
         """Give back what was taken in."""
         with self._lock:
             self._add(cost, caller, -1)
-            if not any(self._held[caller].values()):
-                del self._held[caller]
+            if not any(self._by_caller[caller].values()):
+                del self._by_caller[caller]
 
     def in_use(self) -> dict[str, int]:
         """What is taken now."""
-        return {name: self._now[name] for name in self._most}
+        return {name: self._in_use[name] for name in self._max}
 
     def _add(self, cost: Cost, caller: str, sign: int) -> None:
-        held = self._held.setdefault(caller, Counter())
-        for name in self._most:
-            self._now[name] += sign * getattr(cost, name)
-            held[name] += sign * getattr(cost, name)
+        own = self._by_caller.setdefault(caller, Counter())
+        for name in self._max:
+            self._in_use[name] += sign * getattr(cost, name)
+            own[name] += sign * getattr(cost, name)
 
-    def _most_for(self, caller: str, name: str, asked: int) -> int:
+    def _max_for(self, caller: str, name: str, amount: int) -> int:
         """What all together may come to with this: a little more for a caller who holds little."""
-        most = self._most[name][1]
+        most = self._max[name][1]
         reserve = most // RESERVE_PART
-        holds = self._held.get(caller, Counter())[name] + asked
+        holds = self._by_caller.get(caller, Counter())[name] + amount
         return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 

@@ -1,7 +1,4 @@
-"""Figures for Prometheus: what came in, what went out, what was refused, where the time goes.
-
-Before it: routes and the engine's own counts. After it: `GET /metrics`.
-"""
+"""Figures for Prometheus: what came in, what went out, what was refused, where the time goes."""
 
 from __future__ import annotations
 
@@ -57,17 +54,17 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
-        told = "Connections that sent no HTTP request, or asked for another protocol."
-        self.bad_connections = self._counter("bad_connections", told)
+        help_text = "Connections that sent no HTTP request, or asked for another protocol."
+        self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engine))
-        self.turn = asyncio.Lock()  # of who has the figures written, which takes the event loop's time
+        self.lock = asyncio.Lock()  # of who has the figures written, which takes the event loop's time
 
     def ended(self, output: RequestOutput) -> None:
         """Count a request that ended."""
         reason = "error" if output.error else output.outputs[0].finish_reason
         self.requests.labels(str(reason)).inc()
         self.tokens_in.inc(len(output.prompt_token_ids))
-        self.tokens_out.inc(sum(len(one.token_ids) for one in output.outputs))
+        self.tokens_out.inc(sum(len(completion.token_ids) for completion in output.outputs))
         records = [output.prompt_logprobs]
         for completion in output.outputs:
             records += [completion.logprobs, completion.processed_logprobs]
@@ -81,8 +78,8 @@ class Metrics:
         """All figures in Prometheus' text form."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, told: str, *labels: str) -> Counter:
-        return Counter(f"logprobe_{name}", told, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"logprobe_{name}", help_text, labels, registry=self.registry)
 
 
 class _EngineFigures:
@@ -96,29 +93,31 @@ class _EngineFigures:
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this moment; each engine's own where there are several, told apart by a label."""
+        """The figures of this moment; each engine's own where there are several, by a label."""
         stats = self._engine.stats()
         parts: Parts = {(name.removeprefix("replica "),): part for name, part in stats.replicas.items()}
         labels = ("replica",) if parts else ()
         parts = parts or {(): stats}
-        told = "The version of the model's weights that answer: 1 beside the one that does."
-        weights = GaugeMetricFamily("logprobe_weights", told, labels=("version",))
+        help_text = "The version of the model's weights that answer: 1 beside the one that does."
+        weights = GaugeMetricFamily("logprobe_weights", help_text, labels=("version",))
         weights.add_metric([self._engine.capabilities().weight_version or ""], 1)
         yield weights
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (told, field) in table.items():
-                family = kind(f"logprobe_{name}", told, labels=labels)
+            for name, (help_text, field) in table.items():
+                family = kind(f"logprobe_{name}", help_text, labels=labels)
                 for label, part in parts.items():
                     family.add_metric(label, getattr(part, field))
                 yield family
-        told = "Seconds of the engine's steps by part."
-        seconds = CounterMetricFamily("logprobe_step_seconds", told, labels=("part", *labels))
+        help_text = "Seconds of the engine's steps by part."
+        seconds = CounterMetricFamily("logprobe_step_seconds", help_text, labels=("part", *labels))
         for label, part in parts.items():
             for name, spent in part.seconds.items():
                 seconds.add_metric([name, *label], spent)
         yield seconds
-        for name, (told, field) in PROCESSOR_COUNTERS.items():
-            family = CounterMetricFamily(f"logprobe_processor_{name}", told, labels=("processor", *labels))
+        for name, (help_text, field) in PROCESSOR_COUNTERS.items():
+            family = CounterMetricFamily(
+                f"logprobe_processor_{name}", help_text, labels=("processor", *labels)
+            )
             for label, part in parts.items():
                 for processor, counter in part.processors.items():
                     family.add_metric([processor, *label], getattr(counter, field))

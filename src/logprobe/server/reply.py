@@ -48,7 +48,7 @@ class Generation:
         self,
         service: Service,
         reply_id: str,
-        asks: Sequence[tuple[IntArray, SamplingParams]],
+        prompts: Sequence[tuple[IntArray, SamplingParams]],
         echoes: Sequence[bytes] = (),
     ) -> None:
         """Check all prompts; `n`, stops and reports are the same for all of them.
@@ -60,15 +60,15 @@ class Generation:
             ApiError: beyond a limit, or no room now.
         """
         self.reply_id = reply_id
-        self.params = asks[0][1]
+        self.params = prompts[0][1]
         self.outputs: dict[int, RequestOutput] = {}  # by prompt
         self._service = service
         requests = service.of_one_call()
         self._admitted = [
             requests.admit(ids, params, request_id=f"{reply_id}-{number}")
-            for number, (ids, params) in enumerate(asks)
+            for number, (ids, params) in enumerate(prompts)
         ]
-        self.requests = [one.request for one in self._admitted]
+        self.requests = [admitted.request for admitted in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
         vocab_size = service.vocab_size
@@ -85,7 +85,9 @@ class Generation:
     @property
     def num_completion_tokens(self) -> int:
         """Tokens generated so far."""
-        return sum(len(one.token_ids) for output in self.outputs.values() for one in output.outputs)
+        return sum(
+            len(completion.token_ids) for output in self.outputs.values() for completion in output.outputs
+        )
 
     @property
     def num_entries(self) -> int:
@@ -94,8 +96,8 @@ class Generation:
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
         """Tokens of these pieces with their alternatives; the first of a choice has its prompt's as well."""
-        begun = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
-        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in begun)
+        requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         return self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
 
     def _num_entries(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
@@ -199,14 +201,14 @@ class Shape(Protocol):
     def closing(self) -> Iterator[dict[str, Any]]:
         """Chunks after all text."""
 
-    closes_whole: bool
+    closing_repeats_all: bool
     """Whether those say everything once more."""
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The chunk in which a stream says that it failed."""
 
     @property
-    def last_words(self) -> bytes:
+    def terminator(self) -> bytes:
         """What ends a stream that went well."""
 
 
@@ -244,14 +246,14 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
                 write = partial(_pieces, service, shape, pieces)
                 if data := await service.workers.write(write, generation.num_entries_of(pieces)):
                     yield data
-        num_entries = generation.num_entries if shape.closes_whole else 0
+        num_entries = generation.num_entries if shape.closing_repeats_all else 0
         closing = await service.workers.write(lambda: _joined(service, shape.closing()), num_entries)
-        yield closing + shape.last_words
+        yield closing + shape.terminator
     except Exception as error:
-        told = as_api_error(error)
-        if told.code == "internal_error":
+        failure = as_api_error(error)
+        if failure.code == "internal_error":
             logger.exception("a stream failed")
-        yield _joined(service, iter([shape.failed(told)]))
+        yield _joined(service, iter([shape.failed(failure)]))
 
 
 def _pieces(service: Service, shape: Shape, pieces: Sequence[CompletionPiece]) -> bytes:
@@ -275,8 +277,8 @@ def usage(generation: Generation) -> dict[str, int]:
 
 def num_top(generation: Generation) -> int | None:
     """How many alternatives were asked; None for the whole vocabulary."""
-    asked = generation.params.logprobs
-    return None if asked == -1 else asked
+    k = generation.params.logprobs
+    return None if k == -1 else k
 
 
 def chat_logprobs(service: Service, generation: Generation, piece: CompletionPiece) -> dict[str, Any] | None:
@@ -285,12 +287,12 @@ def chat_logprobs(service: Service, generation: Generation, piece: CompletionPie
     if record is None:
         return None
     rows, top = piece.text_tokens, num_top(generation)
-    found: dict[str, Any] = {"content": service.encoder.rows(record, rows, top), "refusal": None}
+    fields: dict[str, Any] = {"content": service.encoder.rows(record, rows, top), "refusal": None}
     other = piece.completion.processed_logprobs
     if other is not None:
-        found["processed_content"] = service.encoder.rows(other, rows, top)
-        found |= _extras(other, rows)
-    return found | _beside(record, rows, service)
+        fields["processed_content"] = service.encoder.rows(other, rows, top)
+        fields |= _extras(other, rows)
+    return fields | _further_columns(record, rows, service)
 
 
 def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
@@ -300,14 +302,14 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
         return None
     vocabulary = service.text.vocabulary
     ids = piece.completion.token_ids[piece.start : piece.stop]
-    found: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-    found |= completion_rows(record[piece.start : piece.stop], vocabulary)
-    found["text_offset"] = piece.offsets
+    fields: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
+    fields |= completion_rows(record[piece.start : piece.stop], vocabulary)
+    fields["text_offset"] = piece.offsets
     other = piece.completion.processed_logprobs
     if other is not None:
-        found["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
-        found |= _extras(other, range(piece.start, piece.stop))
-    return found | _beside(record, range(piece.start, piece.stop), service)
+        fields["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
+        fields |= _extras(other, range(piece.start, piece.stop))
+    return fields | _further_columns(record, range(piece.start, piece.stop), service)
 
 
 def completion_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]:
@@ -323,25 +325,25 @@ def _raw_rows(rows: Iterable[Any]) -> list[msgspec.Raw]:
 
 def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
     """Fields of a choice that are there only when asked for."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if body.return_token_ids:
-        found["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
+        fields["token_ids"] = piece.completion.token_ids[piece.start : piece.stop]
     if body.explain:
-        found["explain"] = _explanations(piece)
-    return found
+        fields["explain"] = _explanations(piece)
+    return fields
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:
     """Fields about a prompt that are there only when asked for."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if body.return_token_ids:
-        found["prompt_token_ids"] = output.prompt_token_ids
+        fields["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         record = output.prompt_logprobs
-        found["prompt_logprobs"] = _raw_rows(position_rows(record, service.text.vocabulary))
-        beside = _beside(record, range(len(record)), service)
-        found |= {f"prompt_{name}": values for name, values in beside.items()}
-    return found
+        fields["prompt_logprobs"] = _raw_rows(position_rows(record, service.text.vocabulary))
+        beside = _further_columns(record, range(len(record)), service)
+        fields |= {f"prompt_{name}": values for name, values in beside.items()}
+    return fields
 
 
 def reply_extensions(body: GenerationBody, output: RequestOutput | None) -> dict[str, Any]:
@@ -358,13 +360,13 @@ def encode(service: Service, reply: dict[str, Any]) -> bytes:
     return data
 
 
-def _beside(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
+def _further_columns(record: FlatLogprobs, rows: Any, service: Service) -> dict[str, Any]:
     """Further columns and named ids of the rows, parallel to them; nothing where there is none."""
-    found = _extras(record, rows)
+    fields = _extras(record, rows)
     if record.given is not None:
         vocabulary = service.text.vocabulary
-        found["given"] = _raw_rows(entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows)
-    return found
+        fields["given"] = _raw_rows(entry_rows(record.given[row : row + 1], vocabulary)[0] for row in rows)
+    return fields
 
 
 def _extras(record: FlatLogprobs, rows: Any) -> dict[str, Any]:
@@ -372,8 +374,8 @@ def _extras(record: FlatLogprobs, rows: Any) -> dict[str, Any]:
 
 
 def _explanations(piece: CompletionPiece) -> list[Any]:
-    told = piece.completion.explanations or []
-    return [[_effect(one) for one in position] for position in told[piece.start : piece.stop]]
+    explanations = piece.completion.explanations or []
+    return [[_effect(effect) for effect in position] for position in explanations[piece.start : piece.stop]]
 
 
 def _effect(effect: ProcessorEffect) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""What the routes share: the engine and its client, the text edge, limits, metrics.
-
-Before it: a loaded model. After it: routes. Used from one event loop.
-"""
+"""What the routes share: the engine and its client, limits, metrics; used from one event loop."""
 
 from __future__ import annotations
 
@@ -97,8 +94,8 @@ class Service:
             ParameterError: a name is the model's own, or given twice.
         """
         known = set(self._own_names)
-        for given in self.settings.lora:
-            name, _, path = given.partition("=")
+        for setting in self.settings.lora:
+            name, _, path = setting.partition("=")
             is_new = name not in known
             require(is_new, "lora", f"{name!r} is the model's own name, or given twice; choose another")
             known.add(name)
@@ -106,9 +103,9 @@ class Service:
 
     def for_one_request(self, caller: str) -> Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
-        mine = copy.copy(self)
-        mine._caller, mine._tickets = caller, []  # noqa: SLF001 - of the same class
-        return mine
+        scoped = copy.copy(self)
+        scoped._caller, scoped._tickets = caller, []  # noqa: SLF001 - of the same class
+        return scoped
 
     def of_one_call(self) -> Requests:
         """A maker of engine requests that count as one call of whoever asks."""
@@ -214,7 +211,7 @@ class Service:
         self.engine.submit(admitted)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._result(one.request.request_id)) for one in admitted]
+                tasks = [group.create_task(self._result(request)) for request in admitted]
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
             raise first from first.__cause__  # which says whose mistake it was
@@ -227,7 +224,7 @@ class Service:
             LogprobeError: one failed.
         """
         self.engine.submit(admitted)
-        tasks = deque(asyncio.create_task(self._result(one.request.request_id)) for one in admitted)
+        tasks = deque(asyncio.create_task(self._result(request)) for request in admitted)
         try:
             while tasks:
                 yield await tasks.popleft()
@@ -236,8 +233,8 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _result(self, request_id: str) -> RequestOutput:
-        output = await self.engine.result(request_id)
+    async def _result(self, admitted: Admitted) -> RequestOutput:
+        output = await self.engine.result(admitted.request.request_id)
         self.metrics.ended(output)
         if output.error is not None:
             raise output.error

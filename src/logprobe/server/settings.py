@@ -89,9 +89,9 @@ class ServerSettings:
         require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
         require(all(self.api_key), "api_key", "a key is empty")
-        for given in self.lora:
-            name, _, path = given.partition("=")
-            require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {given!r}")
+        for setting in self.lora:
+            name, _, path = setting.partition("=")
+            require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         known = "must be -1 or more, got"

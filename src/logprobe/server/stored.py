@@ -1,7 +1,4 @@
-"""Responses kept for later, each with the conversation that it ends.
-
-Before it: a reply, or a client that asks for one again. After it: that client, or the next turn.
-"""
+"""Responses kept for later, each with the conversation that it ends."""
 
 from __future__ import annotations
 

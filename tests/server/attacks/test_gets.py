@@ -78,7 +78,7 @@ def test_others_are_served_between_any_two_figures_and_any_two_pieces() -> None:
             pieces.append(message["body"])
 
     async def run() -> None:
-        service: Any = SimpleNamespace(metrics=SimpleNamespace(turn=asyncio.Lock(), text=text))
+        service: Any = SimpleNamespace(metrics=SimpleNamespace(lock=asyncio.Lock(), text=text))
         request: Any = None
         assert await turns(*(metrics(request, service) for _ in range(num_replies))) >= num_replies
         bodies = [bytes([number]) * (num_pieces * PIECE_BYTES) for number in range(num_replies)]

@@ -1,1 +1,1 @@
-"""What every route shares of HTTP: guard, bodies, events, errors."""
+"""What every route shares of HTTP: guard, bodies, replies, errors, and the threads beside the event loop."""

@@ -30,17 +30,17 @@ B = TypeVar("B", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LARGE_BYTES: Final = 1 << 18
-"""Of a body that takes hundreds of times its size to understand, in memory that each worker else keeps."""
+"""Of a body that takes hundreds of times its size to read, in memory that each worker else keeps."""
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
-_PLACE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_PATH: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 async def read(
-    request: HttpRequest, service: Service, body_type: type[B], understand: Callable[[B, Service], T]
+    request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], T]
 ) -> T:
-    """What `understand` makes of a request's body, where `workers` says.
+    """What `prepare` makes of a request's body, where `workers` says.
 
     Raises:
         ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
@@ -49,13 +49,13 @@ async def read(
     check_media_type(request.headers.get("content-type"))
     data = await read_bytes(request, service.settings)
     if len(data) <= QUICK_BYTES:
-        body = _checked(data, body_type, service.settings)
+        body = _decode_checked(data, body_type, service.settings)
         num_bytes = len(data) if is_bounded(body) else None
-        return await service.workers.read(lambda: understand(body, service), num_bytes)
+        return await service.workers.read(lambda: prepare(body, service), num_bytes)
 
     def read_large() -> T:
         try:
-            return understand(_checked(data, body_type, service.settings), service)
+            return prepare(_decode_checked(data, body_type, service.settings), service)
         finally:
             if len(data) > LARGE_BYTES:
                 return_freed()
@@ -97,7 +97,7 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
     return bytes(data)
 
 
-def _checked(data: bytes, body_type: type[B], settings: ServerSettings) -> B:
+def _decode_checked(data: bytes, body_type: type[B], settings: ServerSettings) -> B:
     check_values(settings, data)
     body = decode_body(data, body_type)
     check_body(settings, body)
@@ -109,15 +109,15 @@ def decode_body(data: bytes, body_type: type[B]) -> B:
     try:
         return msgspec.json.decode(data, type=body_type)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), body_type) from error
+        raise _as_api_error(str(error), body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(None, f"the body is not JSON: {error}", code="invalid_json") from error
 
 
-def _explained(message: str, body_type: type[msgspec.Struct]) -> ApiError:
-    place = _PLACE.search(message)
-    path = place[1] if place else ""
-    message = _PLACE.sub("", message)
+def _as_api_error(message: str, body_type: type[msgspec.Struct]) -> ApiError:
+    match = _PATH.search(message)
+    path = match[1] if match else ""
+    message = _PATH.sub("", message)
     if unknown := _UNKNOWN.search(message):
         name = f"{path}.{unknown[1]}".lstrip(".")
         near = nearest_name(unknown[1], body_type.__struct_fields__, cutoff=0.6)

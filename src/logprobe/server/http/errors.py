@@ -1,7 +1,4 @@
-"""Failures as clients read them: `{"error": {"message", "type", "param", "code"}}` with a status.
-
-Before it: the library's error tree. After it: a reply, or an event that ends a stream.
-"""
+"""Failures as clients read them: `{"error": {"message", "type", "param", "code"}}` with a status."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._turn = asyncio.Lock()  # of large replies
+        self._lock = asyncio.Lock()  # of large replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it without looking at more than its header."""
@@ -49,7 +49,7 @@ class Gate:
                 MutableHeaders(scope=message)["x-request-id"] = reply_id
                 await send(message)
             else:
-                await send_pieces(message, send, self._turn)
+                await send_pieces(message, send, self._lock)
 
         try:
             check_caller(Headers(scope=scope), scope["scheme"], self._settings)
@@ -60,13 +60,13 @@ class Gate:
             await self._app(scope, receive, send_named)
 
 
-async def send_pieces(message: Message, send: Send, turn: asyncio.Lock) -> None:
+async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:
     """Send a body, each piece once the one before it was taken; it ends when the last one was."""
     body = message.get("body", b"")
     for begin in range(0, len(body), PIECE_BYTES):
         piece = body[begin : begin + PIECE_BYTES]
         if len(body) > PIECE_BYTES:
-            async with turn:  # one piece of all such replies, then whatever else the event loop has to do
+            async with lock:  # one piece of all such replies, then whatever else the event loop has to do
                 await asyncio.sleep(0)
         await send({"type": message["type"], "body": piece, "more_body": True})
     if not message.get("more_body", False):

@@ -49,7 +49,7 @@ CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 logger = logging.getLogger("logprobe.server")
 
 
-class Held:
+class HeldReply:
     """A reply whose request counts as in progress until it is sent, or its client is gone."""
 
     def __init__(self, reply: Response, release: Callable[[], object]) -> None:
@@ -72,25 +72,25 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
     """
     bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
 
-    async def serve(request: HttpRequest) -> Held:
-        held = ExitStack()
+    async def serve(request: HttpRequest) -> HeldReply:
+        resources = ExitStack()
         try:
             keys = () if is_open else service.settings.api_key
             key = check_key(request.headers.get("authorization"), keys)
-            mine = service.for_one_request(caller_of(request, key))
-            held.callback(mine.release)
-            held.enter_context(bound)
-            response = await handler(request, mine)
+            scoped = service.for_one_request(caller_of(request, key))
+            resources.callback(scoped.release)
+            resources.enter_context(bound)
+            response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))
             if num_bytes > PIECE_BYTES:  # of less nothing waits outside its connection
-                mine.hold(num_bytes)
+                scoped.hold(num_bytes)
         except ClientGoneError:
             service.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), service, error)
         service.metrics.replies.labels(path, response.status_code).inc()
-        return Held(response, held.close)
+        return HeldReply(response, resources.close)
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve
@@ -100,16 +100,16 @@ class InProgress:
     """Counts what is in progress of one route, on the event loop."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._now = 0
+        self._max = most
+        self._count = 0
 
     def __enter__(self) -> None:
-        if self._now >= self._most:
-            raise server_full(f"requests of this route: {self._now} of {self._most} in use")
-        self._now += 1
+        if self._count >= self._max:
+            raise server_full(f"requests of this route: {self._count} of {self._max} in use")
+        self._count += 1
 
     def __exit__(self, *_: object) -> None:
-        self._now -= 1
+        self._count -= 1
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:
@@ -127,9 +127,9 @@ def check_key(header: str | None, keys: tuple[str, ...]) -> int | None:
     """
     if not keys:
         return None
-    given = _key_of(header)
-    matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
-    if given is None or not any(matches):
+    brought = _key_of(header)
+    matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
+    if brought is None or not any(matches):
         raise ApiError(
             401,
             "bring a valid key as `Authorization: Bearer KEY`",
@@ -146,17 +146,17 @@ def owner_of(headers: Mapping[str, str], settings: ServerSettings) -> bytes:
 
 
 def _key_of(header: str | None) -> bytes | None:
-    scheme, _, given = (header or "").partition(" ")
-    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came
 
 
-def failure(told: ApiError, service: Service, cause: Exception | None = None) -> Response:
+def failure(error: ApiError, service: Service, cause: Exception | None = None) -> Response:
     """The reply to a failure; what only a bug of ours can cause goes to the log."""
-    if told.status == 500:
+    if error.status == 500:
         logger.error("a request failed", exc_info=cause)
-    if told.status == 400:
-        service.metrics.rejected.labels(field_of(told.param)).inc()
-    return Response(told.to_json(), told.status, told.headers, media_type=JSON_TYPE)
+    if error.status == 400:
+        service.metrics.rejected.labels(field_of(error.param)).inc()
+    return Response(error.to_json(), error.status, error.headers, media_type=JSON_TYPE)
 
 
 def field_of(param: str | None) -> str:

@@ -135,8 +135,8 @@ class Document:
     def reply(self, request: HttpRequest) -> Response:
         """The document, or 304 where `If-None-Match` names it."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
-        given = request.headers.get("if-none-match", "")
-        known = [tag.strip().removeprefix("W/") for tag in given.split(",")]
+        header = request.headers.get("if-none-match", "")
+        known = [tag.strip().removeprefix("W/") for tag in header.split(",")]
         if self.etag in known or known == ["*"]:
             return Response(status_code=304, headers=headers)
         return Response(self.data, media_type=JSON_TYPE, headers=headers)
@@ -147,8 +147,8 @@ class Documents:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self._made: dict[str, Document] = {}
-        self._making: dict[str, asyncio.Task[Document]] = {}
+        self._documents: dict[str, Document] = {}
+        self._tasks: dict[str, asyncio.Task[Document]] = {}
 
     async def reply(self, request: HttpRequest, name: str, make: Callable[[], bytes]) -> Response:
         """What `make` gave when it was called for this name.
@@ -156,14 +156,14 @@ class Documents:
         Raises:
             ApiError: 429, too many jobs wait for a worker.
         """
-        if name not in self._made:
-            self._made[name] = await self._being_made(name, make)
-        return self._made[name].reply(request)
+        if name not in self._documents:
+            self._documents[name] = await self._make_once(name, make)
+        return self._documents[name].reply(request)
 
-    async def _being_made(self, name: str, make: Callable[[], bytes]) -> Document:
+    async def _make_once(self, name: str, make: Callable[[], bytes]) -> Document:
         """The one making of a document for all who ask meanwhile, whoever of them leaves."""
-        if name not in self._making:
+        if name not in self._tasks:
             task = asyncio.create_task(self._workers.read(lambda: Document.of(make()), None))
-            task.add_done_callback(lambda _: self._making.pop(name))
-            self._making[name] = task
-        return await asyncio.shield(self._making[name])
+            task.add_done_callback(lambda _: self._tasks.pop(name))
+            self._tasks[name] = task
+        return await asyncio.shield(self._tasks[name])

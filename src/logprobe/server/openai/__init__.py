@@ -1,1 +1,1 @@
-"""OpenAI's shapes: bodies, their fields as parameters, replies and their schemas."""
+"""OpenAI's shapes: bodies, their fields as parameters, their prompts as ids, schemas of the replies."""

@@ -1,7 +1,7 @@
-"""The bodies that the routes take, typed; a field that is not here is refused by name.
+"""The bodies and queries that the routes take, typed; a field that is not here is refused by name.
 
-Before it: JSON. After it: `fields`, which turns them into the engine's parameters. Names and meanings are
-OpenAI's; the extensions of this server stand in a block of their own. None means not given.
+Names and meanings are OpenAI's; the extensions of this server stand in a block of their own. None means not
+given.
 """
 
 from __future__ import annotations

@@ -112,16 +112,16 @@ def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingPara
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
     _check_tools(body)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    max_tokens = max(room, 1) if asked is None else asked
+    max_tokens = max(room, 1) if limit is None else limit
     fixed: dict[str, Any] = {"logprobs": logprobs, "max_tokens": max_tokens}
     return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, **fixed | _structured(body))
 
 
 def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> SamplingParams:
     """What a responses body asks for; `room` is the number of tokens that still fit after the prompt."""
-    unknown = [one for one in body.include or () if one != LOGPROBS]
+    unknown = [name for name in body.include or () if name != LOGPROBS]
     if unknown:
         raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
     _check_max_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
@@ -215,21 +215,21 @@ def _params(
     _check_bias(body.logit_bias)
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
     _check_max_logprobs("prompt_logprobs", prompt_logprobs, max_logprobs)
-    asked = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
-    if asked["response_format"] in NEUTRAL["response_format"]:
-        asked["response_format"] = None
-    given = {name: value for name, value in asked.items() if value is not None}
-    for name in given.keys() - ENGINE_FIELDS:
-        if not _asks_nothing(name, given[name]):
+    requested = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
+    if requested["response_format"] in NEUTRAL["response_format"]:
+        requested["response_format"] = None
+    values = {name: value for name, value in requested.items() if value is not None}
+    for name in values.keys() - ENGINE_FIELDS:
+        if not _asks_nothing(name, values[name]):
             message = "is not supported by this engine; leave it out"
             raise bad_request(name, message, code="unsupported_parameter")
-        del given[name]
+        del values[name]
     reported = fixed["logprobs"] is not None or fixed.get("prompt_logprobs", prompt_logprobs) is not None
     for name in REPORTS:
-        if given.get(name) and not reported:
+        if values.get(name) and not reported:
             raise bad_request(name, "comes beside logprobs; ask for them as well")
     try:
-        return SamplingParams(**given | fixed)
+        return SamplingParams(**values | fixed)
     except ValueError as error:
         raise as_api_error(error, names) from error
     except TypeError as error:  # a value of the wrong shape inside a free-form field
@@ -246,17 +246,17 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
     Raises:
         ApiError: both, or beside response_format; an unknown form; a grammar in another notation.
     """
-    asked = _forms_of(body)
-    for name, _ in asked:
+    forms = _forms_of(body)
+    for name, _ in forms:
         if name.startswith(STRUCTURED) and name.removeprefix(STRUCTURED) not in FORMS:
             message = f"is not known here; {', '.join(FORMS)} are"
             raise bad_request(name, message, code="unsupported_parameter")
-    if not asked:
+    if not forms:
         return None
-    if len(asked) > 1 or getattr(body, "response_format", None) is not None:
-        others = [name for name, _ in asked[1:]] or ["response_format"]
-        raise bad_request(asked[0][0], f"and {others[0]} both give the form of the text; give one of them")
-    [(name, value)] = asked
+    if len(forms) > 1 or getattr(body, "response_format", None) is not None:
+        others = [name for name, _ in forms[1:]] or ["response_format"]
+        raise bad_request(forms[0][0], f"and {others[0]} both give the form of the text; give one of them")
+    [(name, value)] = forms
     return _as_format(name, value)
 
 
@@ -266,11 +266,11 @@ def named_as_asked(body: GenerationBody) -> Iterator[None]:
     try:
         yield
     except (ParameterError, ApiError) as error:
-        told, asked = as_api_error(error), _forms_of(body)
-        if told.param != "response_format" or not asked:
+        refusal, forms = as_api_error(error), _forms_of(body)
+        if refusal.param != "response_format" or not forms:
             raise
-        message = told.message.removeprefix("response_format: ")
-        raise bad_request(asked[0][0], message, code=told.code) from error
+        message = refusal.message.removeprefix("response_format: ")
+        raise bad_request(forms[0][0], message, code=refusal.code) from error
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:

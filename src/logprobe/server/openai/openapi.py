@@ -1,7 +1,4 @@
-"""The interface as an OpenAPI document, made from the typed bodies and replies and the route table.
-
-Before it: `bodies`, `schemas` and `app.ROUTES`. After it: `GET /openapi.json` and docs/openapi.json.
-"""
+"""The interface as an OpenAPI document, made from the typed bodies and replies and the route table."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ _TEXT: Final = {"schema": {"type": "string"}}
 
 
 def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
-    """The whole document."""
+    """The document of these routes."""
     types = [*bodies.BODIES.values(), *schemas.REPLIES.values()]
     types += [schemas.ChatCompletionChunk, schemas.Error, schemas.Facts]
     _, parts = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, Any] = {}
     for method, path, handler in routes:
-        told = (handler.__doc__ or "").strip().split("\n")[0]
+        summary = (handler.__doc__ or "").strip().split("\n")[0]
         template = path.replace(":path", "")
-        paths.setdefault(template, {})[method.lower()] = _operation(method, template, told)
+        paths.setdefault(template, {})[method.lower()] = _operation(method, template, summary)
     return {
         "openapi": "3.1.0",
         "info": {"title": "logprobe", "version": __version__},
@@ -44,9 +41,9 @@ def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
     }
 
 
-def _operation(method: str, path: str, told: str) -> dict[str, Any]:
+def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "summary": told,
+        "summary": summary,
         "operationId": f"{method.lower()}{re.sub('[^a-z0-9]+', '_', path)}",
         "responses": {
             "200": {"description": "What was asked for.", "content": _contents(method, path)},

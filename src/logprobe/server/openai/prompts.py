@@ -60,13 +60,13 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, name: str = "
         return [_from_text(prompt, text)]
     if not prompt:
         raise bad_request(name, "is empty; give a text, token ids, or a list of either")
-    if all(isinstance(one, int) for one in prompt):
+    if all(isinstance(part, int) for part in prompt):
         return [_from_ids(prompt, text, name)]
-    if all(isinstance(one, str) for one in prompt):
+    if all(isinstance(part, str) for part in prompt):
         check_texts(prompt, name, service)
-        return [_from_text(one, text) for one in prompt]
-    if all(isinstance(one, list) for one in prompt):
-        return [_from_ids(one, text, name) for one in prompt]
+        return [_from_text(part, text) for part in prompt]
+    if all(isinstance(part, list) for part in prompt):
+        return [_from_ids(part, text, name) for part in prompt]
     raise bad_request(name, "mixes texts and token ids; give a list of one kind")
 
 
@@ -76,7 +76,7 @@ def _from_text(prompt: str, text: TextEdge) -> Prompt:
 
 
 def _from_ids(ids: Sequence[Any], text: TextEdge, name: str) -> Prompt:
-    return Prompt(as_ids(ids, name), [text.bytes_of([one]) for one in ids])
+    return Prompt(as_ids(ids, name), [text.bytes_of([token_id]) for token_id in ids])
 
 
 def as_ids(ids: Sequence[Any], name: str) -> IntArray:
@@ -85,19 +85,19 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
     Raises:
         ApiError: something else is among them, or a number that no vocabulary has.
     """
-    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise bad_request(name, "a list of token ids holds something else")
-    if not all(0 <= one <= LARGEST_ID for one in ids):
+    if not all(0 <= token_id <= LARGEST_ID for token_id in ids):
         raise bad_request(name, "a token id lies outside the vocabulary")
     return np.array(ids, dtype=np.int32)
 
 
 def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:
     """What each token gives of the text it came from: special ones that the tokenizer added give nothing."""
-    whole = [text.vocabulary.token_bytes(token_id) for token_id in ids]
+    parts = [text.vocabulary.token_bytes(token_id) for token_id in ids]
     for num_added in (0, 1):
-        if b"".join(whole[num_added:]) == data:
-            return [b""] * num_added + whole[num_added:]
+        if b"".join(parts[num_added:]) == data:
+            return [b""] * num_added + parts[num_added:]
     return [text.bytes_of([token_id]) for token_id in ids]
 
 
@@ -151,24 +151,24 @@ def check_fields(messages: Conversation) -> None:
     Raises:
         ApiError: 400 naming the field.
     """
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        _check_known((name for name, value in message.items() if value in EMPTY), MESSAGE_FIELDS, where)
+    for index, message in enumerate(messages):
+        path = f"messages[{index}]"
+        _check_known((name for name, value in message.items() if value in EMPTY), MESSAGE_FIELDS, path)
         for part in _objects(message.get("content")):
             if part.get("type") in TEXT_PARTS:
-                _check_known(part, PART_FIELDS, f"{where}.content")
+                _check_known(part, PART_FIELDS, f"{path}.content")
         for number, call in enumerate(_objects(message.get("tool_calls"))):
-            _check_known(call, CALL_FIELDS, f"{where}.tool_calls[{number}]")
+            _check_known(call, CALL_FIELDS, f"{path}.tool_calls[{number}]")
             for function in _objects([call.get("function")]):
-                _check_known(function, FUNCTION_FIELDS, f"{where}.tool_calls[{number}].function")
+                _check_known(function, FUNCTION_FIELDS, f"{path}.tool_calls[{number}].function")
 
 
 def _objects(values: Any) -> list[dict[str, Any]]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 
-def _check_known(names: Iterable[str], known: frozenset[str], where: str) -> None:
+def _check_known(names: Iterable[str], known: frozenset[str], path: str) -> None:
     for name in names:
         if name not in known:
             message = "is no field that is read here; leave it out"
-            raise bad_request(f"{where}.{name}", message, code="unknown_parameter")
+            raise bad_request(f"{path}.{name}", message, code="unknown_parameter")

@@ -1,7 +1,7 @@
-"""Shapes of the replies, typed after OpenAI's published specification.
+"""Shapes of the replies, typed after OpenAI's published specification, apart from the code that writes them.
 
-Before it: nothing. After it: the OpenAPI document, and the tests, which hold every reply against it. A field
-that is UNSET by default stands in a reply only when it was asked for.
+The OpenAPI document is made of them, and tests hold every reply against them. A field that is UNSET by
+default stands in a reply only when it was asked for.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PromptRow(TokenRow, kw_only=True):
     top_logprobs: list[TokenRow]
 
 
-class _Beside(Shape, kw_only=True):
+class _FurtherColumns(Shape, kw_only=True):
     log_kept_mass: list[float | None] | UnsetType = UNSET
     entropy: list[float | None] | UnsetType = UNSET
     given: list[list[TokenRow] | None] | UnsetType = UNSET
@@ -98,7 +98,7 @@ class _ChatFrame(_PromptExtras, kw_only=True):
     model: str
 
 
-class ChatLogprobs(_Beside, kw_only=True):
+class ChatLogprobs(_FurtherColumns, kw_only=True):
     """Rows of a choice, or of a chunk's text."""
 
     content: list[ChatTokenLogprob] | None
@@ -162,7 +162,7 @@ class LegacyRows(Shape, kw_only=True):
     top_logprobs: list[dict[str, Logprob] | None]
 
 
-class CompletionLogprobs(_Beside, kw_only=True):
+class CompletionLogprobs(_FurtherColumns, kw_only=True):
     """OpenAI's parallel arrays, one entry a token."""
 
     tokens: list[str]

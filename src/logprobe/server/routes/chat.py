@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
     """Answer one chat request."""
-    body, generation = await read(request, service, ChatBody, understand)
+    body, generation = await read(request, service, ChatBody, prepare)
     shape = ChatShape(service, body, generation)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
 
 
-def understand(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
-    """What is asked, admitted."""
+def prepare(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
+    """Check and admit what is asked."""
     service.choose_weights(body)
     service.log_body("chat", body)
     ids = encode_messages(body.messages, service, layout_of(body))
@@ -54,8 +54,8 @@ def understand(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
 class ChatShape:
     """OpenAI's `chat.completion` and its chunks."""
 
-    last_words = DONE
-    closes_whole = False
+    terminator = DONE
+    closing_repeats_all = False
 
     def __init__(self, service: Service, body: ChatBody, generation: Generation) -> None:
         self._service = service
@@ -63,15 +63,15 @@ class ChatShape:
         self._generation = generation
         options = body.stream_options
         self._has_usage = bool(options and options.include_usage)
-        self._told_prompt = False
+        self._has_sent_prompt = False
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, one choice a completion."""
         output = self._generation.outputs[0]
         reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
         reply["usage"] = usage(self._generation)
-        told = prompt_extensions(self._service, self._body, output)
-        return reply | told | reply_extensions(self._body, output)
+        extensions = prompt_extensions(self._service, self._body, output)
+        return reply | extensions | reply_extensions(self._body, output)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The role of each choice."""
@@ -130,9 +130,9 @@ class ChatShape:
 
     def _prompt(self) -> dict[str, Any]:
         """The prompt's fields, with the first chunk that has them."""
-        if self._told_prompt:
+        if self._has_sent_prompt:
             return {}
-        self._told_prompt = True
+        self._has_sent_prompt = True
         output = self._generation.outputs[0]
-        told = prompt_extensions(self._service, self._body, output)
-        return told | reply_extensions(self._body, output)
+        extensions = prompt_extensions(self._service, self._body, output)
+        return extensions | reply_extensions(self._body, output)

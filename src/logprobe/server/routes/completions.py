@@ -1,7 +1,4 @@
-"""`POST /v1/completions`: prompts in, OpenAI's text shapes out, with `echo` for scoring.
-
-Before it: HTTP. After it: a generation and its pieces.
-"""
+"""`POST /v1/completions`: prompts in, OpenAI's text shapes out, with `echo` for scoring."""
 
 from __future__ import annotations
 
@@ -42,23 +39,23 @@ PARALLEL = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 async def completions(request: HttpRequest, service: Service) -> Response:
     """Answer one completions request."""
-    body, prompts, generation = await read(request, service, CompletionBody, understand)
+    body, prompts, generation = await read(request, service, CompletionBody, prepare)
     shape = CompletionShape(service, body, generation, prompts)
     return await answer(request, service, generation, shape, is_stream=bool(body.stream))
 
 
-def understand(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], Generation]:
-    """The prompts, and what is asked of them, admitted."""
+def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, list[Prompt], Generation]:
+    """Read the prompts, and check and admit what is asked of them."""
     service.choose_weights(body)
     service.log_body("completions", body)
     with named_as_asked(body):
         params = completion_params(body, max_logprobs=service.settings.max_logprobs)
     prompts = read_prompts(body.prompt, service)
     limit = service.capabilities.max_model_len
-    asks = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
+    requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
     with named_as_asked(body):
-        return body, prompts, Generation(service, service.new_id("cmpl"), asks, echoes)
+        return body, prompts, Generation(service, service.new_id("cmpl"), requests, echoes)
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
@@ -81,8 +78,8 @@ class Echo:
 class CompletionShape:
     """OpenAI's `text_completion`; chunks have the same form as the whole."""
 
-    last_words = DONE
-    closes_whole = False
+    terminator = DONE
+    closing_repeats_all = False
 
     def __init__(
         self, service: Service, body: CompletionBody, generation: Generation, prompts: Sequence[Prompt]
@@ -93,7 +90,7 @@ class CompletionShape:
         self._prompts = prompts
         options = body.stream_options
         self._has_usage = bool(options and options.include_usage)
-        self._begun: set[int] = set()  # choices whose prompt was told
+        self._begun: set[int] = set()  # choices whose prompt was sent
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, choices in the order of prompts."""

@@ -1,7 +1,4 @@
-"""Routes that tell about the server: health, models, capabilities, processors, metrics, tokenizer.
-
-Before it: HTTP. After it: the service's own knowledge.
-"""
+"""Routes about the server itself: health, models, capabilities, processors, metrics, tokenizer."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 async def models(request: HttpRequest, service: Service) -> Response:
     """List the model, then its LoRA weights, each of which can be asked for by name."""
     # Made anew, in some microseconds: the owner of the engine may load weights at any time.
-    found = [_model(service, *served) for served in service.served()]
-    return Document.of(msgspec.json.encode({"object": "list", "data": found})).reply(request)
+    entries = [_model(service, *served) for served in service.served()]
+    return Document.of(msgspec.json.encode({"object": "list", "data": entries})).reply(request)
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
@@ -78,16 +75,16 @@ async def logits_processors(request: HttpRequest, service: Service) -> Response:
 def _processors(service: Service) -> bytes:
     from logprobe.processors import available_processors, describe_processor
 
-    registered = [describe_processor(one) | {"registered": True} for one in service.processors]
-    names = {one["name"] for one in registered}
+    registered = [describe_processor(processor) | {"registered": True} for processor in service.processors]
+    names = {description["name"] for description in registered}
     others = [describe_processor(name) for name in available_processors()]
-    rest = [one | {"registered": False} for one in others if one["name"] not in names]
+    rest = [entry | {"registered": False} for entry in others if entry["name"] not in names]
     return msgspec.json.encode({"object": "list", "data": registered + rest})
 
 
 async def metrics(_: HttpRequest, service: Service) -> Response:
     """Give all figures to Prometheus."""
-    async with service.metrics.turn:
+    async with service.metrics.lock:
         await asyncio.sleep(0)  # others are served between any two of these
         text = service.metrics.text()
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -126,7 +123,7 @@ async def detokenize(request: HttpRequest, service: Service) -> Response:
 
 def _detokenized(body: DetokenizeBody, service: Service) -> Response:
     service.check_model(body.model)
-    outside = [one for one in body.tokens if not 0 <= one < service.vocab_size][:1]
+    outside = [token_id for token_id in body.tokens if not 0 <= token_id < service.vocab_size][:1]
     if outside:
         raise bad_request("tokens", f"id {outside[0]} lies outside [0, {service.vocab_size})")
     data = service.text.vocabulary.bytes_of(body.tokens)
@@ -135,8 +132,8 @@ def _detokenized(body: DetokenizeBody, service: Service) -> Response:
 
 async def tokenizer(request: HttpRequest, service: Service) -> Response:
     """Give the tokenizer whole, as a `tokenizer.json`: every id's bytes, and text to ids without asking."""
-    whole = service.text.tokenizer.backend_tokenizer.to_str
-    return await service.documents.reply(request, "tokenizer", lambda: whole().encode())
+    to_json = service.text.tokenizer.backend_tokenizer.to_str
+    return await service.documents.reply(request, "tokenizer", lambda: to_json().encode())
 
 
 async def tokenizer_info(request: HttpRequest, service: Service) -> Response:
@@ -148,8 +145,8 @@ def _tokenizer_info(service: Service) -> bytes:
     tokenizer = service.text.tokenizer
     names = ("eos_token", "bos_token", "pad_token", "chat_template")
     ids = ("eos_token_id", "bos_token_id", "pad_token_id")
-    found = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
-    return msgspec.json.encode(found | {"vocab_size": service.vocab_size})
+    facts = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
+    return msgspec.json.encode(facts | {"vocab_size": service.vocab_size})
 
 
 def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:

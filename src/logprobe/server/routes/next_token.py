@@ -1,6 +1,6 @@
 """`POST /v1/next_token_logprobs`: whole next-token distributions, in binary.
 
-Before it: HTTP. After it: one engine request a prompt; those of all clients share its steps.
+One engine request a prompt; those of all clients share its steps.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
 
     Each row is written as soon as it and those before it are there; a failure after the first breaks off.
     """
-    body, admitted = await read(request, service, NextTokenBody, understand)
+    body, admitted = await read(request, service, NextTokenBody, prepare)
     outputs = service.results(admitted)
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
-    told = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
+    metadata = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
     if first.info is not None and first.info.weight_version is not None:
-        told["weight_version"] = first.info.weight_version  # all rows of a call are of the same weights
-    head = table_head((len(admitted), service.vocab_size), dtype, told)
+        metadata["weight_version"] = first.info.weight_version  # all rows of a call are of the same weights
+    head = table_head((len(admitted), service.vocab_size), dtype, metadata)
     num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
     service.metrics.bytes_out.inc(num_bytes)
     headers = {"content-type": TYPE, "content-length": str(num_bytes)}
@@ -70,20 +70,20 @@ def _row_bytes(output: RequestOutput, dtype: np.dtype[Any]) -> bytes:
     return row.astype(dtype, copy=False).tobytes()
 
 
-def table_head(shape: tuple[int, int], dtype: np.dtype[Any], told: Mapping[str, str]) -> bytes:
+def table_head(shape: tuple[int, int], dtype: np.dtype[Any], metadata: Mapping[str, str]) -> bytes:
     """What stands before the rows in a safetensors body: the size of its header, and its header.
 
-    `told` is the header's metadata.
+    `metadata` is the header's own.
     """
     num_bytes = shape[0] * shape[1] * dtype.itemsize
     entry = {"dtype": f"F{8 * dtype.itemsize}", "shape": shape, "data_offsets": (0, num_bytes)}
-    header = msgspec.json.encode({"__metadata__": told, "logprobs": entry})
+    header = msgspec.json.encode({"__metadata__": metadata, "logprobs": entry})
     header += b" " * (-len(header) % 8)  # the rows are aligned
     return len(header).to_bytes(8, "little") + header
 
 
-def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
-    """A request for each prompt, admitted."""
+def prepare(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, list[Admitted]]:
+    """Check and admit a request for each prompt."""
     service.choose_weights(body)
     service.log_body("next_token_logprobs", body)
     check_texts([prompt for prompt in body.prompts if isinstance(prompt, str)], "prompts", service)
@@ -97,5 +97,5 @@ def understand(body: NextTokenBody, service: Service) -> tuple[NextTokenBody, li
         requests.admit(ids, params, wants_row=True, request_id=f"{base}-{number}")
         for number, ids in enumerate(prompts)
     ]
-    service.admit([one.request for one in admitted])
+    service.admit([request.request for request in admitted])
     return body, admitted

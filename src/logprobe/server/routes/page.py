@@ -1,7 +1,4 @@
-"""`GET /`: the page, one self-contained file that uses nothing but this server's public API.
-
-Before it: a browser. After it: the other routes, called by the page itself.
-"""
+"""`GET /`: the page, one self-contained file that uses nothing but this server's public API."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that are stored.
 
-Before it: HTTP. After it: a generation and its pieces. Final items carry rows with bytes, events without.
+Final items carry rows with bytes, events without.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ _MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)", re.DOTALL)
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
     owner = owner_of(request.headers, service.settings)
-    asked = await read(request, service, ResponsesBody, partial(understand, owner=owner))
-    shape = ResponseShape(service, asked)
-    return await answer(request, service, asked.generation, shape, is_stream=bool(asked.body.stream))
+    prepared = await read(request, service, ResponsesBody, partial(prepare, owner=owner))
+    shape = ResponseShape(service, prepared)
+    return await answer(request, service, prepared.generation, shape, is_stream=bool(prepared.body.stream))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that was understood: the conversation so far, and what is asked of it, admitted."""
+class ResponsesRequest:
+    """A checked and admitted request, with the conversation so far."""
 
     owner: bytes
     body: ResponsesBody
-    said: Messages
+    messages: Messages  # the conversation so far
     generation: Generation
 
 
-def understand(body: ResponsesBody, service: Service, owner: bytes) -> Asked:
-    """What one owner asks."""
+def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesRequest:
+    """Check and admit what an owner asks."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    said, ids = read_conversation(body, service, owner)
+    messages, ids = read_conversation(body, service, owner)
     room = service.capabilities.max_model_len + 1 - len(ids)
     params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
-    return Asked(owner, body, said, Generation(service, service.new_id("resp"), [(ids, params)]))
+    generation = Generation(service, service.new_id("resp"), [(ids, params)])
+    return ResponsesRequest(owner, body, messages, generation)
 
 
 def read_conversation(body: ResponsesBody, service: Service, owner: bytes) -> tuple[Messages, IntArray]:
@@ -79,9 +80,9 @@ def read_conversation(body: ResponsesBody, service: Service, owner: bytes) -> tu
     if body.previous_response_id is not None:
         before = service.stored.find(owner, body.previous_response_id, "previous_response_id").messages()
     system: Messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    said = before + _as_messages(body.input)
+    messages = before + _as_messages(body.input)
     try:
-        return said, encode_messages(system + said, service)
+        return messages, encode_messages(system + messages, service)
     except (ParameterError, ApiError) as error:
         raise _by_item(as_api_error(error), body, len(system), len(before)) from error
 
@@ -91,9 +92,9 @@ def _as_messages(items: str | list[dict[str, Any]]) -> Messages:
         return [{"role": "user", "content": items}]
     if not items:
         raise bad_request("input", "is empty; give a text or messages")
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if item.get("type", "message") != "message":
-            raise bad_request(f"input[{place}].type", "only messages are read", code="unsupported_parameter")
+            raise bad_request(f"input[{index}].type", "only messages are read", code="unsupported_parameter")
     return [{name: value for name, value in item.items() if name not in LABELS} for item in items]
 
 
@@ -103,25 +104,25 @@ def _by_item(error: ApiError, body: ResponsesBody, num_system: int, num_before: 
     if is_message is None:
         return error
     number, rest = is_message.groups()
-    place = None if number is None else int(number) - num_system - num_before
+    index = None if number is None else int(number) - num_system - num_before
     field = "input"
-    if place is not None and place < -num_before:
+    if index is not None and index < -num_before:
         field = "instructions"
-    elif place is not None and place < 0:
+    elif index is not None and index < 0:
         field = "previous_response_id"
-    elif place is not None and not isinstance(body.input, str):
-        field = f"input[{place}]{rest}"
+    elif index is not None and not isinstance(body.input, str):
+        field = f"input[{index}]{rest}"
     return bad_request(field, error.message.removeprefix(f"{error.param}: "), code=error.code)
 
 
 async def get_response(request: HttpRequest, service: Service) -> Response:
     """Give a stored response again."""
-    return Response(_found(request, service).response, media_type=JSON_TYPE)
+    return Response(_find_stored(request, service).response, media_type=JSON_TYPE)
 
 
 async def list_input_items(request: HttpRequest, service: Service) -> Response:
     """List the messages that a stored response answered, the latest first."""
-    stored, query = _found(request, service), dict(request.query_params)
+    stored, query = _find_stored(request, service), dict(request.query_params)
 
     def written() -> bytes:
         before = stored.messages()[:-1]  # the last is the answer itself
@@ -147,10 +148,10 @@ def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -
     items = [_as_item(f"{own_id}-{number}", message) for number, message in enumerate(messages)]
     items = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
-        places = [number for number, item in enumerate(items) if item["id"] == after]
-        if not places:
+        matches = [number for number, item in enumerate(items) if item["id"] == after]
+        if not matches:
             raise bad_request("after", f"there is no item {shortened(after)!r}")
-        items = items[places[0] + 1 :]
+        items = items[matches[0] + 1 :]
     page = items[: int(limit)]
     return {
         "object": "list",
@@ -178,11 +179,10 @@ async def delete_response(request: HttpRequest, service: Service) -> Response:
     """Forget a stored response."""
     response_id = request.path_params["response_id"]
     service.stored.drop(owner_of(request.headers, service.settings), response_id)
-    told = {"id": response_id, "object": "response.deleted", "deleted": True}
-    return json_reply(told)
+    return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
-def _found(request: HttpRequest, service: Service) -> Stored:
+def _find_stored(request: HttpRequest, service: Service) -> Stored:
     return service.stored.find(
         owner_of(request.headers, service.settings), request.path_params["response_id"]
     )
@@ -191,15 +191,15 @@ def _found(request: HttpRequest, service: Service) -> Stored:
 class ResponseShape:
     """OpenAI's `response` object and the events that build it."""
 
-    last_words = b""  # the last event says that it is the last
-    closes_whole = True
+    terminator = b""  # the last event says that it is the last
+    closing_repeats_all = True
 
-    def __init__(self, service: Service, asked: Asked) -> None:
+    def __init__(self, service: Service, request: ResponsesRequest) -> None:
         self._service = service
-        self._asked = asked
-        self._body = asked.body
-        self._generation = asked.generation
-        self._item_id = asked.generation.reply_id.replace("resp", "msg", 1)
+        self._request = request
+        self._body = request.body
+        self._generation = request.generation
+        self._item_id = request.generation.reply_id.replace("resp", "msg", 1)
         self._created_at = service.now()
         self._pieces: list[CompletionPiece] = []
         self._num_events = 0
@@ -211,8 +211,8 @@ class ResponseShape:
         part = self._part(piece.text, self._rows(piece, self._service.encoder))
         response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
         if self._body.store is not False:
-            messages = [*self._asked.said, {"role": "assistant", "content": piece.text}]
-            self._service.stored.keep(self._asked.owner, response, messages)
+            messages = [*self._request.messages, {"role": "assistant", "content": piece.text}]
+            self._service.stored.keep(self._request.owner, response, messages)
         return response
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -310,11 +310,11 @@ class ResponseShape:
         }
 
     def _usage(self) -> dict[str, Any]:
-        given, made = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
+        num_input, num_output = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
         return {
-            "input_tokens": given,
+            "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": made,
+            "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": given + made,
+            "total_tokens": num_input + num_output,
         }

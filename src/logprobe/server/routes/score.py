@@ -1,6 +1,6 @@
 """`POST /v1/score`: what the model gives to continuations of a context or a conversation.
 
-Before it: HTTP. After it: one engine request a continuation; their common context is computed once.
+One engine request a continuation; their common context is computed once.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ SCORE_ENTRIES: Final = 32  # of a reply, that the measures of a continuation tak
 
 async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
-    asked = await read(request, service, ScoreBody, understand)
-    admitted = asked.admitted
+    prepared = await read(request, service, ScoreBody, prepare)
+    admitted = prepared.admitted
     outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
-    num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in asked.pairs)
-    return await service.workers.write(lambda: _reply(request, service, asked, outputs), num_entries)
+    num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in prepared.pairs)
+    return await service.workers.write(lambda: _reply(request, service, prepared, outputs), num_entries)
 
 
 def _reply(
-    request: HttpRequest, service: Service, asked: Asked, outputs: Sequence[RequestOutput]
+    request: HttpRequest, service: Service, prepared: ScoreRequest, outputs: Sequence[RequestOutput]
 ) -> Response:
-    pairs = asked.pairs
+    pairs = prepared.pairs
     bare: list[RequestOutput | None] = [*outputs[len(pairs) :]] or [None] * len(pairs)
-    found = [
-        fields_of(service.client.as_score(*each), service.text.vocabulary)
-        for each in zip(pairs, outputs, bare, strict=False)
+    rows = [
+        fields_of(service.client.as_score(*parts), service.text.vocabulary)
+        for parts in zip(pairs, outputs, bare, strict=False)
     ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
     if ARROW_TYPE in request.headers.get("accept", ""):
-        return Response(_as_arrow(found), media_type=ARROW_TYPE)
+        return Response(_as_arrow(rows), media_type=ARROW_TYPE)
     reply = {
-        "id": asked.reply_id,
+        "id": prepared.reply_id,
         "object": "score",
-        "model": asked.model,
+        "model": prepared.model,
         "unit": "nats",
-        "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(found)],
+        "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(rows)],
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
     return Response(encode(service, reply), media_type=JSON_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A score's requests: of each continuation with its context, then, where that is asked, by itself."""
+class ScoreRequest:
+    """A score's requests: of each continuation with its context, then, where that is wanted, by itself."""
 
     reply_id: str
     model: str  # as replies name it
@@ -77,26 +77,26 @@ class Asked:
     admitted: list[Admitted]
 
 
-def understand(body: ScoreBody, service: Service) -> Asked:
-    """What is asked, admitted."""
+def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
+    """Check and admit what is asked."""
     service.choose_weights(body)
     service.log_body("score", body)
     contexts = [body.context] if isinstance(body.context, str) else []
     continuations = [text for text in body.continuations if isinstance(text, str)]
     # A context is tokenised with each continuation.
     check_texts(contexts * max(len(continuations), 1) + continuations, "continuations", service)
-    laid_out, before = _before(body, len(continuations), service)
+    laid_out, before = _read_context(body, len(continuations), service)
     pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
     names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
     requests = service.of_one_call()
     admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
-    service.admit([one.request for one in admitted])
-    return Asked(base, service.name_of(body), pairs, admitted)
+    service.admit([request.request for request in admitted])
+    return ScoreRequest(base, service.name_of(body), pairs, admitted)
 
 
-def _before(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
+def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
     """A conversation as text and as ids; or None and a context, which is either."""
     if (body.context is None) == (body.messages is None):
         raise bad_request("context", "give either context or messages")
@@ -150,10 +150,10 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
     return fields
 
 
-def _as_arrow(found: list[dict[str, Any]]) -> bytes:
+def _as_arrow(rows: list[dict[str, Any]]) -> bytes:
     import pyarrow as pa
 
-    table = pa.Table.from_pylist(found)
+    table = pa.Table.from_pylist(rows)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
