@@ -25,11 +25,10 @@ import transport_worker
 import zmq
 from harness import OURS, Arena, Contestant, Figure, Options, Target, alternate, parse_options, publish
 
-from logprobe.transport.blocks import num_bytes, parts_of_rows
 from logprobe.transport.channel import Channel
-from logprobe.transport.codec import SHARED_BYTES, Codec
+from logprobe.transport.codec import SHARED_BYTES, Codec, parts_of_rows
 from logprobe.transport.messages import Delta
-from logprobe.transport.shm import PageReader, unnamed_file
+from logprobe.transport.shm import PageReader, num_bytes, unnamed_file
 
 MESSAGES, SHARED, QUEUE = "messages alone", "shared memory alone", "multiprocessing.Queue of lists of dicts"
 VLLM = "vllm_transport"

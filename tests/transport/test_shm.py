@@ -14,10 +14,9 @@ from logprobe.errors import EngineError, ParameterError
 from logprobe.records.rows import EXTRAS, GivenLists, HostRows, KeptLists
 from logprobe.transport import codec as codecs
 from logprobe.transport import shm
-from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
-from logprobe.transport.codec import SHARED_BYTES, Codec
+from logprobe.transport.codec import SHARED_BYTES, Codec, array_of, parts_of_array, parts_of_rows, rows_of
 from logprobe.transport.messages import Delta
-from logprobe.transport.shm import NUM_PAGES, PAGE_BYTES, PageReader, PageWriter, Span
+from logprobe.transport.shm import NUM_PAGES, PAGE_BYTES, PageReader, PageWriter, Span, num_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

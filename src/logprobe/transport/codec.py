@@ -1,16 +1,19 @@
 """`Codec`: values ↔ the bytes of one message.
 
-A message is msgpack: blocks of numbers, and the value, in which rows and arrays stand as places in these
+A message is msgpack: blocks of numbers, and the value, in which rows and arrays stand as ranges of these
 blocks. Rows of one kind share a block, so that a step of many narrow rows costs one block and not one a row.
-A block of `SHARED_BYTES` and more lies in shared memory, with its place in the message; both ways give the
+A block of `SHARED_BYTES` and more lies in shared memory, with its span in the message; both ways give the
 same rows. Only known types are made of what comes: nothing is unpickled.
+
+A block is a table of int64, a line an array (its type's index in `DTYPES`, its length, its width or -1 where
+it has one dimension; all -1: there is no such array), and then the arrays, each at a multiple of 8 bytes.
 
 Before it: messages. After it: a socket, and the same messages on its other side.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar, get_origin
 
@@ -19,16 +22,14 @@ import numpy as np
 
 from logprobe import errors
 from logprobe.errors import EngineError, LogprobeError, ParameterError
-from logprobe.records.rows import HostRows
-from logprobe.transport.blocks import array_of, num_bytes, parts_of_array, parts_of_rows, rows_of
-from logprobe.transport.shm import Span
+from logprobe.records.rows import EXTRAS, GivenLists, HostRows, KeptLists
+from logprobe.transport.shm import Span, num_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.records.store.columns import Array
-    from logprobe.transport.blocks import Parts
-    from logprobe.transport.shm import PageReader, PageWriter
+    from logprobe.transport.shm import PageReader, PageWriter, Parts
 
 T = TypeVar("T")
 
@@ -37,7 +38,13 @@ SHARED_BYTES: Final = 1 << 16  # of a block, from which shared memory is faster;
 NARROW_BYTES: Final = 1 << 10  # of rows, up to which a copy is cheaper than a block of their own
 MOST_CAUSES: Final = 4  # of an error, one behind the other
 
-Place: TypeAlias = tuple[int, int, int]
+DTYPES: Final = tuple(map(np.dtype, ("<i4", "<f4", "<i8", "?", "<f8", "<u2", "u1", "<u4")))
+ABSENT: Final = [-1, -1, -1]
+LINE_BYTES: Final = 3 * 8  # of an array in the table
+PADDING: Final = [np.zeros(count, np.uint8) for count in range(8)]
+NUM_COLUMNS: Final = 3 + 4 + 2  # of all rows, of the ids that were named, of those that were kept
+
+Range: TypeAlias = tuple[int, int, int]
 """Of rows: block, first row, the one after the last."""
 
 
@@ -46,7 +53,7 @@ class UnreadableError(EngineError):
 
     def __init__(self, value: bytes, reason: str) -> None:
         super().__init__(f"a message from another process cannot be read: {reason}")
-        self.value = value  # its bytes, as far as they were found
+        self.value = value  # its bytes, as far as they could be told apart
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):
@@ -62,11 +69,9 @@ class Codec(Generic[T]):
     def __init__(
         self, incoming: Any, *, writer: PageWriter | None = None, reader: PageReader | None = None
     ) -> None:
+        self._incoming = incoming
         self._writer = writer
         self._reader = reader
-        self._envelopes = msgspec.msgpack.Decoder(Envelope)
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(incoming, dec_hook=self._made)
-        self._present = _Present()  # the message that is decoded
 
     def encode(self, value: Any) -> bytes:
         """One message.
@@ -74,15 +79,15 @@ class Codec(Generic[T]):
         Raises:
             ParameterError: a value that cannot cross: no plain one, or too large.
         """
-        numbers = _Numbers()
+        numbers = _Outgoing()
         try:
-            told = msgspec.msgpack.encode(value, enc_hook=numbers.plain)
+            plain = msgspec.msgpack.encode(value, enc_hook=numbers.plain)
         except OverflowError as error:
             raise ParameterError("params", f"an integer has more than 64 bits: {error}") from error
         except UnicodeEncodeError as error:
             raise ParameterError("params", f"a text is no valid Unicode: {error}") from error
         blocks = [self._carried(parts) for parts in numbers.blocks()]
-        data = msgspec.msgpack.encode(Envelope(blocks, msgspec.Raw(told)))
+        data = msgspec.msgpack.encode(Envelope(blocks, msgspec.Raw(plain)))
         if len(data) > MAX_MESSAGE_BYTES:
             for block in blocks:
                 if isinstance(block, Span) and self._writer is not None:
@@ -99,13 +104,12 @@ class Codec(Generic[T]):
         """
         value = msgspec.Raw()
         try:
-            envelope = self._envelopes.decode(data)
-            self._present.blocks, value = envelope.blocks, envelope.value
-            return self._decoder.decode(value)
+            envelope = msgspec.msgpack.decode(data, type=Envelope)
+            value, numbers = envelope.value, _Incoming(envelope.blocks, self._reader)
+            got: T = msgspec.msgpack.decode(value, type=self._incoming, dec_hook=numbers.made)
         except msgspec.DecodeError as error:
             raise UnreadableError(bytes(value), str(error)) from error
-        finally:
-            self._present.blocks, self._present.rows = (), {}
+        return got
 
     def _carried(self, parts: Parts) -> bytes | Span:
         if self._writer is not None and num_bytes(parts) >= SHARED_BYTES:
@@ -114,93 +118,46 @@ class Codec(Generic[T]):
                 return span
         return b"".join(part.data for part in parts)
 
-    def _made(self, kind: Any, value: Any) -> Any:
-        if kind is HostRows:
-            return self._rows_at(*msgspec.convert(value, Place))
-        if get_origin(kind) is np.ndarray:
-            return self._array_at(msgspec.convert(value, int))
-        assert kind is LogprobeError
-        return _error(value)
 
-    def _rows_at(self, block: int, start: int, stop: int) -> HostRows:
-        known = self._present.rows
-        if block not in known:
-            known[block] = rows_of(self._block(block))
-        rows = known[block]
-        size = len(rows)
-        if not 0 <= start <= stop <= size:
-            raise EngineError(f"a block of {size} rows has no rows {start} to {stop}; please report this")
-        return rows if stop - start == size else rows.rows(start, stop)
-
-    def _array_at(self, block: int) -> Array:
-        array = array_of(self._block(block))
-        if isinstance(self._present.blocks[block], Span):
-            array = array.copy()  # it is kept for long, and must not keep pages
-        array.flags.writeable = False
-        return array
-
-    def _block(self, number: int) -> Array:
-        blocks = self._present.blocks
-        if not 0 <= number < len(blocks):
-            raise EngineError(f"a message of {len(blocks)} blocks has no block {number}; report this")
-        block = blocks[number]
-        if isinstance(block, bytes):
-            return np.frombuffer(block, np.uint8)
-        if self._reader is None:
-            raise EngineError("rows in shared memory came, and none is shared; please report this")
-        return self._reader.read(block)
-
-
-class _Present(threading.local):
-    """What the values of one message stand on while it is decoded, each thread's own."""
-
-    def __init__(self) -> None:
-        self.blocks: Sequence[bytes | Span] = ()
-        self.rows: dict[int, HostRows] = {}  # in these blocks
-
-
-class _Numbers:
+class _Outgoing:
     """The rows and arrays of one message, gathered while its value is encoded."""
 
     def __init__(self) -> None:
         self._blocks: list[list[HostRows] | Array] = []
-        self._num_rows: list[int] = []  # of each block
-        self._kinds: dict[Any, int] = {}  # the kind of narrow rows → their block
+        self._ends: dict[Any, tuple[int, int]] = {}  # the kind of narrow rows → their block, and its rows
 
     def plain(self, value: Any) -> Any:
         """What msgpack does not know, as what it knows."""
         if isinstance(value, HostRows):
-            return self._place_of(value)
+            return self._range_of(value)
         if isinstance(value, np.ndarray):
             self._blocks.append(value)
-            self._num_rows.append(0)
             return len(self._blocks) - 1
         if isinstance(value, LogprobeError):
-            return _told(value)
+            return _plain_error(value)
         if isinstance(value, Mapping):
             return dict(value)
         kind = type(value).__name__
         raise ParameterError("params", f"holds {value!r:.60} ({kind}), which cannot cross to another process")
 
     def blocks(self) -> list[Parts]:
-        """What the places that `plain` gave stand for."""
+        """What the numbers that `plain` gave stand for."""
         return [
             parts_of_rows(HostRows.joined(block)) if isinstance(block, list) else parts_of_array(block)
             for block in self._blocks
         ]
 
-    def _place_of(self, rows: HostRows) -> Place:
+    def _range_of(self, rows: HostRows) -> Range:
         """The end of the block of such rows; wide ones have one of their own."""
-        number, kind = len(self._blocks), _narrow_kind(rows)
-        if kind is not None:
-            number = self._kinds.setdefault(kind, number)
+        kind = _narrow_kind(rows)
+        number, start = self._ends.get(kind, (len(self._blocks), 0))
         if number == len(self._blocks):
             self._blocks.append([])
-            self._num_rows.append(0)
-        block, start = self._blocks[number], self._num_rows[number]
+        block, stop = self._blocks[number], start + len(rows)
         assert isinstance(block, list)
         block.append(rows)
-        self._num_rows[number] = stop = start + len(rows)
+        if kind is not None:
+            self._ends[kind] = number, stop
         return number, start, stop
 
 
@@ -212,19 +169,147 @@ def _narrow_kind(rows: HostRows) -> tuple[Any, ...] | None:
     return (rows.k, *rows.extras, *(column.dtype for column in columns))
 
 
-def _told(error: BaseException, most_causes: int = MOST_CAUSES) -> list[Any]:
+class _Incoming:
+    """The blocks of one message, while its value is decoded."""
+
+    def __init__(self, blocks: Sequence[bytes | Span], reader: PageReader | None) -> None:
+        self._blocks = blocks
+        self._reader = reader
+        self._rows: dict[int, HostRows] = {}  # of blocks that were looked at
+
+    def made(self, kind: Any, value: Any) -> Any:
+        """What `_Outgoing.plain` was given."""
+        if kind is HostRows:
+            return self._rows_at(*msgspec.convert(value, Range))
+        if get_origin(kind) is np.ndarray:
+            return self._array_at(msgspec.convert(value, int))
+        assert kind is LogprobeError
+        return _error(value)
+
+    def _rows_at(self, number: int, start: int, stop: int) -> HostRows:
+        if number not in self._rows:
+            self._rows[number] = rows_of(self._block(number))
+        rows = self._rows[number]
+        size = len(rows)
+        if not 0 <= start <= stop <= size:
+            raise EngineError(f"a block of {size} rows has no rows {start} to {stop}; please report this")
+        return rows if stop - start == size else rows.rows(start, stop)
+
+    def _array_at(self, number: int) -> Array:
+        array = array_of(self._block(number))
+        if isinstance(self._blocks[number], Span):
+            array = array.copy()  # it is kept for long, and must not keep pages
+        array.flags.writeable = False
+        return array
+
+    def _block(self, number: int) -> Array:
+        if not 0 <= number < len(self._blocks):
+            raise EngineError(f"a message of {len(self._blocks)} blocks has no block {number}; report this")
+        block = self._blocks[number]
+        if isinstance(block, bytes):
+            return np.frombuffer(block, np.uint8)
+        if self._reader is None:
+            raise EngineError("rows in shared memory came, and none is shared; please report this")
+        return self._reader.read(block)
+
+
+def parts_of_array(array: Array) -> Parts:
+    """The block of an array of one or two dimensions."""
+    return _parts_of([array])
+
+
+def parts_of_rows(rows: HostRows) -> Parts:
+    """The block of some rows."""
+    given = [None] * 4 if rows.given is None else rows.given.columns()
+    kept = [None] * 2 if rows.kept is None else [rows.kept.offsets, rows.kept.token_ids]
+    return _parts_of(
+        [rows.token_ids, rows.logprobs, rows.ranks, *given, *kept, *map(rows.extras.get, EXTRAS)]
+    )
+
+
+def array_of(block: Array) -> Array:
+    """The array in a block of bytes, (n,) uint8; shares its memory.
+
+    Raises:
+        EngineError: the block is not what it says.
+    """
+    [array] = _whole(_arrays_of(block, 1))
+    return array
+
+
+def rows_of(block: Array) -> HostRows:
+    """The rows in a block of bytes, (n,) uint8; they share its memory. Raises as `array_of`."""
+    arrays = _arrays_of(block, NUM_COLUMNS + len(EXTRAS))
+    token_ids, logprobs, ranks = _whole(arrays[:3])
+    given, kept, extras = arrays[3:7], arrays[7:NUM_COLUMNS], zip(EXTRAS, arrays[NUM_COLUMNS:], strict=True)
+    return HostRows(
+        token_ids,
+        logprobs,
+        ranks,
+        {name: array for name, array in extras if array is not None},
+        None if given[0] is None else GivenLists.of(*_whole(given)),
+        None if kept[0] is None else KeptLists(offsets=kept[0], token_ids=_whole(kept)[1]),
+    )
+
+
+def _parts_of(arrays: Sequence[Array | None]) -> Parts:
+    lines: list[list[int]] = []
+    parts: Parts = []
+    for array in arrays:
+        if array is None:
+            lines.append(ABSENT)
+            continue
+        whole = np.ascontiguousarray(array)
+        width = -1 if whole.ndim == 1 else whole.shape[1]
+        lines.append([DTYPES.index(whole.dtype), len(whole), width])
+        parts.append(whole)
+        if whole.nbytes % 8:
+            parts.append(PADDING[-whole.nbytes % 8])
+    return [np.array(lines, np.int64), *parts]
+
+
+def _arrays_of(block: Array, count: int) -> list[Array | None]:
+    if len(block) < count * LINE_BYTES:
+        raise EngineError(f"a block of {len(block)} bytes holds no table of {count} arrays; report this")
+    arrays: list[Array | None] = []
+    start = count * LINE_BYTES
+    for kind, length, width in block[:start].view(np.int64).reshape(count, 3).tolist():
+        if [kind, length, width] == ABSENT:
+            arrays.append(None)
+            continue
+        if not 0 <= kind < len(DTYPES) or length < 0 or width < -1:
+            raise EngineError(f"a block has an array of type {kind}, {length} x {width}; please report this")
+        shape = (length,) if width == -1 else (length, width)
+        stop = start + DTYPES[kind].itemsize * math.prod(shape)
+        if stop > len(block):
+            raise EngineError(f"a block of {len(block)} bytes is shorter than it says; please report this")
+        arrays.append(block[start:stop].view(DTYPES[kind]).reshape(shape))
+        start = stop + -stop % 8
+    if start != len(block):
+        raise EngineError(f"a block of {len(block)} bytes is longer than it says; please report this")
+    return arrays
+
+
+def _whole(arrays: Sequence[Array | None]) -> list[Array]:
+    there = [array for array in arrays if array is not None]
+    if len(there) < len(arrays):
+        raise EngineError("a block lacks an array; please report this")
+    return there
+
+
+def _plain_error(error: BaseException, most_causes: int = MOST_CAUSES) -> list[Any]:
     """An error as its class's name, its arguments, its plain fields, and what caused it."""
     own = error if isinstance(error, LogprobeError) else EngineError(f"{type(error).__name__}: {error}")
     fields = {name: value for name, value in vars(own).items() if isinstance(value, str | int | float)}
     cause = error.__cause__ if most_causes > 0 else None
-    told = None if cause is None else _told(cause, most_causes - 1)
-    return [type(own).__name__, [str(value) for value in own.args], fields, told]
+    caused_by = None if cause is None else _plain_error(cause, most_causes - 1)
+    return [type(own).__name__, [str(value) for value in own.args], fields, caused_by]
 
 
-def _error(told: Any) -> LogprobeError:
-    """The error of a known class that `_told` tells of."""
+def _error(plain: Any) -> LogprobeError:
+    """The error of a known class that `_plain_error` wrote."""
     fields_type = dict[str, str | int | float]
-    name, args, fields, cause = msgspec.convert(told, tuple[str, list[str], fields_type, Any])
+    name, args, fields, cause = msgspec.convert(plain, tuple[str, list[str], fields_type, Any])
     kind: Any = getattr(errors, name, None)
     is_known = isinstance(kind, type) and issubclass(kind, LogprobeError)
     error = errors.remade(kind if is_known else EngineError, tuple(args), fields)

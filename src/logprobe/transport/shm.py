@@ -15,17 +15,18 @@ import logging
 import mmap
 import os
 import tempfile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
 from logprobe.errors import EngineError
-from logprobe.transport.blocks import num_bytes
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
-    from logprobe.transport.blocks import Parts
+
+Parts: TypeAlias = "list[Array]"
+"""Contiguous arrays that lie one after another in a block."""
 
 logger = logging.getLogger("logprobe")
 
@@ -41,6 +42,11 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     page: int  # the first
     sequence: int  # under which it was published
     num_bytes: int
+
+
+def num_bytes(parts: Parts) -> int:
+    """The size of the block that holds these."""
+    return sum(part.nbytes for part in parts)
 
 
 def unnamed_file() -> int:
