@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from logprobe.errors import BusyError, ParameterError, require
+from logprobe.errors import BusyError, require
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ class Reader:
 
     min_rows: int
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -59,8 +59,8 @@ class Inbox(Generic[T]):
     is_done: bool = False
     error: BaseException | None = None
     reader: Reader | None = None
-    telling: threading.RLock = field(default_factory=threading.RLock)
-    was_told: bool = False  # whether the source heard last of a pause; guarded by `telling`
+    publishing: threading.RLock = field(default_factory=threading.RLock)
+    published: bool = False  # the `is_paused` that the source heard last; guarded by `publishing`
 
     @property
     def is_full(self) -> bool:
@@ -100,7 +100,7 @@ class StreamingLogprobsCollector(Generic[T]):
     Any thread may add. A consumer gets lists of what was added since the last one, of at most `buffer_size`
     rows each. Where the source can be paused, `add` never waits: callbacks run on threads of their own, and a
     request is paused once `buffer_size` rows wait for its consumer. Where it cannot, the thread that fills a
-    buffer runs the callback, and who finds a full one waits, or is told that it is busy where nobody is
+    buffer runs the callback, and who finds a full one waits, or gets a `BusyError` where nobody is
     bound to empty it. Callbacks run outside the lock and may call back into the collector.
     """
 
@@ -114,7 +114,7 @@ class StreamingLogprobsCollector(Generic[T]):
     ) -> None:
         """Bound each request to `buffer_size` rows waiting.
 
-        `pause` is told a request's id when so many wait, `resume` when its consumer has taken them, `fail`
+        `pause` gets a request's id when so many wait, `resume` when its consumer has taken them, `fail`
         also what its callback raised.
 
         Raises:
@@ -129,7 +129,7 @@ class StreamingLogprobsCollector(Generic[T]):
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)  # somebody took, or nobody will any more
         self._inboxes: dict[str, Inbox[T]] = {}
-        self._failures: dict[str, BaseException] = {}  # of callbacks on threads of their own, not yet told
+        self._failures: dict[str, BaseException] = {}  # of callbacks on threads of their own, not yet raised
 
     def open(self, req_id: str) -> None:
         """Make a request known, so that `add_many` keeps what comes for it before its consumer does."""
@@ -146,9 +146,7 @@ class StreamingLogprobsCollector(Generic[T]):
             ParameterError: the request has a consumer already.
         """
         with self._lock:
-            inbox = self._inbox(req_id)
-            is_free = inbox.callback is None and inbox.reader is None
-            require(is_free, "req_id", f"{req_id!r} has a consumer already; unregister it first")
+            inbox = self._free_inbox(req_id)
             inbox.callback, inbox.wants_all = callback, inbox.is_done
             batch = self._claim(inbox)
         if batch:
@@ -180,7 +178,7 @@ class StreamingLogprobsCollector(Generic[T]):
                 self._wait_for_room(inbox, timeout)
             inbox.put(logprobs, num_rows)
             reader, batch = inbox.reader, self._claim(inbox)
-        self._tell(inbox)
+        self._publish_pause(inbox)
         if reader is not None:
             wake_all([reader])
         if batch:
@@ -215,7 +213,7 @@ class StreamingLogprobsCollector(Generic[T]):
                 if reader is not None and (is_urgent or inbox.num_rows >= reader.min_rows):
                     woken[req_id] = reader
         for inbox in changed.values():
-            self._tell(inbox)
+            self._publish_pause(inbox)
         for inbox, batch in due:
             self._begin(inbox, batch)
         closed = wake_all(woken.values())
@@ -300,8 +298,8 @@ class StreamingLogprobsCollector(Generic[T]):
                 elif is_done:
                     break
                 else:
-                    await reader.news.wait()
-                    reader.news.clear()
+                    await reader.woken.wait()
+                    reader.woken.clear()
             if inbox.error is not None:
                 raise inbox.error
         finally:
@@ -311,6 +309,12 @@ class StreamingLogprobsCollector(Generic[T]):
         if req_id not in self._inboxes:
             self._inboxes[req_id] = Inbox(req_id, self.buffer_size)
         return self._inboxes[req_id]
+
+    def _free_inbox(self, req_id: str) -> Inbox[T]:
+        inbox = self._inbox(req_id)
+        is_free = inbox.callback is None and inbox.reader is None
+        require(is_free, "req_id", f"{req_id!r} has a consumer already; unregister it first")
+        return inbox
 
     def _raise_failure(self, req_id: str) -> None:
         if (error := self._failures.pop(req_id, None)) is not None:
@@ -359,7 +363,7 @@ class StreamingLogprobsCollector(Generic[T]):
     def _deliver_aside(self, inbox: Inbox[T], batch: list[T]) -> None:
         try:
             self._deliver(inbox, batch)
-        except BaseException as error:  # noqa: BLE001 - it is told to whoever adds, since nobody waits here
+        except BaseException as error:  # noqa: BLE001 - whoever adds next raises it, since nobody waits here
             if self._fail is None:
                 with self._lock:
                     self._failures[inbox.req_id] = error
@@ -380,15 +384,13 @@ class StreamingLogprobsCollector(Generic[T]):
                 inbox.is_delivering = False
                 batch = self._claim(inbox)
                 self._room.notify_all()
-            self._tell(inbox)
+            self._publish_pause(inbox)
         if inbox.is_done:
             self._forget(inbox)
 
     def _open_stream(self, req_id: str, reader: Reader, buffer_size: int | None) -> Inbox[T]:
         with self._lock:
-            inbox = self._inbox(req_id)
-            if inbox.callback is not None or inbox.reader is not None:
-                raise ParameterError("req_id", f"{req_id!r} has a consumer already")
+            inbox = self._free_inbox(req_id)
             inbox.reader = reader
             inbox.buffer_size = buffer_size or inbox.buffer_size
             reader.min_rows = min(reader.min_rows, inbox.buffer_size)
@@ -398,7 +400,7 @@ class StreamingLogprobsCollector(Generic[T]):
         with self._lock:
             items, is_done = inbox.take(), inbox.is_done
             self._room.notify_all()
-        self._tell(inbox)
+        self._publish_pause(inbox)
         return items, is_done
 
     def _forget(self, inbox: Inbox[T]) -> None:
@@ -408,17 +410,17 @@ class StreamingLogprobsCollector(Generic[T]):
             inbox.items.clear()
             inbox.num_rows, inbox.is_paused, inbox.is_done = 0, False, True
             self._room.notify_all()
-        self._tell(inbox)
+        self._publish_pause(inbox)
         if inbox.reader is not None:
             wake_all([inbox.reader])
 
-    def _tell(self, inbox: Inbox[T]) -> None:
-        """Tell the source whether the request is paused, unless it knows; its last word is always true."""
-        if inbox.is_paused == inbox.was_told:
+    def _publish_pause(self, inbox: Inbox[T]) -> None:
+        """Pause or resume the request at its source, unless it knows; what it hears last is always true."""
+        if inbox.is_paused == inbox.published:
             return
-        with inbox.telling:
-            while (is_paused := inbox.is_paused) != inbox.was_told:
-                inbox.was_told = is_paused
+        with inbox.publishing:
+            while (is_paused := inbox.is_paused) != inbox.published:
+                inbox.published = is_paused
                 (self._pause if is_paused else self._resume)(inbox.req_id)
 
 
@@ -427,7 +429,7 @@ def _ignore(*_: Any) -> None:
 
 
 def wake_all(readers: Iterable[Reader]) -> set[asyncio.AbstractEventLoop]:
-    """Tell readers that there is news, each event loop once; the loops that were closed under theirs."""
+    """Wake readers, each event loop once; the loops that were closed under theirs."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
     for reader in readers:
         by_loop[reader.loop].append(reader)
@@ -447,4 +449,4 @@ def wake_all(readers: Iterable[Reader]) -> set[asyncio.AbstractEventLoop]:
 
 def _set_all(readers: Sequence[Reader]) -> None:
     for reader in readers:
-        reader.news.set()
+        reader.woken.set()
