@@ -44,7 +44,7 @@ class Describer:
 
     def expect(self, number: int, source: LogprobsInfo, oldest: int) -> None:
         """Be ready for other weights; nothing of loads before `oldest` is described any more."""
-        kept = {known: one for known, one in self._sources.items() if known >= oldest}
+        kept = {load: known for load, known in self._sources.items() if load >= oldest}
         self._sources = kept | {number: source}
 
     def open(self, request: Request) -> RequestOutput:
@@ -139,39 +139,39 @@ class Fold:
             k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
         )
 
-    def add(self, news: News) -> None:
+    def add(self, event: News) -> None:
         """Grow by what one message says."""
-        if isinstance(news, Failure):
-            end_with_error(self.output, news.error)
+        if isinstance(event, Failure):
+            end_with_error(self.output, event.error)
             return
-        if news.weights_number > self.output.weights_number:  # it waited while others took over
-            self._describer.describe(self.output, self._request, news.weights_number)
-        completion = self.output.outputs[news.index]
-        if news.prompt is not None and self.output.prompt_logprobs is not None:
-            self._append(self.output.prompt_logprobs, news.prompt)
-        self._add_rows(completion, news)
-        completion.token_ids += news.token_ids
-        if completion.explanations is not None and news.effects is not None:
-            completion.explanations += news.effects
-        if news.row is not None:
-            completion.row = news.row
-        if news.finish is not None:
-            completion.drafts = news.drafts
-            self._end(completion, news.finish)
+        if event.weights_number > self.output.weights_number:  # it waited while others took over
+            self._describer.describe(self.output, self._request, event.weights_number)
+        completion = self.output.outputs[event.index]
+        if event.prompt is not None and self.output.prompt_logprobs is not None:
+            self._append(self.output.prompt_logprobs, event.prompt)
+        self._add_rows(completion, event)
+        completion.token_ids += event.token_ids
+        if completion.explanations is not None and event.effects is not None:
+            completion.explanations += event.effects
+        if event.row is not None:
+            completion.row = event.row
+        if event.finish is not None:
+            completion.drafts = event.drafts
+            self._end(completion, event.finish)
 
-    def _add_rows(self, completion: CompletionOutput, news: Delta) -> None:
+    def _add_rows(self, completion: CompletionOutput, delta: Delta) -> None:
         is_alone = self._params.logprobs_mode == "processed_logprobs"
-        if news.raw is not None:
-            completion.raw_logprob = _plus_chosen(completion.raw_logprob, news.raw)
+        if delta.raw is not None:
+            completion.raw_logprob = _plus_chosen(completion.raw_logprob, delta.raw)
             if completion.logprobs is not None and not is_alone:
-                self._append(completion.logprobs, news.raw)
+                self._append(completion.logprobs, delta.raw)
                 completion.cumulative_logprob = completion.raw_logprob
-        if news.processed is not None:
+        if delta.processed is not None:
             container = completion.logprobs if is_alone else completion.processed_logprobs
             assert container is not None
-            self._append(container, news.processed)
+            self._append(container, delta.processed)
             if is_alone:
-                completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, news.processed)
+                completion.cumulative_logprob = _plus_chosen(completion.cumulative_logprob, delta.processed)
 
     def _append(self, record: FlatLogprobs, rows: HostRows) -> None:
         # Other rows of the step may have asked for more than these.

@@ -53,7 +53,7 @@ class UnreadableError(EngineError):
 
     def __init__(self, value: bytes, reason: str) -> None:
         super().__init__(f"a message from another process cannot be read: {reason}")
-        self.value = value  # its bytes, as far as they could be told apart
+        self.value = value  # its bytes; none where the envelope cannot be read
 
 
 class Envelope(msgspec.Struct, array_like=True, frozen=True):

@@ -42,7 +42,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):
-    """A request that an engine has said yes to, with what it found out by the way."""
+    """A request that an engine has said yes to, with what the check of it gave."""
 
     request: Request
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
@@ -142,7 +142,7 @@ class Finish(msgspec.Struct, frozen=True, eq=False):
 
 
 class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True):
-    """What one step found for one completion of a request."""
+    """What one step gave one completion of a request."""
 
     request_id: str
     index: int  # of the completion

@@ -81,7 +81,7 @@ class PageWriter:
         return Span(page, self._sequence, size)
 
     def take_back(self, span: Span) -> None:
-        """Free the pages of a block that nobody will be told of."""
+        """Free the pages of a block that no message will name."""
         assert self._pages is not None
         self._pages.released[span.page] = span.sequence
 
@@ -102,10 +102,10 @@ class PageWriter:
         released = pages.released
         self._held = [held for held in self._held if released[held[0]] != held[2]]
         page = 0
-        for place, (start, stop, _) in enumerate([*self._held, (NUM_PAGES, NUM_PAGES, 0)]):
+        for index, (start, stop, _) in enumerate([*self._held, (NUM_PAGES, NUM_PAGES, 0)]):
             if start - page >= count:
                 self._sequence += 1
-                self._held.insert(place, (page, page + count, self._sequence))
+                self._held.insert(index, (page, page + count, self._sequence))
                 return page
             page = stop
         return None

@@ -1,6 +1,6 @@
 """`WorkerDraw`: this library's draw on rows of logits that vLLM computed.
 
-Before it: `worker`, which knows whose row is which. After it: the front, which asks for what was found. vLLM
+Before it: `worker`, which knows whose row is which. After it: the front, which asks for what is new. vLLM
 may throw a draw away (the rows of a prompt that is only partly computed, a request that it puts off): a draw
 counts once the next token of its sample is asked for, or the front has seen it; until then the same token
 may be drawn again, from the same random number.
@@ -45,7 +45,7 @@ class Run:
 
 
 class WorkerDraw:
-    """Draws the tokens of samples, and keeps what there is to tell; one thread calls."""
+    """Draws the tokens of samples, and keeps their deltas; one thread calls."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
         self._seed, self._vocab_size, self._max_len = config.seed, facts.vocab_size, max_len
@@ -95,7 +95,7 @@ class WorkerDraw:
                 self._end(run, reason)
 
     def take(self, data: bytes) -> bytes:
-        """What was found for the samples of an `Ask`."""
+        """What is new of the samples of an `Ask`."""
         ask = ASKS.decode(data)
         answer = Answer({}, {})
         for tag, num_seen in ask.num_seen.items():
@@ -106,7 +106,7 @@ class WorkerDraw:
         for tag in ask.forget:
             self._runs.pop(tag, None)
         counters = self._processing.pipeline.counters
-        answer.processors.update({name: one for name, one in counters.items() if one.num_steps})
+        answer.processors.update({name: counter for name, counter in counters.items() if counter.num_steps})
         return ANSWERS.encode(answer)
 
     def _draw(self, logits: Tensor, live: Mapping[int, Run]) -> None:

@@ -131,7 +131,7 @@ class Child:
                 pulsed_at = time.monotonic()
 
     def _receive(self) -> Order | None:
-        """The next order, if any; requests that cannot be read are told of, and no others.
+        """The next order, if any; requests that cannot be read fail, and no others.
 
         Raises:
             UnreadableError: nothing that can be read as requests either.
@@ -175,19 +175,19 @@ class Child:
                 self._thread.send(order)  # type: ignore[arg-type]  # `Start` and `Stop` never come here
 
     def _taken_in(self, requests: Iterable[Admitted]) -> list[Admitted]:
-        """Requests that the front admitted, with this side's own objects; those that cannot run are told."""
+        """Requests that the front admitted, with this side's own objects; those that cannot run fail."""
         from msgspec.structs import replace
 
         from logprobe.transport.messages import Failure
 
         ready = []
-        for one in requests:
+        for admitted in requests:
             try:
-                args = self._parts.engine.processing.pipeline.take_in(one.processor_args)
-                ready.append(replace(one, processor_args=args))
+                args = self._parts.engine.processing.pipeline.take_in(admitted.processor_args)
+                ready.append(replace(admitted, processor_args=args))
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
-                told = _as_ours(error, "cannot take a request in")
-                self._channel.send([Failure(one.request.request_id, told)])
+                reason = _as_ours(error, "cannot take a request in")
+                self._channel.send([Failure(admitted.request.request_id, reason)])
         return ready
 
     def _ask(self, order: LoadLora | LoadWeights) -> Layout | None:
@@ -211,7 +211,7 @@ class Child:
         from logprobe.engine.backends.process.orders import Answer
         from logprobe.errors import EngineError
 
-        def tell(taking: Future[None]) -> None:
+        def answer(taking: Future[None]) -> None:
             if taking.exception() is None:  # else the process ends, and so does the wait for an answer
                 self._channel.send([Answer(order.number)])
 
@@ -219,7 +219,7 @@ class Child:
         if engine.weights_number == order.number:  # it was started with them
             self._channel.send([Answer(order.number)])
         elif engine.has_ready(order.number):
-            self._thread.take(order).add_done_callback(tell)
+            self._thread.take(order).add_done_callback(answer)
         else:  # it was started while they were read; it is started again with them
             self._end(EngineError("an engine process lacks the weights that the others have"))
 
@@ -227,21 +227,21 @@ class Child:
         from logprobe.errors import EngineError, ParameterError
         from logprobe.transport.messages import Abort, Delta, Failure
 
-        if not (found := list(news)):
+        if not (events := list(news)):
             return
         # Whoever reads the end of a request reads figures that count it.
-        has_ends = any(isinstance(one, Delta) and one.finish is not None for one in found)
+        has_ends = any(isinstance(event, Delta) and event.finish is not None for event in events)
         try:
             if has_ends:
-                self._send_pulse(beside=found)
+                self._send_pulse(beside=events)
             else:
-                self._channel.send(found)
+                self._channel.send(events)
         except ParameterError as error:
-            if len(found) > 1:  # together they are too large
-                for one in found:
-                    self._publish([one])
+            if len(events) > 1:  # together they are too large
+                for event in events:
+                    self._publish([event])
                 return
-            request_id = found[0].request_id
+            request_id = events[0].request_id
             self._thread.send(Abort(request_id))
             self._channel.send([Failure(request_id, EngineError(str(error)))])
 
