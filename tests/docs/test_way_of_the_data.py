@@ -1,4 +1,4 @@
-"""docs/way-of-the-data.md against the calls that a text, a token and a chat really make, on all threads."""
+"""docs/structures.md and docs/way-of-the-data.md against the calls that a text, a token and a chat make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
-PAGE = (Path(__file__).parents[2] / "docs" / "way-of-the-data.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("way-of-the-data.md", "structures.md"))
 HOP = re.compile(r"^\d+\. `(?P<file>[^:`]+):(?P<function>[^`]+)`", re.MULTILINE)
 
 
