@@ -44,10 +44,10 @@ class Prompt:
     """Ids, and for an echo what each of them gives of the text."""
 
     token_ids: IntArray
-    parts: list[bytes] = field(default_factory=list)  # a token; together the text
+    parts: list[bytes] = field(default_factory=list)  # a token, for an echo alone; together the text
 
 
-def read_prompts(prompt: str | Sequence[Any], service: Service, *, name: str = "prompt") -> list[Prompt]:
+def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bool) -> list[Prompt]:
     """The prompts of a body: one as text or ids, or a list of either.
 
     Raises:
@@ -55,28 +55,28 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, name: str = "
         ParameterError: a text that the tokenizer cannot hold.
     """
     text = service.text
+
+    def from_text(part: str) -> Prompt:
+        ids = text.encode(part)
+        return Prompt(ids, _aligned(ids.tolist(), part.encode(), text) if is_echoed else [])
+
+    def from_ids(part: Sequence[Any]) -> Prompt:
+        ids = as_ids(part, "prompt")
+        return Prompt(ids, [text.bytes_of([token_id]) for token_id in part] if is_echoed else [])
+
     if isinstance(prompt, str):
-        check_texts([prompt], name, service)
-        return [_from_text(prompt, text)]
+        check_texts([prompt], "prompt", service)
+        return [from_text(prompt)]
     if not prompt:
-        raise bad_request(name, "is empty; give a text, token ids, or a list of either")
+        raise bad_request("prompt", "is empty; give a text, token ids, or a list of either")
     if all(isinstance(part, int) for part in prompt):
-        return [_from_ids(prompt, text, name)]
+        return [from_ids(prompt)]
     if all(isinstance(part, str) for part in prompt):
-        check_texts(prompt, name, service)
-        return [_from_text(part, text) for part in prompt]
+        check_texts(prompt, "prompt", service)
+        return [from_text(part) for part in prompt]
     if all(isinstance(part, list) for part in prompt):
-        return [_from_ids(part, text, name) for part in prompt]
-    raise bad_request(name, "mixes texts and token ids; give a list of one kind")
-
-
-def _from_text(prompt: str, text: TextEdge) -> Prompt:
-    ids = text.encode(prompt)
-    return Prompt(ids, _aligned(ids.tolist(), prompt.encode(), text))
-
-
-def _from_ids(ids: Sequence[Any], text: TextEdge, name: str) -> Prompt:
-    return Prompt(as_ids(ids, name), [text.bytes_of([token_id]) for token_id in ids])
+        return [from_ids(part) for part in prompt]
+    raise bad_request("prompt", "mixes texts and token ids; give a list of one kind")
 
 
 def as_ids(ids: Sequence[Any], name: str) -> IntArray:

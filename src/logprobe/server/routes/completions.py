@@ -50,7 +50,7 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
     service.log_body("completions", body)
     with named_as_asked(body):
         params = completion_params(body, max_logprobs=service.settings.max_logprobs)
-    prompts = read_prompts(body.prompt, service)
+    prompts = read_prompts(body.prompt, service, is_echoed=bool(body.echo))
     limit = service.capabilities.max_model_len
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
