@@ -37,6 +37,20 @@ def test_each_unreadable_file_is_named_with_a_remedy(cli: Callable[..., Any], tm
         assert done.error_line.startswith(f"{name}: {message}")
 
 
+@pytest.mark.parametrize("size", range(1, 8))
+def test_a_bad_byte_is_counted_from_the_start_wherever_a_part_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("logprobe.cli.inputs.PART_BYTES", size)
+    path = tmp_path / "text.txt"
+    path.write_bytes("the 🌊é".encode())
+    assert read_text(str(path)) == "the 🌊é"
+    for data in (b"the \xf0\x9fx", b"the \xf0\x9f"):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match="byte 0xf0 at byte 4"):
+            read_text(str(path))
+
+
 def test_standard_input_is_named_as_such(cli: Callable[..., Any]) -> None:
     assert cli("score", "-").error_line.startswith("standard input: is empty")
     assert cli("generate", "-").error_line.startswith("standard input: is empty")

@@ -12,55 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from logprobe.errors import InputError
+from logprobe.scoring.data.sources import STDIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STDIN = "-"
+__all__ = ["STDIN", "TextSource", "read_text", "text_parts"]
+
 PART_BYTES = 1 << 18
 HEAD_CHARS = 1 << 20  # of a text: what is longer is never held
 
 
 def read_text(name: str) -> str:
-    """The text of a file, or of standard input where `name` is `-`.
-
-    Raises:
-        InputError: it cannot be read, is not UTF-8, or is empty.
-    """
-    title = "standard input" if name == STDIN else name
-    return checked_text(title, decoded(title, _read_bytes(name)))
-
-
-def decoded(title: str, data: bytes) -> str:
-    """The text of some UTF-8 bytes.
-
-    Raises:
-        InputError: they are not UTF-8.
-    """
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise _not_utf8(title, error, 0) from error
-
-
-def _not_utf8(title: str, error: UnicodeDecodeError, num_before: int) -> InputError:
-    byte = error.object[error.start]
-    place = num_before + error.start
-    return InputError(
-        f"{title}: is not UTF-8 text (byte 0x{byte:02x} at byte {place}); convert it first, "
-        "for instance with iconv -t UTF-8"
-    )
-
-
-def checked_text(title: str, text: str) -> str:
-    """The text itself.
-
-    Raises:
-        InputError: it is empty.
-    """
-    if not text:
-        raise InputError(f"{title}: is empty; give at least one character")
-    return text
+    """The text of a file, or of standard input where `name` is `-`; errors as `text_parts`."""
+    return "".join(text_parts(name))
 
 
 def text_parts(name: str) -> Iterator[str]:
@@ -71,19 +36,24 @@ def text_parts(name: str) -> Iterator[str]:
     """
     title = "standard input" if name == STDIN else name
     decoder = codecs.getincrementaldecoder("utf-8")()
-    num_before = 0
+    data, num_read = b"-", 0
     with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
-        while data := file.read(PART_BYTES):
+        while data:
+            data = file.read(PART_BYTES)
+            num_read += len(data)
             try:
-                yield decoder.decode(data)
+                text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                raise _not_utf8(title, error, num_before) from error
-            num_before += len(data)
-    checked_text(title, "x" * min(num_before, 1))
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise _not_utf8(title, error, num_before - len(error.object)) from error
+                # What it decodes begins with what the part before left unfinished.
+                place, byte = num_read - len(error.object) + error.start, error.object[error.start]
+                raise InputError(
+                    f"{title}: is not UTF-8 text (byte 0x{byte:02x} at byte {place}); convert it first, "
+                    "for instance with iconv -t UTF-8"
+                ) from error
+            if text:
+                yield text
+    if not num_read:
+        raise _empty(title)
 
 
 class TextSource:
@@ -109,7 +79,9 @@ class TextSource:
     @classmethod
     def of_text(cls, title: str, text: str) -> TextSource:
         """A text that is there; `InputError` where it is empty."""
-        return cls(iter([checked_text(title, text)]), len(text.encode("utf-8", "surrogatepass")))
+        if not text:
+            raise _empty(title)
+        return cls(iter([text]), len(text.encode("utf-8", "surrogatepass")))
 
     def parts(self) -> Iterator[str]:
         """All of it; once."""
@@ -118,9 +90,8 @@ class TextSource:
         yield from self._rest
 
 
-def _read_bytes(name: str) -> bytes:
-    with _reading(name):
-        return sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+def _empty(title: str) -> InputError:
+    return InputError(f"{title}: is empty; give at least one character")
 
 
 @contextmanager

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import typer
 
-from logprobe.cli.dataset import DataRun, open_workers
 from logprobe.cli.inputs import STDIN, TextSource
 from logprobe.cli.options import (
     DEFAULT_MODEL,
@@ -23,19 +27,28 @@ from logprobe.cli.options import (
 )
 from logprobe.cli.rows import info_dict, token_rows, totals, totals_of
 from logprobe.cli.shade import Shader, can_shade, legend
-from logprobe.cli.tables import console, print_facts, print_tokens, refuse_vocabulary, totals_lines
+from logprobe.cli.tables import (
+    console,
+    print_facts,
+    print_tokens,
+    refuse_vocabulary,
+    summary_lines,
+    totals_lines,
+)
 from logprobe.errors import PromptTooLongError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.data.settings import DataSettings, RaySettings
 from logprobe.scoring.data.sources import SUFFIXES, Format, find_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from logprobe.cli.rows import TokenRow, Totals
+    from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
-    from logprobe.scoring.score import Score
-    from logprobe.scoring.windows import TextTally, Window
+    from logprobe.records import LogprobsInfo
+    from logprobe.scoring.data.questions import BadRow
+    from logprobe.scoring.data.run import Workers
+    from logprobe.scoring.data.sources import Source
 
 _Files = Annotated[
     list[str] | None,
@@ -58,8 +71,11 @@ _Engine = Annotated[
     Literal["native", "ray"],
     typer.Option("--engine", help="Score a data set here, or on a Ray cluster, a model on each actor."),
 ]
-NOT_SCORED = "not scored"
 _Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+NOT_SCORED = "not scored"
+MOST_BAD_ROWS = 20  # that are named on standard error; a side file has all
+RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
+"""Imported when `--engine ray` asks for it."""
 
 
 @takes_engine
@@ -106,9 +122,8 @@ def score(
             raise typer.BadParameter("a data set is in files", param_hint="FILE")
         sources = find_sources(names, kind=format, by_line=lines)
         pool = cluster if engine == "ray" else None
-        with open_workers(model, sources, settings, pool, **loading) as workers:
-            run = DataRun(workers, as_json=as_json, summary_only=summary)
-            run.to_file(output, resume=resume, force=force) if output else run.print()
+        with _open_workers(model, sources, settings, pool, **loading) as workers:
+            _print_data(workers, output, resume=resume, force=force, as_json=as_json, summary_only=summary)
         return
     if engine == "ray":
         raise typer.BadParameter(
@@ -118,77 +133,15 @@ def score(
         raise typer.BadParameter("give either a file (- is standard input) or --text", param_hint="FILE")
     source = TextSource.of_file(names[0]) if names else TextSource.of_text("--text", text or "")
     asks_windows = summary or settings.window or settings.stride or settings.bos is not None
-    screen = _Screen(top, as_json=as_json, is_table=settings.tokens or top != 0)
+    refuse_vocabulary(top, "--top")
     with open_llm(model, **loading) as llm:
-        found = None if asks_windows or source.is_long else _score_whole(llm, source.head, params)
-        if found is None:
-            _Windows(llm, settings, screen, summary_only=summary).print(source)
-            return
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    has_bos = found["first_token"] != NOT_SCORED
-    screen.add(found["tokens"], num_added=int(has_bos), final=True)
-    screen.end(found["totals"], f"first token: {found['first_token']}")
-
-
-class _Screen:
-    """Shows the tokens of one text as they come, shaded or as a table, and then the totals."""
-
-    def __init__(self, top: int, *, as_json: bool, is_table: bool) -> None:
-        refuse_vocabulary(top, "--top")
-        self._console = console()
-        self.as_json = as_json
-        self.top = top
-        self._shader = Shader(marks_line_ends=True) if can_shade(self._console) and not is_table else None
-        self.num_tokens = 0  # so far
-
-    def add(self, rows: Sequence[TokenRow], *, num_added: int, final: bool = False) -> None:
-        """Show the next tokens, of which the text does not hold the first `num_added` (BOS)."""
-        if self._shader is None:
-            print_tokens(rows, self.top, first=self.num_tokens)
+        whole = None if asks_windows or source.is_long else _fitting(llm, source.head, params)
+        has_bar = summary or as_json
+        scored = whole or TextInWindows(llm, source, settings, top, has_rows=not summary, has_bar=has_bar)
+        if as_json:
+            _print_json(scored)
         else:
-            tokens = [(bytes(row["bytes"]), row["logprob"]) for row in rows[num_added:]]
-            self._console.print(self._shader.feed(tokens, final=final), end="", soft_wrap=True)
-        self.num_tokens += len(rows)
-
-    def end(self, sums: Totals, note: str) -> None:
-        """Show the totals."""
-        if self.num_tokens:
-            typer.echo("\n" if self._shader is not None else "")
-        if self._shader is not None and self.num_tokens:
-            self._console.print(legend())
-        print_facts(totals_lines(sums, note))
-
-
-def _score_whole(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any] | None:
-    """A text in one piece; None where it does not fit."""
-    try:
-        return score_text(llm, text, params)
-    except PromptTooLongError:
-        return None
-
-
-def score_text(llm: LLM, text: str, params: SamplingParams) -> dict[str, Any]:
-    """The rows of a text, their totals, what became of the first token, and what the numbers are."""
-    (output,) = llm.generate(text, params, progress=True)
-    assert output.prompt_logprobs is not None
-    rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
-    num_bytes = len(text.encode())
-    has_bos = _starts_with_added_token(llm, text, output.prompt_token_ids)
-    num_unscored = 0 if has_bos else len(rows[0]["bytes"])
-    return {
-        "first_token": f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED,
-        "tokens": rows,
-        "totals": totals(rows, num_bytes, num_bytes - num_unscored),
-        "info": info_dict(llm, output.info),
-    }
-
-
-def _starts_with_added_token(llm: LLM, text: str, token_ids: list[int]) -> bool:
-    """Whether the first token is not the text's own but the tokenizer's (BOS)."""
-    bare = llm.text.encode(text, add_special_tokens=False)
-    return len(token_ids) > len(bare) and token_ids[:1] != bare[:1].tolist()
+            _print_text(scored, top, is_table=settings.tokens or top != 0)
 
 
 def _is_data(names: list[str], settings: DataSettings) -> bool:
@@ -204,81 +157,219 @@ def _holds_rows(name: str) -> bool:
     return is_of_rows or path.is_dir() or (name != STDIN and not path.exists() and "*" in name)
 
 
-class _Windows:
-    """Prints a text of any length, window by window: nothing of it is kept."""
+# -- a text --------------------------------------------------------------------------------------------------
 
-    def __init__(self, llm: LLM, settings: DataSettings, screen: _Screen, *, summary_only: bool) -> None:
-        from logprobe.scoring.windows import WindowSettings
 
-        self._llm = llm
+def _fitting(llm: LLM, text: str, params: SamplingParams) -> WholeText | None:
+    """A text in one piece; None where it does not fit the context."""
+    try:
+        return WholeText(llm, text, params)
+    except PromptTooLongError:
+        return None
+
+
+class WholeText:
+    """A text scored in one piece."""
+
+    def __init__(self, llm: LLM, text: str, params: SamplingParams) -> None:
+        (output,) = llm.generate(text, params, progress=True)
+        assert output.prompt_logprobs is not None
+        self._rows = rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
+        has_bos = _starts_with_added_token(llm, text, output.prompt_token_ids)
+        self.num_added = int(has_bos)  # rows that the text does not hold (BOS)
+        first = f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED
+        self.before: dict[str, Any] = {"first_token": first}  # what JSON has before the tokens
+        num_bytes = len(text.encode())
+        num_unscored = 0 if has_bos else len(rows[0]["bytes"])
+        self._after = {
+            "totals": totals(rows, num_bytes, num_bytes - num_unscored),
+            "info": info_dict(llm, output.info),
+        }
+
+    def rows(self) -> Iterator[list[TokenRow]]:
+        """All rows at once."""
+        yield self._rows
+
+    def after(self) -> dict[str, Any]:
+        """The totals, and what the numbers are."""
+        return self._after
+
+
+def _starts_with_added_token(llm: LLM, text: str, token_ids: list[int]) -> bool:
+    """Whether the first token is not the text's own but the tokenizer's (BOS)."""
+    bare = llm.text.encode(text, add_special_tokens=False)
+    return len(token_ids) > len(bare) and token_ids[:1] != bare[:1].tolist()
+
+
+class TextInWindows:
+    """A text of any length, scored window by window while its rows are taken: nothing of it is kept."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        source: TextSource,
+        settings: DataSettings,
+        num_top: int,
+        *,
+        has_rows: bool,
+        has_bar: bool,
+    ) -> None:
+        from logprobe.scoring.windows import TextTally, WindowSettings
+
+        self._llm, self._source = llm, source
+        self._num_top, self._has_rows, self._has_bar = num_top, has_rows, has_bar
         with flags_for():
             self._settings = WindowSettings.of(
                 llm, window=settings.window, stride=settings.stride, bos=settings.bos
             )
-        self._screen = screen
-        self._as_json = screen.as_json
-        self._summary_only = summary_only
-        self._num_printed = 0  # as JSON
+        self._tally = TextTally(llm, self._settings)
+        self._info: LogprobsInfo | None = None
+        self.num_added = int(self._tally.result().bos_token_id is not None)
+        self.before: dict[str, Any] = {}
 
-    def print(self, source: TextSource) -> None:
-        from logprobe.scoring.progress import byte_bar
-        from logprobe.scoring.windows import TextTally, score_windows
-
-        tally = TextTally(self._llm, self._settings)
-        self._puts_bos = tally.result().bos_token_id is not None
-        pieces = tally.pieces(source.parts())
-        info = None
-        if self._as_json:
-            typer.echo('{"tokens": [', nl=False)
-        with byte_bar(source.num_bytes, shown=self._summary_only or self._as_json) as advance:
-            for window, score in score_windows(
-                self._llm, pieces, self._settings, entropy=True, logprobs=self._screen.top
-            ):
-                tally.add(score)
-                info = score.record.info if score.record is not None else None
-                if advance is not None:
-                    advance(score.num_bytes, score.num_tokens)
-                if not self._summary_only:
-                    self._print_rows(self._rows(window, score))
-        self._print_totals(tally, info)
-
-    def _rows(self, window: Window, score: Score) -> list[TokenRow]:
+    def rows(self) -> Iterator[list[TokenRow]]:
+        """The rows of one window after the other, where there are to be any."""
         from logprobe.records import FlatLogprobs
+        from logprobe.scoring.progress import byte_bar
+        from logprobe.scoring.windows import score_windows
 
         vocabulary = self._llm.text.vocabulary
-        assert score.record is not None
-        rows = token_rows(score.token_ids, score.record, vocabulary)
-        if window.start or self._num_printed or self._screen.num_tokens:
-            return rows
-        first = window.token_ids[: window.first_scored].tolist()
-        return token_rows(first, FlatLogprobs([None] * len(first)), vocabulary) + rows
+        pieces = self._tally.pieces(self._source.parts())
+        scored = score_windows(self._llm, pieces, self._settings, entropy=True, logprobs=self._num_top)
+        with byte_bar(self._source.num_bytes, shown=self._has_bar) as advance:
+            for number, (window, score) in enumerate(scored):
+                assert score.record is not None
+                self._tally.add(score)
+                self._info = score.record.info
+                if advance is not None:
+                    advance(score.num_bytes, score.num_tokens)
+                if self._has_rows:
+                    # What nothing predicts stands before all others.
+                    first = window.token_ids[: window.first_scored].tolist() if number == 0 else []
+                    unscored = token_rows(first, FlatLogprobs([None] * len(first)), vocabulary)
+                    yield unscored + token_rows(score.token_ids, score.record, vocabulary)
 
-    def _print_rows(self, rows: list[TokenRow]) -> None:
-        if self._as_json:
-            separator = ", " if self._num_printed else ""
-            typer.echo(separator + ", ".join(map(json.dumps, rows)), nl=False)
-            self._num_printed += len(rows)
-        else:
-            is_first = not self._screen.num_tokens
-            has_bos = is_first and rows[0]["logprob"] is None and self._puts_bos
-            self._screen.add(rows, num_added=int(has_bos))
-
-    def _print_totals(self, tally: TextTally, info: Any) -> None:
-        found = tally.result()
-        num_tokens = found.num_tokens + (found.bos_token_id is not None)
-        counts = (num_tokens, found.num_scored, found.num_bytes, found.num_scored_bytes)
-        sums = totals_of(found.logprob, *counts)
+    def after(self) -> dict[str, Any]:
+        """How it was read, the totals, and what the numbers are."""
+        found = self._tally.result()
         bos = found.bos_token_id
-        first = NOT_SCORED if bos is None else f"{self._llm.text.vocabulary.token_text(bos)}, put first"
-        if self._as_json:
-            more = {
-                "first_token": first,
-                "window": found.window,
-                "stride": found.stride,
-                "totals": sums | {"num_words": found.num_words, "word_perplexity": found.word_perplexity},
-                "info": info_dict(self._llm, info),
-            }
-            typer.echo(f"], {json.dumps(more)[1:]}")
-            return
-        note = f"first token: {first}; windows of {found.window}, {found.stride} apart"
-        self._screen.end(sums, note)
+        num_tokens = found.num_tokens + (bos is not None)
+        counts = (num_tokens, found.num_scored, found.num_bytes, found.num_scored_bytes)
+        words = {"num_words": found.num_words, "word_perplexity": found.word_perplexity}
+        vocabulary = self._llm.text.vocabulary
+        return {
+            "first_token": NOT_SCORED if bos is None else f"{vocabulary.token_text(bos)}, put first",
+            "window": found.window,
+            "stride": found.stride,
+            "totals": totals_of(found.logprob, *counts) | words,
+            "info": info_dict(self._llm, self._info),
+        }
+
+
+ScoredText: TypeAlias = WholeText | TextInWindows
+
+
+def _print_json(text: ScoredText) -> None:
+    """One JSON object, whose tokens are written as they come."""
+    typer.echo(json.dumps(text.before | {"tokens": []})[:-2], nl=False)
+    separator = ""
+    for rows in text.rows():
+        typer.echo(separator + ", ".join(map(json.dumps, rows)), nl=False)
+        separator = ", "
+    typer.echo(f"], {json.dumps(text.after())[1:]}")
+
+
+def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
+    """The tokens as they come, shaded or as a table, and then the totals."""
+    screen = console()
+    shader = Shader(marks_line_ends=True) if can_shade(screen) and not is_table else None
+    num_tokens = 0
+    for rows in text.rows():
+        if shader is None:
+            print_tokens(rows, num_top, first=num_tokens)
+        else:
+            own = rows if num_tokens else rows[text.num_added :]
+            tokens = [(bytes(row["bytes"]), row["logprob"]) for row in own]
+            screen.print(shader.feed(tokens), end="", soft_wrap=True)
+        num_tokens += len(rows)
+    if num_tokens:
+        typer.echo("\n" if shader is not None else "")
+        if shader is not None:
+            screen.print(legend())
+    facts = text.before | text.after()
+    note = f"first token: {facts['first_token']}"
+    if "window" in facts:
+        note += f"; windows of {facts['window']}, {facts['stride']} apart"
+    print_facts(totals_lines(facts["totals"], note))
+
+
+# -- a data set ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_workers(
+    model: str, sources: Sequence[Source], settings: DataSettings, cluster: RaySettings | None, **loading: Any
+) -> Iterator[Workers]:
+    """What scores the rows: a model of this process, or the actors of a cluster, which load it themselves.
+
+    `loading` are settings of `EngineConfig`.
+
+    Raises:
+        ModelError: the model cannot be had or used here.
+        ParameterError: Ray is not installed, or a setting cannot be used.
+    """
+    if cluster is None:
+        from logprobe.scoring.data.run import OneModel
+
+        with open_llm(model, **loading) as llm:
+            with flags_for():
+                workers = OneModel(llm, sources, settings)
+            yield workers
+        return
+    with flags_for():
+        is_there = find_spec("ray") is not None
+        require(is_there, "engine", "'ray' needs Ray; pip install 'logprobe[ray]'")
+    from logprobe.llm import LLM
+
+    new_pool = resolve_name(RAY_POOL)
+    yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
+
+
+def _print_data(
+    workers: Workers, output: str | None, *, resume: bool, force: bool, as_json: bool, summary_only: bool
+) -> None:
+    """Write the rows to a file, or print them as JSON lines; then the summary.
+
+    Raises:
+        Exit: with 1 where a row was bad.
+    """
+    from logprobe.scoring.data.output import json_line
+    from logprobe.scoring.data.run import DatasetRun
+    from logprobe.scoring.progress import byte_bar
+
+    named = iter(range(MOST_BAD_ROWS))
+
+    def print_bad(bad: BadRow) -> None:
+        if next(named, None) is not None:
+            typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
+
+    def print_row(row: dict[str, Any]) -> None:
+        typer.echo(json_line(row))
+
+    prints_rows = not (output or summary_only)
+    sizes = [source.num_bytes for source in workers.sources]
+    num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+    with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
+        run = DatasetRun(workers, advance=advance)
+        if output:
+            summary = run.to_file(output, resume=resume, force=force)
+        else:
+            summary = run.stream(print_row if prints_rows else None, print_bad)
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+    else:
+        print_facts(summary_lines(summary), err=prints_rows)
+    if summary.num_bad:
+        where = f"{output}.errors.jsonl" if output else "standard error"
+        typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
+        raise typer.Exit(1)
