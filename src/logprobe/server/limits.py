@@ -287,6 +287,22 @@ class Limits:
         return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
+class InProgress:
+    """Counts what is in progress of one route, on the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._max = most
+        self._count = 0
+
+    def __enter__(self) -> None:
+        if self._count >= self._max:
+            raise server_full(f"requests of this route: {self._count} of {self._max} in use")
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+
+
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
     """Entries of a row with `k` alternatives: these, the token's own and named ids; 0 where k is None."""
     if k is None:

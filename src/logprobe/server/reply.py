@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
 from logprobe.server.http.errors import as_api_error
-from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, Streamed, event, while_connected
+from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.text.pieces import Cutter, TextWalk
 
@@ -222,7 +222,7 @@ async def answer(
         ClientGoneError: nobody is left to answer.
     """
     if is_stream:
-        return Streamed(
+        return StreamedReply(
             _events(service, generation, shape),
             EVENT_HEADERS,
             check=service.check_engine,

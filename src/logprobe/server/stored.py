@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Messages: TypeAlias = list[dict[str, Any]]
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response and the messages up to its answer, both as JSON: what is held is what is counted."""
 
     response: bytes
@@ -43,13 +43,13 @@ class StoredResponses:
     def __init__(self, max_responses: int, max_bytes: int, max_conversation_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_conversation_bytes = max_conversation_bytes  # which is read in one go
-        self._kept: FIFOCache[tuple[bytes, str], Stored]
+        self._kept: FIFOCache[tuple[bytes, str], StoredResponse]
         self._kept = FIFOCache(max_bytes, getsizeof=lambda stored: stored.num_bytes)
         self._lock = threading.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Keep one, unless it alone is beyond the bounds, or its conversation longer than a body may be."""
-        stored = Stored(msgspec.json.encode(response), msgspec.json.encode(messages))
+        stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         is_long = len(stored.conversation) > self._max_conversation_bytes
         if not self._max_responses or is_long or stored.num_bytes > self._kept.maxsize:
             return
@@ -58,7 +58,7 @@ class StoredResponses:
                 self._kept.popitem()
             self._kept[owner, response["id"]] = stored
 
-    def find(self, owner: bytes, response_id: str, param: str | None = None) -> Stored:
+    def find(self, owner: bytes, response_id: str, param: str | None = None) -> StoredResponse:
         """Get one.
 
         Raises:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, server_full
+from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error
 from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.replies import JSON_TYPE
+from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
 
 if TYPE_CHECKING:
@@ -94,22 +95,6 @@ def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = F
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve
-
-
-class InProgress:
-    """Counts what is in progress of one route, on the event loop."""
-
-    def __init__(self, most: int) -> None:
-        self._max = most
-        self._count = 0
-
-    def __enter__(self) -> None:
-        if self._count >= self._max:
-            raise server_full(f"requests of this route: {self._count} of {self._max} in use")
-        self._count += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:

@@ -49,7 +49,7 @@ def event(data: bytes, name: str | None = None) -> bytes:
     return head + b"data: " + data + b"\n\n"
 
 
-class Streamed(Response):
+class StreamedReply(Response):
     """Sends parts as they come, at the client's speed; a client that leaves ends their source at once."""
 
     def __init__(

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.replies import Streamed, while_connected
+from logprobe.server.http.replies import StreamedReply, while_connected
 from logprobe.server.openai.bodies import NextTokenBody
 from logprobe.server.openai.prompts import as_ids, check_texts
 
@@ -46,7 +46,7 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
     service.metrics.bytes_out.inc(num_bytes)
     headers = {"content-type": TYPE, "content-length": str(num_bytes)}
-    return Streamed(_table(head, first, outputs, dtype), headers, check=service.check_engine)
+    return StreamedReply(_table(head, first, outputs, dtype), headers, check=service.check_engine)
 
 
 async def _table(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from logprobe.records.forms.json import ChatEncoder
     from logprobe.records.values import IntArray
     from logprobe.server.service import Service
-    from logprobe.server.stored import Messages, Stored
+    from logprobe.server.stored import Messages, StoredResponse
 
 
 LABELS: Final = ("type", "id", "status")
@@ -182,7 +182,7 @@ async def delete_response(request: HttpRequest, service: Service) -> Response:
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
-def _find_stored(request: HttpRequest, service: Service) -> Stored:
+def _find_stored(request: HttpRequest, service: Service) -> StoredResponse:
     return service.stored.find(
         owner_of(request.headers, service.settings), request.path_params["response_id"]
     )
