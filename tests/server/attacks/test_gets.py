@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from logprobe.server.http.gate import PIECE_BYTES, send_pieces
 from logprobe.server.http.guard import endpoint
+from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits
 from logprobe.server.routes.facts import metrics
@@ -124,6 +125,31 @@ def test_a_document_is_made_once_for_all_who_ask(server: Any, monkeypatch: pytes
     assert len(jobs) <= 1, "none, where another test has asked before"
     assert len({reply.content for reply in replies}) == 1
     assert replies[0].text == server.service.text.tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_a_document_is_made_once_whenever_another_asks_for_it(num_turns: int) -> None:
+    made: list[str] = []
+    request: Any = SimpleNamespace(headers={})
+
+    def make() -> bytes:
+        made.append("document")
+        return b"{}"
+
+    async def read(job: Any, _: int | None) -> Any:
+        return job()
+
+    async def run() -> None:
+        workers: Any = SimpleNamespace(read=read)
+        documents = Documents(workers)
+        first = asyncio.create_task(documents.reply(request, "facts", make))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        second = await documents.reply(request, "facts", make)
+        assert (await first).body == second.body == b"{}"
+
+    asyncio.run(run())
+    assert made == ["document"]
 
 
 @pytest.mark.parametrize("is_open", [False, True])

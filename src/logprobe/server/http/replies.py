@@ -148,7 +148,7 @@ class Documents:
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._documents: dict[str, Document] = {}
-        self._tasks: dict[str, asyncio.Task[Document]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def reply(self, request: HttpRequest, name: str, make: Callable[[], bytes]) -> Response:
         """What `make` gave when it was called for this name.
@@ -157,13 +157,13 @@ class Documents:
             ApiError: 429, too many jobs wait for a worker.
         """
         if name not in self._documents:
-            self._documents[name] = await self._make_once(name, make)
+            if name not in self._tasks:  # one for all who ask meanwhile, whoever of them leaves
+                self._tasks[name] = asyncio.create_task(self._make(name, make))
+            await asyncio.shield(self._tasks[name])
         return self._documents[name].reply(request)
 
-    async def _make_once(self, name: str, make: Callable[[], bytes]) -> Document:
-        """The one making of a document for all who ask meanwhile, whoever of them leaves."""
-        if name not in self._tasks:
-            task = asyncio.create_task(self._workers.read(lambda: Document.of(make()), None))
-            task.add_done_callback(lambda _: self._tasks.pop(name))
-            self._tasks[name] = task
-        return await asyncio.shield(self._tasks[name])
+    async def _make(self, name: str, make: Callable[[], bytes]) -> None:
+        try:
+            self._documents[name] = await self._workers.read(lambda: Document.of(make()), None)
+        finally:
+            del self._tasks[name]
