@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from logprobe.errors import ParameterError
 from logprobe.scoring import ScoredText, surprisal
-from logprobe.scoring.spans import byte_bounds
+from logprobe.scoring.texts import byte_bounds
 
 if TYPE_CHECKING:
     from logprobe import LLM

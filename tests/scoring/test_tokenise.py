@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from logprobe.errors import ParameterError
-from logprobe.scoring.tokenise import encode_pieces
+from logprobe.scoring.windows import encode_pieces
 
 if TYPE_CHECKING:
     from logprobe import LLM

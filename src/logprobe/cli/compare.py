@@ -63,7 +63,7 @@ def compare(
     A scored .parquet (--tokens) as A is compared with the model B on the run's own data.
     """
     if a.endswith(STORED) and b.endswith(STORED):
-        from logprobe.scoring.stored import compare_stored
+        from logprobe.scoring.comparison import compare_stored
 
         found = compare_stored(a, b)
     else:
@@ -87,7 +87,7 @@ def _compare_models(a: str, b: str, texts: list[str], bos: bool | None, engine: 
 
 
 def _compare_file(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
-    from logprobe.scoring.stored import compare_with_stored
+    from logprobe.scoring.comparison import compare_with_stored
 
     with ExitStack() as stack, flags_for():
         return compare_with_stored(a, _open(b, stack, engine), texts, bos=bos)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
     from logprobe.records import LogprobsInfo
-    from logprobe.scoring.data.questions import BadRow
+    from logprobe.scoring.data.rows import BadRow
     from logprobe.scoring.data.run import Workers
     from logprobe.scoring.data.sources import Source
 

@@ -20,8 +20,7 @@ import msgspec
 import pyarrow as pa
 
 from logprobe.errors import EngineError, InputError, LogprobeError, ParameterError, require
-from logprobe.scoring.data.questions import BadRow, Question  # noqa: TC001 - msgspec reads the fields
-from logprobe.scoring.data.rows import RowScorer, ScoredBatch
+from logprobe.scoring.data.rows import BadRow, Question, RowScorer, ScoredBatch
 from logprobe.scoring.data.run import question_batches
 from logprobe.scoring.data.settings import RaySettings
 from logprobe.scoring.data.sources import STDIN

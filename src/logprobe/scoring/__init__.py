@@ -9,14 +9,14 @@ from logprobe._lazy import lazy_names
 if TYPE_CHECKING:
     from logprobe.scoring.comparison import Comparison as Comparison
     from logprobe.scoring.comparison import compare as compare
+    from logprobe.scoring.comparison import compare_stored as compare_stored
+    from logprobe.scoring.comparison import compare_with_stored as compare_with_stored
     from logprobe.scoring.data.run import score_dataset as score_dataset
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
     from logprobe.scoring.score import Score as Score
-    from logprobe.scoring.spans import ScoredText as ScoredText
-    from logprobe.scoring.spans import Unit as Unit
-    from logprobe.scoring.stored import compare_stored as compare_stored
-    from logprobe.scoring.stored import compare_with_stored as compare_with_stored
+    from logprobe.scoring.texts import ScoredText as ScoredText
+    from logprobe.scoring.texts import Unit as Unit
     from logprobe.scoring.texts import surprisal as surprisal
     from logprobe.scoring.windows import Perplexity as Perplexity
     from logprobe.scoring.windows import perplexity as perplexity
@@ -27,12 +27,12 @@ _HOMES = {
     "DataSettings": ".data.settings",
     "Perplexity": ".windows",
     "Score": ".score",
-    "ScoredText": ".spans",
+    "ScoredText": ".texts",
     "Summary": ".data.summary",
-    "Unit": ".spans",
+    "Unit": ".texts",
     "compare": ".comparison",
-    "compare_stored": ".stored",
-    "compare_with_stored": ".stored",
+    "compare_stored": ".comparison",
+    "compare_with_stored": ".comparison",
     "perplexity": ".windows",
     "score_dataset": ".data.run",
     "surprisal": ".texts",

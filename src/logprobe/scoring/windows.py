@@ -1,9 +1,12 @@
-"""Texts longer than a model's context: windows that slide, each token scored once.
+"""Texts of any length: ids piece by piece, and windows that slide over them, each token scored once.
+
+Each piece of text begins within the one before it. Where the two agree on a run of tokens up to near the
+earlier one's end, the earlier one's tokens up to the run and the later one's from there on are those of the
+whole: what comes after a token reaches back a few characters only.
 
 Window i holds tokens [i · stride, i · stride + window); it scores those that no window before it has, so that
 all but the first window's tokens have at least window - stride tokens of context. This is the usual loop
 around a model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
-Before it: `tokenise`. After it: perplexities, surprisals, the command line.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import numpy as np
 from logprobe.errors import WeightsReplacedError, require
 from logprobe.scoring import measures
 from logprobe.scoring.scorer import in_flight, prefix_of
-from logprobe.scoring.tokenise import encode_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.edge import TextEdge
 
 Truncation: TypeAlias = Literal["error", "left", "window"]
 """What becomes of a text longer than the context: refused, its end alone, or sliding windows."""
@@ -282,3 +285,97 @@ def perplexity(
         if advance is not None:
             advance(score.num_bytes, score.num_tokens)
     return tally.result()
+
+
+# -- text → ids, in the memory of a piece --------------------------------------------------------------------
+
+PIECE_CHARS = 1 << 16
+OVERLAP_CHARS = 4096
+GUARD_CHARS = 512  # before the end of a piece, where what follows may still change the tokens
+SHORTEST_RUN = 16  # tokens that two pieces must agree on
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text with its tokens and the character at which each begins, (T,)."""
+
+    text: str
+    token_ids: IntArray
+    starts: IntArray
+
+
+def encode_pieces(
+    texts: Iterable[str],
+    edge: TextEdge,
+    *,
+    piece_chars: int = PIECE_CHARS,
+    overlap_chars: int = OVERLAP_CHARS,
+) -> Iterator[IntArray]:
+    """Token ids of the joined texts without special tokens, as `TextEdge.encode` gives them for the whole.
+
+    Raises:
+        ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
+    """
+    blocks = _blocks(texts, piece_chars)
+    known = _encode(next(blocks, ""), edge)
+    for block in blocks:
+        overlap = overlap_chars
+        while True:
+            cut = _cut(known.text, overlap)
+            later = _encode(known.text[cut:] + block, edge)
+            seam = _seam(known, later, cut)
+            if seam is not None or cut == 0:
+                break
+            overlap *= 4  # until the two pieces are encoded as one
+        mine, theirs = seam or (0, 0)
+        yield known.token_ids[:mine]
+        first = int(later.starts[theirs]) if theirs < len(later.starts) else 0
+        known = Piece(later.text[first:], later.token_ids[theirs:], later.starts[theirs:] - first)
+    yield known.token_ids
+
+
+def _blocks(texts: Iterable[str], size: int) -> Iterator[str]:
+    waiting: list[str] = []
+    num_waiting = 0
+    for text in texts:
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            waiting.append(part)
+            num_waiting += len(part)
+            if num_waiting >= size:
+                yield "".join(waiting)
+                waiting, num_waiting = [], 0
+    if num_waiting:
+        yield "".join(waiting)
+
+
+def _encode(text: str, edge: TextEdge) -> Piece:
+    ids, starts = edge.encode_with_starts(text)
+    return Piece(text, ids, starts)
+
+
+def _cut(text: str, overlap: int) -> int:
+    """Where the last characters begin: best where a space does, as there most tokenizers begin a token."""
+    at = len(text) - overlap
+    if at <= 0:
+        return 0
+    for place in range(at, at + overlap // 4):
+        if text[place].isspace() and not text[place - 1].isspace():
+            return place
+    return at
+
+
+def _seam(known: Piece, later: Piece, cut: int) -> tuple[int, int] | None:
+    """Tokens of both pieces from which on they agree: (place in the earlier, place in the later)."""
+    limit = len(known.text) - GUARD_CHARS
+    end = int(np.searchsorted(known.starts, limit))
+    at = {int(start): place for place, start in enumerate(later.starts) if cut + start < limit}
+    first = int(np.searchsorted(known.starts, cut))
+    for mine in range(first, end - SHORTEST_RUN):
+        theirs = at.get(int(known.starts[mine]) - cut)
+        if theirs is None:
+            continue
+        run = end - mine
+        if np.array_equal(known.token_ids[mine:end], later.token_ids[theirs : theirs + run]):
+            return mine, theirs
+    return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.records.info import LogprobsInfo
-    from logprobe.scoring.data.questions import BadRow
+    from logprobe.scoring.data.rows import BadRow
 
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 1 << 14

@@ -1,6 +1,6 @@
 """A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
 
-Before it: the command line, Python callers. Its way: `sources` → `questions` → `rows` → `output` → `summary`.
+Before it: the command line, Python callers. Its way: `sources` → `rows` → `output` → `summary`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from logprobe.errors import InputError
 from logprobe.scoring.data.output import Journal
-from logprobe.scoring.data.questions import batches, checked
-from logprobe.scoring.data.rows import RowScorer, schema_of
+from logprobe.scoring.data.rows import RowScorer, batches, checked, schema_of
 from logprobe.scoring.data.settings import DataSettings
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
 from logprobe.scoring.data.summary import Summary, Tally
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from logprobe.scoring.data.questions import BadRow, CheckedRow
-    from logprobe.scoring.data.rows import ScoredBatch
+    from logprobe.scoring.data.rows import BadRow, CheckedRow, ScoredBatch
     from logprobe.scoring.data.sources import Format, Source
     from logprobe.scoring.scorer import Scorer
 

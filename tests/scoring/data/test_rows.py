@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from logprobe.scoring import DataSettings
-from logprobe.scoring.data.questions import CHARS_A_CALL, BadRow, CheckedRow, Question, batches, checked
+from logprobe.scoring.data.rows import CHARS_A_CALL, BadRow, CheckedRow, Question, batches, checked
 from logprobe.scoring.data.sources import Row
 
 TEXT = DataSettings(keep_columns=("id",))
