@@ -122,6 +122,14 @@ def test_wrong_use_is_told_with_the_flag(score: Any, arguments: tuple[str, ...],
     assert says in done.err.splitlines()[-1]
 
 
+def test_a_text_file_has_one_column_and_says_so(score: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("the cat")
+    for flag in ("--context-column", "--keep-columns"):
+        done = score(str(tmp_path / "in.txt"), flag, "q")
+        assert done.code == 1
+        assert done.error_line.endswith("has no column 'q'; it has 'text'")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

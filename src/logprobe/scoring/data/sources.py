@@ -160,6 +160,7 @@ def _lines(source: Source) -> Iterator[bytes]:
 
 def _read_txt(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     name = columns[0] if columns else "text"
+    _check_columns(source.name, columns, [name])
     if source.by_line:
         for number, line in enumerate(_lines(source), 1):
             try:
