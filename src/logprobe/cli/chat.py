@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.growing import Growing
 from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.rows import token_rows
-from logprobe.cli.shade import can_shade, legend
+from logprobe.cli.shade import Growing, can_shade, legend
 from logprobe.cli.tables import console
 from logprobe.errors import LogprobeError
 from logprobe.sampling import SamplingParams

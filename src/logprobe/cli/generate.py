@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from logprobe.cli.growing import Growing
 from logprobe.cli.inputs import STDIN, read_text
 from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.shade import can_shade, legend
+from logprobe.cli.shade import Growing, can_shade, legend
 from logprobe.cli.tables import console, print_tokens, refuse_vocabulary
 from logprobe.sampling import SamplingParams
 

@@ -1,23 +1,32 @@
-"""Tokens as running text in the shade of their surprisal: the colours of the page, on a terminal.
+"""Running text on a terminal: tokens in the shade of their surprisal, and a completion while it grows.
 
-Before it: tokens' bytes and log-probabilities. After it: rich, which fits the colours to the terminal.
+The colours are those of the page; rich fits them to the terminal. A file or a pipe has a completion's plain
+text, whenever it ends.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
+import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from rich.style import Style
 from rich.text import Text
 
 from logprobe.records.forms.html import SHADES, shade_of
+from logprobe.text.pieces import Cutter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from rich.console import Console
+
+    from logprobe.engine.client import Prompt
+    from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
+    from logprobe.llm import LLM
+    from logprobe.sampling import SamplingParams
 
 # All but line feed and tab: a text must not move the cursor or rename the window.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -81,3 +90,58 @@ def legend() -> Text:
     shades = [(f" {shade} ", style_of(shade)) for shade in range(len(SHADES))]
     shades[-1] = (f" {len(SHADES) - 1}+ ", shades[-1][1])
     return Text.assemble("surprisal in nats: ", *shades)
+
+
+class Growing:
+    """One completion as it is written; what came stays when somebody interrupts.
+
+    `screen` is where it is shown (None: nowhere); `is_shaded` needs the record of the chosen tokens.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, screen: Console | None, *, is_shaded: bool) -> None:
+        self._llm = llm
+        self._params = params
+        self._screen = screen
+        self._shader = Shader() if is_shaded else None
+        self._cutter: Cutter[CompletionOutput] = Cutter(llm.text.bytes_of, params.stop, params.min_tokens)
+        self.text = ""
+        self.output: RequestOutput | None = None  # what came; None: nothing yet
+        self.is_interrupted = False
+
+    def run(self, prompt: Prompt) -> None:
+        """Write until the completion or an interrupt ends it.
+
+        Raises:
+            LogprobeError: what `LLM.stream` raises.
+        """
+        try:
+            with closing(self._llm.stream(prompt, self._params)) as outputs:
+                for output in outputs:
+                    self.output = output
+                    if (piece := self._cutter.take(output.outputs[0])) is not None:
+                        self.text += piece.text
+                        self._show(piece)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        finally:
+            if self.output is not None and self._screen is not None:
+                self._write("\n")
+
+    def _show(self, piece: CompletionPiece) -> None:
+        if self._screen is None:
+            return
+        if self._shader is None:
+            self._write(harmless(piece.text) if self._screen.is_terminal else piece.text)
+            return
+        record = piece.completion.logprobs
+        assert record is not None, "a shade needs the chosen tokens' numbers"
+        logprobs = record[piece.start : piece.stop].chosen_entries().logprobs.tolist()
+        ids = piece.completion.token_ids[piece.start : piece.stop]
+        tokens = zip((self._llm.text.bytes_of([token_id]) for token_id in ids), logprobs, strict=True)
+        is_last = piece.finish_reason is not None
+        shaded = self._shader.feed(tokens, final=is_last, most=len(piece.text))
+        self._screen.print(shaded, end="", soft_wrap=True)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
