@@ -63,10 +63,10 @@ def progress_bar(
         def advance(output: RequestOutput) -> None:
             tally.add(output)
             rate = tally.done / (bar.tasks[task].elapsed or 1e-9)
-            told = f"{tally.done:,}/{tally.total:,} tokens, {rate:,.0f} a second"
+            progress = f"{tally.done:,}/{tally.total:,} tokens, {rate:,.0f} a second"
             if len(requests) > 1:
-                told += f", {tally.num_ended}/{len(requests)} requests"
-            bar.update(task, total=tally.total, completed=tally.done, description=told)
+                progress += f", {tally.num_ended}/{len(requests)} requests"
+            bar.update(task, total=tally.total, completed=tally.done, description=progress)
 
         yield advance
 
@@ -76,8 +76,9 @@ class Tally:
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._most = {
-            one.request_id: len(one.prompt_token_ids) + one.params.num_samples * one.params.max_tokens
-            for one in requests
+            request.request_id: len(request.prompt_token_ids)
+            + request.params.num_samples * request.params.max_tokens
+            for request in requests
         }
         self._done = dict.fromkeys(self._most, 0)
         self.total = sum(self._most.values())  # falls where a request ends before its limit
@@ -95,7 +96,7 @@ class Tally:
 
 
 def _num_done(output: RequestOutput) -> int:
-    num_generated = sum(len(one.token_ids) for one in output.outputs)
+    num_generated = sum(len(completion.token_ids) for completion in output.outputs)
     if num_generated or output.is_finished:
         return len(output.prompt_token_ids) + num_generated
     return 0 if output.prompt_logprobs is None else len(output.prompt_logprobs)
@@ -129,13 +130,13 @@ class LLM:
         from logprobe.engine.client import Client
         from logprobe.models.given import as_name
 
-        with ExitStack() as given:
-            name = given.enter_context(as_name(model, tokenizer))
+        with ExitStack() as copied:
+            name = copied.enter_context(as_name(model, tokenizer))
             self.config = EngineConfig(model=name, **settings)
             loaded = start_engine(self.config)
             # An engine process that is started again reads a given model's copy again.
             has_processes = loaded.engine.capabilities().num_processes > 0
-            self._owned = given.pop_all() if has_processes else ExitStack()
+            self._owned = copied.pop_all() if has_processes else ExitStack()
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text

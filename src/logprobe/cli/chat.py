@@ -13,7 +13,7 @@ import typer
 
 from logprobe.cli.options import DEFAULT_MODEL, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.rows import token_rows
-from logprobe.cli.shade import Growing, can_shade, legend
+from logprobe.cli.shade import CompletionPrinter, can_shade, legend
 from logprobe.cli.tables import console
 from logprobe.errors import LogprobeError
 from logprobe.sampling import SamplingParams
@@ -66,9 +66,9 @@ def chat(
     is_shaded = can_shade(screen) and shade is not False
     with open_llm(model, **engine) as llm:
         _check_template(llm)
-        talk = Talk(llm, params, screen, is_shaded=is_shaded)
-        talk.set_system(system or "")
-        talk.run(is_interactive=sys.stdin.isatty())
+        conversation = Conversation(llm, params, screen, is_shaded=is_shaded)
+        conversation.set_system(system or "")
+        conversation.run(is_interactive=sys.stdin.isatty())
 
 
 def _check_template(llm: LLM) -> None:
@@ -76,7 +76,7 @@ def _check_template(llm: LLM) -> None:
     read_messages([{"role": "user", "content": "-"}], llm.text)
 
 
-class Talk:
+class Conversation:
     """One conversation: lines in, answers and what the commands say out."""
 
     def __init__(self, llm: LLM, params: SamplingParams, screen: Console, *, is_shaded: bool) -> None:
@@ -129,18 +129,18 @@ class Talk:
 
     def _answer(self, line: str) -> None:
         self._turns.append({"role": "user", "content": line})
-        growing = Growing(self._llm, self._params, self._screen, is_shaded=self._is_shaded)
+        printer = CompletionPrinter(self._llm, self._params, self._screen, is_shaded=self._is_shaded)
         try:
-            growing.run(self._fitting_prompt())
+            printer.run(self._fitting_prompt())
         except LogprobeError:
             del self._turns[-1:]  # as if it had not been said
             raise
-        if growing.output is None:  # interrupted before the first token
+        if printer.output is None:  # interrupted before the first token
             del self._turns[-1:]
             return
-        completion = growing.output.outputs[0]
+        completion = printer.output.outputs[0]
         assert completion.logprobs is not None, "logprobs=0 asks for them"
-        self._turns.append({"role": "assistant", "content": growing.text})
+        self._turns.append({"role": "assistant", "content": printer.text})
         self._tokens.append(token_rows(completion.token_ids, completion.logprobs, self._llm.text.vocabulary))
         typer.echo(_summary(completion.cumulative_logprob or 0.0, len(completion.token_ids)))
 

@@ -65,18 +65,18 @@ def compare(
     if a.endswith(STORED) and b.endswith(STORED):
         from logprobe.scoring.comparison import compare_stored
 
-        found = compare_stored(a, b)
+        comparison = compare_stored(a, b)
     else:
         if not data:
             raise typer.BadParameter("name the texts to compare on", param_hint="--data")
         rows = read_rows(find_sources(data, kind=format, by_line=lines), [text_column])
         texts = [_text(row.values.get(text_column), row) for row in islice(rows, limit)]
-        found = (_compare_file if a.endswith(STORED) else _compare_models)(a, b, texts, bos, engine)
-    _write(found, output, plot)
+        comparison = (_compare_file if a.endswith(STORED) else _compare_models)(a, b, texts, bos, engine)
+    _write(comparison, output, plot)
     if as_json:
-        typer.echo(json.dumps(found.to_dict()))
+        typer.echo(json.dumps(comparison.to_dict()))
     else:
-        print_facts(list(_lines_of(found.to_dict())))
+        print_facts(list(_lines_of(comparison.to_dict())))
 
 
 def _compare_models(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
@@ -94,9 +94,9 @@ def _compare_file(a: str, b: str, texts: list[str], bos: bool | None, engine: di
 
 
 def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
-    model, *given = named.split(",")
+    model, *pairs = named.split(",")
     settings = dict(engine)
-    for pair in given:
+    for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
             raise typer.BadParameter(f"{pair!r} is no NAME=VALUE", param_hint=named)
@@ -115,8 +115,8 @@ def _text(value: Any, row: Any) -> str:
     return value
 
 
-def _write(found: Comparison, output: str | None, plot: str | None) -> None:
-    writers = {output: found.to_parquet, plot: found.plot}
+def _write(comparison: Comparison, output: str | None, plot: str | None) -> None:
+    writers = {output: comparison.to_parquet, plot: comparison.plot}
     for path, write in writers.items():
         if path is None:
             continue

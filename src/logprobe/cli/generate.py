@@ -10,7 +10,7 @@ import typer
 from logprobe.cli.inputs import STDIN, read_text
 from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.rows import info_dict, token_rows, totals
-from logprobe.cli.shade import Growing, can_shade, legend
+from logprobe.cli.shade import CompletionPrinter, can_shade, legend
 from logprobe.cli.tables import console, print_tokens, refuse_vocabulary
 from logprobe.sampling import SamplingParams
 
@@ -70,18 +70,18 @@ def generate(
     screen = console()
     with open_llm(model, **engine) as llm:
         is_shaded = logprobs is not None and can_shade(screen)
-        growing = Growing(llm, params, None if as_json else screen, is_shaded=is_shaded)
-        growing.run(text)
-        if growing.output is not None:
-            _print(llm, growing.output, logprobs, as_json=as_json, is_shaded=is_shaded)
-    if growing.is_interrupted:
+        printer = CompletionPrinter(llm, params, None if as_json else screen, is_shaded=is_shaded)
+        printer.run(text)
+        if printer.output is not None:
+            _print(llm, printer.output, logprobs, as_json=as_json, is_shaded=is_shaded)
+    if printer.is_interrupted:
         raise typer.Exit(130)
 
 
 def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bool, is_shaded: bool) -> None:
     """What stands below the text, or all of it as JSON; of an interrupted one, what came."""
     completion = output.outputs[0]
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "prompt": output.prompt,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -92,9 +92,9 @@ def _print(llm: LLM, output: RequestOutput, logprobs: int | None, *, as_json: bo
     if completion.logprobs is not None:
         rows = token_rows(completion.token_ids, completion.logprobs, llm.text.vocabulary)
         num_bytes = sum(len(row["bytes"]) for row in rows)
-        found |= {"tokens": rows, "totals": totals(rows, num_bytes, num_bytes)}
+        fields |= {"tokens": rows, "totals": totals(rows, num_bytes, num_bytes)}
     if as_json:
-        typer.echo(json.dumps(found | {"info": info_dict(llm, output.info)}))
+        typer.echo(json.dumps(fields | {"info": info_dict(llm, output.info)}))
     elif rows:
         typer.echo()
         print_tokens(rows, logprobs or 0)

@@ -32,11 +32,11 @@ def info(
     **engine: Any,
 ) -> None:
     """Print versions, devices, kernels, threads and the cache folder; of a model, how its layers run."""
-    found = facts() if model is None else facts() | model_facts(model, **engine)
+    values = facts() if model is None else facts() | model_facts(model, **engine)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(values))
         return
-    print_facts([[name, _line(value)] for name, value in found.items()])
+    print_facts([[name, _line(value)] for name, value in values.items()])
 
 
 def facts() -> dict[str, Any]:
@@ -97,10 +97,10 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List logits processors with their arguments; with --json as JSON Schema."""
-    found = [describe_processor(name) for name in names or available_processors()]
+    processors = [describe_processor(name) for name in names or available_processors()]
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(processors, indent=2))
         return
-    for one in found:
-        keys = ", ".join(one["args"].get("properties", {})) if one["args"] else "any argument"
-        typer.echo(f"{one['name']} ({keys})\n    {one['doc']}")
+    for processor in processors:
+        keys = ", ".join(processor["args"].get("properties", {})) if processor["args"] else "any argument"
+        typer.echo(f"{processor['name']} ({keys})\n    {processor['doc']}")

@@ -1,7 +1,4 @@
-"""Flags made from a settings class: flag, field and environment variable share one name and one text.
-
-Before it: the frozen settings of the engine and the server. After it: commands that take all of them.
-"""
+"""Flags made from a settings class: flag, field and environment variable share one name and one text."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
     """
     with flags_for():
         EngineConfig(model=model, **settings)
-    resolve(model)  # a name that does not exist is told before anything heavy is imported
+    resolve(model)  # a name that does not exist is refused before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.llm import LLM
 
@@ -101,7 +98,7 @@ def takes_settings(
         made = [flag for flag in flags if only is None or flag.name in only]
         signature = inspect.Signature([*own, *made])
         command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
-        command.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+        command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
         return command
 
     return decorate
@@ -113,9 +110,9 @@ ENGINE_FLAGS = frozenset({"device", "dtype", "kv_bytes", "weights"})
 takes_engine = takes_settings(EngineConfig, only=ENGINE_FLAGS)
 
 
-def settings_from(cls: type[S], given: Mapping[str, Any]) -> S:
+def settings_from(cls: type[S], flags: Mapping[str, Any]) -> S:
     """Settings made of those flags that `takes_settings` gave a command which are fields of the class."""
-    own = {field.name: given[field.name] for field in fields(cls) if field.name in given}  # type: ignore[arg-type]
+    own = {field.name: flags[field.name] for field in fields(cls) if field.name in flags}  # type: ignore[arg-type]
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
 
 
@@ -126,7 +123,7 @@ def _own_parameters(command: Callable[..., None]) -> Iterator[tuple[inspect.Para
 
 
 def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
-    told = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
+    helps = {name: " ".join(text.split()) for name, text in _ENTRY.findall(inspect.getdoc(cls) or "")}
     hints = get_type_hints(cls)
     for field in fields(cls):
         own = field.metadata.get("type", hints[field.name])
@@ -134,7 +131,7 @@ def _flags_of(cls: type) -> Iterator[inspect.Parameter]:
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         flag = field.metadata.get("flag")
         variable = f"LOGPROBE_{(flag or field.name).strip('-').replace('-', '_').upper()}"
-        option = typer.Option(*([flag] if flag else []), help=_sentence(told[field.name]), envvar=variable)
+        option = typer.Option(*([flag] if flag else []), help=_sentence(helps[field.name]), envvar=variable)
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,

@@ -1,7 +1,4 @@
-"""A record's positions as plain values, one dict a token, ready for JSON and for tables.
-
-Before it: `FlatLogprobs`. After it: `tables`, `shade`, or `json.dumps`.
-"""
+"""A record's positions as plain values, one dict a token, ready for JSON and for tables."""
 
 from __future__ import annotations
 

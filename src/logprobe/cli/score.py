@@ -94,7 +94,7 @@ def score(
     engine: _Engine = "native",
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
-    **given: Any,
+    **flags: Any,
 ) -> None:
     """Print logprob, rank and entropy of every token of a text, and the totals.
 
@@ -109,11 +109,11 @@ def score(
     rows in a side file, and a summary; exit code 1 where a row was bad.
     """
     names = files or []
-    loading = {name: given.pop(name) for name in ENGINE_FLAGS}
-    if given["truncation"] == "error" and (given["window"] or given["stride"]):
-        given["truncation"] = "window"
+    loading = {name: flags.pop(name) for name in ENGINE_FLAGS}
+    if flags["truncation"] == "error" and (flags["window"] or flags["stride"]):
+        flags["truncation"] = "window"
     with flags_for(prompt_logprobs="--top"):
-        settings, cluster = settings_from(DataSettings, given), settings_from(RaySettings, given)
+        settings, cluster = settings_from(DataSettings, flags), settings_from(RaySettings, flags)
         for name in cluster.given if engine != "ray" else ():
             require(False, name, "comes with --engine ray")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True)
@@ -251,17 +251,17 @@ class TextInWindows:
 
     def after(self) -> dict[str, Any]:
         """How it was read, the totals, and what the numbers are."""
-        found = self._tally.result()
-        bos = found.bos_token_id
-        num_tokens = found.num_tokens + (bos is not None)
-        counts = (num_tokens, found.num_scored, found.num_bytes, found.num_scored_bytes)
-        words = {"num_words": found.num_words, "word_perplexity": found.word_perplexity}
+        result = self._tally.result()
+        bos = result.bos_token_id
+        num_tokens = result.num_tokens + (bos is not None)
+        counts = (num_tokens, result.num_scored, result.num_bytes, result.num_scored_bytes)
+        words = {"num_words": result.num_words, "word_perplexity": result.word_perplexity}
         vocabulary = self._llm.text.vocabulary
         return {
             "first_token": NOT_SCORED if bos is None else f"{vocabulary.token_text(bos)}, put first",
-            "window": found.window,
-            "stride": found.stride,
-            "totals": totals_of(found.logprob, *counts) | words,
+            "window": result.window,
+            "stride": result.stride,
+            "totals": totals_of(result.logprob, *counts) | words,
             "info": info_dict(self._llm, self._info),
         }
 

@@ -28,29 +28,29 @@ _ModelOption = Annotated[
 
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
 def serve(
-    context: typer.Context, model: _Model = None, model_option: _ModelOption = None, **given: Any
+    context: typer.Context, model: _Model = None, model_option: _ModelOption = None, **flags: Any
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
 
     Every flag is read from the environment, too. SIGTERM lets requests in progress end.
     """
     names = {field.name for field in fields(ServerSettings)}
-    own = {name: _frozen(value) for name, value in given.items() if name in names}
-    engine = {name: _frozen(value) for name, value in given.items() if name not in names}
+    own = {name: _frozen(value) for name, value in flags.items() if name in names}
+    engine = {name: _frozen(value) for name, value in flags.items() if name not in names}
     with flags_for():
         source = context.get_parameter_source("model_option")
-        model = _one_model(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
+        model = _model_of(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
         default_name = {} if own.get("served_model_name") else {"model_name": model}
-        settings = ServerSettings(**default_name | _told(own))
+        settings = ServerSettings(**default_name | _chosen(own))
         config = EngineConfig(model=model, **engine)
-    resolve(model)  # a name that does not exist is told before anything heavy is imported
+    resolve(model)  # a name that does not exist is refused before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.server.app import serve as run
 
     run(config, settings, ready=_say_ready)
 
 
-def _one_model(argument: str | None, option: str | None, *, is_typed: bool) -> str:
+def _model_of(argument: str | None, option: str | None, *, is_typed: bool) -> str:
     """The model that is asked for: what is typed goes before the environment, and must be one."""
     is_one = argument is None or not is_typed or argument == option
     require(is_one, "model", f"is {option!r}, but the argument is {argument!r}; give one of them")
@@ -65,5 +65,5 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _told(values: dict[str, Any]) -> dict[str, Any]:
+def _chosen(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

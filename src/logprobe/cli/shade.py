@@ -92,7 +92,7 @@ def legend() -> Text:
     return Text.assemble("surprisal in nats: ", *shades)
 
 
-class Growing:
+class CompletionPrinter:
     """One completion as it is written; what came stays when somebody interrupts.
 
     `screen` is where it is shown (None: nowhere); `is_shaded` needs the record of the chosen tokens.

@@ -1,7 +1,4 @@
-"""Plain values as columns: fitted to the width of a terminal by rich, or whole lines for files and pipes.
-
-Before it: `rows`, and what the commands found. After it: standard output.
-"""
+"""Plain values as columns: fitted to the width of a terminal by rich, or whole lines for files and pipes."""
 
 from __future__ import annotations
 

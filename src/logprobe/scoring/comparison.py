@@ -47,11 +47,11 @@ class Spread:
     @classmethod
     def of(cls, values: NDArray[np.float64]) -> Spread:
         """The spread of at least one number."""
-        found = np.quantile(values, QUANTILES)
+        values_at = np.quantile(values, QUANTILES)
         return cls(
             mean=float(values.mean()),
             max=float(values.max()),
-            quantiles=dict(zip(QUANTILES, found.tolist(), strict=True)),
+            quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
         )
 
 
@@ -112,7 +112,7 @@ class Comparison:
     def bits_per_byte(self) -> tuple[float | None, float | None]:
         """Of A and of B over the scored bytes."""
         sums = (float(self.logprobs_a.sum()), float(self.logprobs_b.sum()))
-        a, b = (measures.bits_per_byte(one, self.num_bytes) for one in sums)
+        a, b = (measures.bits_per_byte(logprob, self.num_bytes) for logprob in sums)
         return a, b
 
     def to_dict(self) -> dict[str, Any]:
@@ -253,8 +253,8 @@ def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
     is_whole = is_whole and size > 0 and int(entries.token_ids.max()) == size - 1
     require(is_whole, "record", "does not hold the whole vocabulary; score with logprobs=-1")
     rows = np.empty((len(widths), size), np.float32)
-    places = np.repeat(np.arange(len(widths)), size)
-    rows[places, entries.token_ids] = entries.logprobs
+    positions = np.repeat(np.arange(len(widths)), size)
+    rows[positions, entries.token_ids] = entries.logprobs
     return rows
 
 
@@ -298,20 +298,20 @@ def common_units(a: ScoredText, b: ScoredText) -> Iterator[tuple[str, float, flo
     ends_b = {unit.end for unit in b.words}
     bounds = [0] + [unit.end for unit in a.words if unit.end in ends_b]
     sums_a, sums_b = _sums(a, bounds), _sums(b, bounds)
-    for (start, end), one, other in zip(pairwise(bounds), sums_a, sums_b, strict=True):
-        if not (math.isnan(one) or math.isnan(other)):
-            yield a.text[start:end], one, other
+    for (start, end), logprob_a, logprob_b in zip(pairwise(bounds), sums_a, sums_b, strict=True):
+        if not (math.isnan(logprob_a) or math.isnan(logprob_b)):
+            yield a.text[start:end], logprob_a, logprob_b
 
 
 def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
     """The logprob between neighbouring bounds, NaN where a token is not scored."""
     words = text.words
-    places = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
+    last_words = np.searchsorted([unit.end for unit in words], bounds[1:]).tolist()
     sums, first = [], 0
-    for place in places:
-        token_range = slice(words[first].first_token, words[place].end_token)
+    for last in last_words:
+        token_range = slice(words[first].first_token, words[last].end_token)
         sums.append(float(text.logprobs[token_range].sum()))
-        first = place + 1
+        first = last + 1
     return sums
 
 

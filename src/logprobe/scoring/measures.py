@@ -1,7 +1,6 @@
 """From log-probabilities to the numbers that people quote: pure functions of arrays.
 
 Everything is in nats unless a name says bits. An impossible token is -inf, and so is every sum that holds it.
-Before it: the records of a model's answers. After it: `Score`, data sets, replies and tables.
 """
 
 from __future__ import annotations

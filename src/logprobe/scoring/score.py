@@ -1,7 +1,4 @@
-"""`Score`: what a model gives one continuation, in every usual form.
-
-Before it: the record of a scored prompt. After it: Python callers, `/v1/score`, data sets.
-"""
+"""`Score`: what a model gives one continuation, in every usual form."""
 
 from __future__ import annotations
 
@@ -130,6 +127,6 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
         num_tokens=sum(score.num_tokens for score in scores),
         num_bytes=len(data),
         num_chars=len(data.decode("utf-8", "replace")),
-        entropy=None if None in entropies else [value for one in entropies for value in one or ()],
+        entropy=None if None in entropies else [value for entropy in entropies for value in entropy or ()],
         unconditional_logprob=unconditional_logprob,
     )

@@ -1,6 +1,6 @@
 """What scoring asks of a model: pairs of ids with their context, and how long a sequence may be.
 
-`LLM` is one. Before it: windows, surprisals, data sets and comparisons, which call nothing else of a model.
+`LLM` is one; windows, surprisals, data sets and comparisons call nothing else of a model.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class ScoredText:
             ParameterError: another unit.
         """
         if by == "char":
-            return self.spans((place, place + 1) for place in range(len(self.text)))
+            return self.spans((start, start + 1) for start in range(len(self.text)))
         known = {"token": "tokens", "word": "words", "sentence": "sentences"}
         require(by in known, "by", f"must be one of {', '.join([*known, 'char'])}, got {by!r}")
         units: list[Unit] = getattr(self, known[by])
@@ -123,16 +123,16 @@ class ScoredText:
 
     def matching(self, pattern: str | re.Pattern[str]) -> list[Unit]:
         """The spans that a regular expression finds; see `spans`."""
-        found: Callable[[str], Iterator[re.Match[str]]] = (
+        find: Callable[[str], Iterator[re.Match[str]]] = (
             regex.compile(pattern).finditer if isinstance(pattern, str) else pattern.finditer
         )
-        return self.spans(match.span() for match in found(self.text))
+        return self.spans(match.span() for match in find(self.text))
 
     def __getitem__(self, key: slice | int | tuple[slice | int, By]) -> Unit:
         which, by = key if isinstance(key, tuple) else (key, "char")
         if by == "char":
-            places = range(len(self.text))[_as_slice(which)]
-            return self._cover(places.start, max(places.stop, places.start))
+            chars = range(len(self.text))[_as_slice(which)]
+            return self._cover(chars.start, max(chars.stop, chars.start))
         units = self.units(by)[_as_slice(which)]
         if not units:
             raise ParameterError("index", f"{which} holds no {by} of the text")
@@ -254,12 +254,12 @@ def surprisal(
     many = [texts] if isinstance(texts, str) else texts
     prefix = prefix_of(llm.text, bos)
     ids = [np.concatenate([prefix, _encoded(llm.text, text, number)]) for number, text in enumerate(many)]
-    cuts = [list(windows([one], settings.window, settings.stride)) for one in ids]
+    cuts = [list(windows([sequence], settings.window, settings.stride)) for sequence in ids]
     pairs = [_pair(window) for cut in cuts for window in cut]
     scores = iter(llm.score(pairs, entropy=True))
     scored = [
-        _scored(llm.text, text, one, len(prefix), [next(scores) for _ in cut])
-        for text, one, cut in zip(many, ids, cuts, strict=True)
+        _scored(llm.text, text, sequence, len(prefix), [next(scores) for _ in cut])
+        for text, sequence, cut in zip(many, ids, cuts, strict=True)
     ]
     return scored[0] if isinstance(texts, str) else scored
 

@@ -130,7 +130,7 @@ def score_windows(
     """
 
     def score(batch: list[Window]) -> list[tuple[Window, Score]]:
-        pairs = [(one.token_ids[: one.first_scored], one.token_ids[one.first_scored :]) for one in batch]
+        pairs = [(part.token_ids[: part.first_scored], part.token_ids[part.first_scored :]) for part in batch]
         scores = llm.score(pairs, entropy=entropy, logprobs=logprobs)
         return list(zip(batch, scores, strict=True))
 
@@ -141,7 +141,9 @@ def score_windows(
     early = ([part] for part in growing(first))
     versions: set[str | None] = set()
     for scored in in_flight(score, chain(early, _batches(all_windows))):
-        versions |= {one.record.info.weight_version for _, one in scored if one.record and one.record.info}
+        versions |= {
+            part.record.info.weight_version for _, part in scored if part.record and part.record.info
+        }
         if len(versions) > 1:
             raise WeightsReplacedError("the model's weights were replaced amid a text; score it again")
         yield from scored
@@ -161,7 +163,7 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
     batch: list[Window] = []
     for window in all_windows:
         batch.append(window)
-        if sum(len(one.token_ids) for one in batch) >= TOKENS_A_CALL:
+        if sum(len(part.token_ids) for part in batch) >= TOKENS_A_CALL:
             yield batch
             batch = []
     if batch:
@@ -359,17 +361,17 @@ def _cut(text: str, overlap: int) -> int:
     at = len(text) - overlap
     if at <= 0:
         return 0
-    for place in range(at, at + overlap // 4):
-        if text[place].isspace() and not text[place - 1].isspace():
-            return place
+    for start in range(at, at + overlap // 4):
+        if text[start].isspace() and not text[start - 1].isspace():
+            return start
     return at
 
 
 def _seam(known: Piece, later: Piece, cut: int) -> tuple[int, int] | None:
-    """Tokens of both pieces from which on they agree: (place in the earlier, place in the later)."""
+    """Tokens of both pieces from which on they agree: (index in the earlier, index in the later)."""
     limit = len(known.text) - GUARD_CHARS
     end = int(np.searchsorted(known.starts, limit))
-    at = {int(start): place for place, start in enumerate(later.starts) if cut + start < limit}
+    at = {int(start): token for token, start in enumerate(later.starts) if cut + start < limit}
     first = int(np.searchsorted(known.starts, cut))
     for mine in range(first, end - SHORTEST_RUN):
         theirs = at.get(int(known.starts[mine]) - cut)

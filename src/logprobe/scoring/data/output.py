@@ -2,7 +2,7 @@
 
 Each part is written beside the output under another name, made durable, and renamed: what a kill leaves is
 the parts before it. The name says which rows of the data set it answers, so that a resumed run goes on after
-the last one. Before it: `rows`. After it: one Parquet or jsonl file, and a side file of bad rows.
+the last one.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Journal:
         for part in self._all_parts():
             metadata = pq.read_schema(part).metadata or {}
             if INFO_KEY in metadata:
-                found: bytes = metadata[INFO_KEY]
-                return found
+                info: bytes = metadata[INFO_KEY]
+                return info
         return None
 
     def _write_parquet(self, path: Path) -> None:

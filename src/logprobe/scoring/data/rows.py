@@ -145,7 +145,7 @@ def _choices_of(value: Any, column: str) -> list[str]:
             raise ParameterError(
                 column, f"must be a list of texts, as JSON where it is text: {error}"
             ) from error
-    is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    is_list = isinstance(value, list) and all(isinstance(choice, str) and choice for choice in value)
     require(is_list and len(value) >= 2, column, "must be a list of at least two texts", got=value)
     return [_encodable(choice, column) for choice in value]
 
@@ -153,13 +153,13 @@ def _choices_of(value: Any, column: str) -> list[str]:
 def _answer_of(value: Any, choices: list[str], column: str) -> int:
     if isinstance(value, str) and value in choices:
         return choices.index(value)
-    place = value
+    index = value
     if isinstance(value, str):
         letter = value.strip().upper()
-        place = int(value) if value.strip().isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
-    is_place = isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(choices)
-    require(is_place, column, f"names none of the {len(choices)} choices: {value!r:.60}")
-    answer: int = place
+        index = int(value) if value.strip().isdecimal() else LETTERS.find(letter) if len(letter) == 1 else -1
+    is_index = isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices)
+    require(is_index, column, f"names none of the {len(choices)} choices: {value!r:.60}")
+    answer: int = index
     return answer
 
 
@@ -265,16 +265,16 @@ class RowScorer:
         """
         asked = [self._asked(row) for row in batch]
         good = [row for row in asked if not isinstance(row, BadRow)]
-        found = self._scores([pair for _, parts in good for part in parts for pair in part])
-        info = next((score.record.info for score in found if score.record is not None), None)
-        source, scores = self.source_of_numbers(), iter(found)
+        scores = self._scores([pair for _, parts in good for part in parts for pair in part])
+        info = next((score.record.info for score in scores if score.record is not None), None)
+        source, remaining = self.source_of_numbers(), iter(scores)
         if info is not None:
             source["weight_version"] = info.weight_version  # others may have taken over since
         return ScoredBatch(
             end=batch[-1].index + 1,
             num_bytes=sum(row.num_bytes for row in batch),
             rows=[
-                self._values(question, [self._joined([next(scores) for _ in part]) for part in parts])
+                self._values(question, [self._joined([next(remaining) for _ in part]) for part in parts])
                 for question, parts in good
             ],
             bad=[row for row in asked if isinstance(row, BadRow)],
@@ -371,6 +371,6 @@ def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any
         "choice_is_greedy": [score.is_greedy for score in scores],
     }
     if question.answer is not None:
-        hits = {name: one == question.answer for name, one in zip(HITS, best, strict=True)}
+        hits = {name: choice == question.answer for name, choice in zip(HITS, best, strict=True)}
         values |= {"answer": question.answer, "answer_logprob": float(logprobs[question.answer])} | hits
     return values

@@ -1,6 +1,6 @@
 """A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
 
-Before it: the command line, Python callers. Its way: `sources` → `rows` → `output` → `summary`.
+Its way: `sources` → `rows` → `output` → `summary`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a data set is asked: which columns hold what, how rows are read, and on which machines.
-
-Before it: the command's flags, Python callers. After it: `rows`, and what a resumed run must share.
-"""
+"""What a data set is asked: which columns hold what, how rows are read, and on which machines."""
 
 from __future__ import annotations
 
@@ -135,8 +132,8 @@ class RaySettings:
             )
             num_cpus = next(fitting, 1)
         room = _room(machines, num_cpus, num_gpus)
-        told = f"the cluster has room for {room} of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
-        require(0 < num_actors <= room, "ray_actors", f"{told}; add machines, or ask for less")
+        room_is = f"the cluster has room for {room} of {num_cpus:g} CPUs and {num_gpus:g} GPUs"
+        require(0 < num_actors <= room, "ray_actors", f"{room_is}; add machines, or ask for less")
         return Share(num_actors=num_actors, num_cpus=num_cpus, num_gpus=num_gpus)
 
 

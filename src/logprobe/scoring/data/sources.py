@@ -1,7 +1,6 @@
 """Rows of texts from files of several kinds, one at a time: txt, jsonl, csv, Parquet, standard input.
 
 A row that cannot be used says why and the next one follows; a file that cannot be read ends the run.
-Before it: names of files, folders and patterns. After it: `rows`.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ def find_sources(names: Sequence[str], *, kind: Format | None = None, by_line: b
     Raises:
         InputError: no such file, a folder or pattern that holds none, a suffix that says nothing.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for name in names:
         paths = [name] if name == STDIN or Path(name).is_file() else _below(name)
-        found += [Source(name=path, format=kind or _format_of(path), by_line=by_line) for path in paths]
-    require(found, "inputs", "name at least one file")
-    for source in found:
+        sources += [Source(name=path, format=kind or _format_of(path), by_line=by_line) for path in paths]
+    require(sources, "inputs", "name at least one file")
+    for source in sources:
         _check_opens(source)
-    return found
+    return sources
 
 
 def _below(name: str) -> list[str]:

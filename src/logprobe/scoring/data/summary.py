@@ -1,7 +1,4 @@
-"""The figures of a whole data set, from its rows in bounded memory.
-
-Before it: the output's columns. After it: the command's table and `score_dataset`'s result.
-"""
+"""The figures of a whole data set, from its rows in bounded memory."""
 
 from __future__ import annotations
 
@@ -93,8 +90,8 @@ class Tally:
         for name in self._moments.keys() & columns.keys():
             self._moments[name].add(columns[name])
         if {"confidence", "acc"} <= columns.keys() and len(table):
-            found = measures.calibration(columns["confidence"], columns["acc"], num_bins=NUM_BINS)
-            weights = np.stack([found.counts, found.confidence * found.counts, found.accuracy * found.counts])
+            bins = measures.calibration(columns["confidence"], columns["acc"], num_bins=NUM_BINS)
+            weights = np.stack([bins.counts, bins.confidence * bins.counts, bins.accuracy * bins.counts])
             self._bins += np.nan_to_num(weights)
 
     def summary(self, num_bad: int) -> Summary:
