@@ -40,6 +40,7 @@ def generate_one_and_many(llm: LLM) -> list[str]:
     outputs += llm.chat([{"role": "user", "content": "hello"}], params)
     outputs += llm.chat("hello", sampling_params=params)
     outputs += list(llm.stream("a text", params))
+    assert_type(llm.with_lora("legal"), LLM)
     return [completion.text for output in outputs for completion in output.outputs]
 
 

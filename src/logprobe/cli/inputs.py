@@ -36,13 +36,13 @@ def text_parts(name: str) -> Iterator[str]:
     """
     title = "standard input" if name == STDIN else name
     decoder = codecs.getincrementaldecoder("utf-8")()
-    data, num_read = b"-", 0
+    num_read, is_end = 0, False
     with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
-        while data:
+        while not is_end:
             data = file.read(PART_BYTES)
-            num_read += len(data)
+            num_read, is_end = num_read + len(data), not data
             try:
-                text = decoder.decode(data, final=not data)
+                text = decoder.decode(data, final=is_end)
             except UnicodeDecodeError as error:
                 # What it decodes begins with what the part before left unfinished.
                 place, byte = num_read - len(error.object) + error.start, error.object[error.start]
