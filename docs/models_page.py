@@ -21,10 +21,10 @@ alone, in a batch, in chunks, on cached prefixes and while it grows, below, acro
 the length at which its rotary frequencies change, with published weights; and chunked and growing on what
 is cached with packed and with plain ones.
 
-At load every model is followed, then proven: its decoder is found by watching it run, each layer's window
+At load every model is watched, then proven: its decoder is found by watching it run, each layer's window
 is read from the mask that transformers makes for it, and the logits of every way of attention are compared
 with the model's own, at its first positions, at its last and across each length at which they may change.
-`logprobe info MODEL` tells what came of it. A model that cannot be followed is refused with
+`logprobe info MODEL` shows the outcome. A model that cannot be run so is refused with
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
 - **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is

@@ -42,7 +42,7 @@ PROMISES = {
         "`tests/server/attacks`, `benchmarks/bench_attacks.py`"
     ),
     "whatever a logits processor raises fails its own request": "`tests/server/attacks/test_processors.py`",
-    "a step that hangs is told by `/health` (503), and every waiter ends with an error": "the same",
+    "a step that hangs shows in `/health` (503), and every waiter ends with an error": "the same",
     "no web page of another origin reads or drives the server": (
         "`tests/server/attacks/test_browsers.py`; in a real Chromium `tests/web` (`make test-web`)"
     ),
@@ -404,7 +404,7 @@ NOT_COVERED = """
 - The time of a step: others' tokens are computed with one's own, so beside 63 other completions a token takes
   as long as 64 take together.
 - Clients without keys that share an address are one client, and one that has many addresses is many.
-- A client that closes its half of the connection counts as gone: it is told so (400), and its request ends.
+- A client that closes its half of the connection counts as gone: it gets a 400, and its request ends.
 - Bombs in honest formats: a Parquet file may hold columns that repeat, up to 8 positions a byte.
 - What the operator lifts (`--max-logprobs -1`, `--allowed-host '*'`), and processors, which are the
   operator's own code.

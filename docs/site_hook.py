@@ -1,4 +1,4 @@
-"""What MkDocs is told beyond mkdocs.yml: the pages that stand beside docs/, and links that lead out of it.
+"""What MkDocs needs beyond mkdocs.yml: the pages that stand beside docs/, and links that lead out of it.
 
 README, SECURITY, CONTRIBUTING and CHANGELOG stay where a repository has them; programs of examples/ become
 pages. Links between all of these are written for the repository, and are led to the site's pages here.
