@@ -292,10 +292,12 @@ def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
             tokens = [(bytes(row["bytes"]), row["logprob"]) for row in own]
             screen.print(shader.feed(tokens), end="", soft_wrap=True)
         num_tokens += len(rows)
-    if num_tokens:
-        typer.echo("\n" if shader is not None else "")
-        if shader is not None:
-            screen.print(legend())
+    if num_tokens and shader is not None:
+        screen.print(shader.feed([], final=True), end="", soft_wrap=True)
+        typer.echo("\n")
+        screen.print(legend())
+    elif num_tokens:
+        typer.echo()
     facts = text.before | text.after()
     note = f"first token: {facts['first_token']}"
     if "window" in facts:
