@@ -75,6 +75,16 @@ class TreeMachine(RuleBasedStateMachine):
             _, slots = self.tree.descend(node, ids_of(ids))
             assert slots.tolist() == self.slots(adapter, whole, len(prefix), length)
 
+    @rule(data=st.data(), ids=IDS)
+    def walk_on_from_a_locked_node(self, data: Any, ids: list[int]) -> None:
+        if self.locked:
+            place = data.draw(st.integers(0, len(self.locked) - 1))
+            above, adapter, prefix = self.locked[place]
+            length = self.known(adapter, [*prefix, *ids])
+            node, _ = self.tree.descend(above, ids_of(ids))
+            self.tree.lock_further(node, above)
+            self.locked[place] = (node, adapter, (*prefix, *ids)[:length])
+
     @rule(data=st.data())
     def unlock(self, data: Any) -> None:
         if self.locked:

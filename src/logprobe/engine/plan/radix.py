@@ -131,6 +131,15 @@ class RadixTree:
                 self.num_evictable -= len(step.slots)
             step.num_locks += 1
 
+    def lock_further(self, node: Node, above: Node) -> None:
+        """`lock(node)` and `unlock(above)`, where `above` is on the way: only what is between is walked."""
+        while node is not above:
+            if node.num_locks == 0:
+                self.num_evictable -= len(node.slots)
+            node.num_locks += 1
+            assert node.parent is not None, "`above` is on the way"
+            node = node.parent
+
     def unlock(self, node: Node) -> None:
         """Undo one `lock`."""
         self._clock += 1

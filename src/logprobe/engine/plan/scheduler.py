@@ -268,9 +268,8 @@ class Scheduler:
             plan.touched.add(sample)
 
     def _stand_on(self, sample: Sample, node: Node) -> None:
-        self.tree.lock(node)
         assert sample.node is not None
-        self.tree.unlock(sample.node)
+        self.tree.lock_further(node, sample.node)
         sample.node = node
 
     def _make_room(self, count: int, sample: Sample, plan: StepPlan) -> int:
