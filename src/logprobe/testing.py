@@ -159,7 +159,7 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
         speculate=config.speculate,
     )
     front = Front(EngineThread(engine, capabilities, overlap=config.overlap), text.vocabulary)
-    return LoadedModel(front, text, None, engine.processing.pipeline)
+    return LoadedModel(front, text, None, engine.drawing.pipeline)
 
 
 def _byte_tokenizer() -> Any:

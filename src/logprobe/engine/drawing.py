@@ -1,60 +1,143 @@
-"""`Drawing`: one chunk of a step's rows of logits → a token each, and the numbers asked about them.
+"""`Drawing`: a step's rows of logits → a token each, and the numbers asked about them.
 
 Before it: the output head, this engine's or another's. After it: `Recorder`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from logprobe.errors import ProcessorError
 from logprobe.kernels import extract
+from logprobe.kernels.extraction.head import default_chunk_rows
+from logprobe.processors.batch import BatchRow
+from logprobe.processors.pipeline import Pipeline
 from logprobe.records.host import on_host
+from logprobe.records.rows import HostRows
+from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from torch import Tensor
 
-    from logprobe.engine.plan.sample import Draw
-    from logprobe.engine.processing import Processing
+    from logprobe.config import EngineConfig
+    from logprobe.engine.plan.sample import Draw, Sample
+    from logprobe.processors.effects import ProcessorEffect, RowEffect
+    from logprobe.processors.interface import ModelFacts
+    from logprobe.processors.pipeline import ActiveSample, ProcessedRows
     from logprobe.records.store.columns import Array
-    from logprobe.sampling import Sampler
+    from logprobe.sampling import SamplingParams
     from logprobe.sampling.sampled import SampledRows
-    from logprobe.transport.messages import Request
 
 
 class Drawing:
-    """Runs the processors and the sampler on rows of logits."""
+    """Runs the sampler on rows of logits, after the processors of those requests that have any."""
 
-    def __init__(self, processing: Processing, sampler: Sampler) -> None:
-        self._processing = processing
-        self._sampler = sampler
+    def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
+        self.pipeline = Pipeline(config, model)
+        self._sampler = Sampler()
+        self.chunk_rows = default_chunk_rows(model.vocab_size)
+
+    def admit(self, params: SamplingParams) -> dict[int, Any]:
+        """What the processors make of a request's arguments, or `ParameterError`; from any thread."""
+        return self.pipeline.admit(params)
+
+    def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
+        """Find the processors that concern a new sample of the engine's `number`-th request."""
+        request = sample.request
+        row = BatchRow(
+            request_id=request.request_id,
+            args=None,
+            prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sample
+            output_token_ids=sample.output_token_ids,
+            params=request.params,
+            sample=sample.index,
+            serial=number,
+        )
+        sample.active = self.pipeline.open(row, args)
+
+    def why_no_drafts(self, sample: Sample) -> str | None:
+        """Which of a sample's processors keep state, so that no draft of its tokens can be verified."""
+        names = [] if sample.active is None else self.pipeline.keeping_state(sample.active)
+        return f"{', '.join(names)} keeps state" if names else None
+
+    def prepare(self, draws: Sequence[Draw]) -> None:
+        """Tell the processors whose logits come next; before the forward pass."""
+        self.pipeline.prepare([active for draw in draws if (active := _active(draw)) is not None])
+
+    def chunks(self, draws: list[Draw]) -> Iterator[list[Draw]]:
+        """Cut a step's draws into chunks; all that have processors come first, in one chunk."""
+        active = [draw for draw in draws if draw.sample.active is not None]
+        if active:
+            draws = active + [draw for draw in draws if draw.sample.active is None]
+        start = 0
+        while start < len(draws):
+            end = max(start + self.chunk_rows, len(active))
+            yield draws[start:end]
+            start = end
 
     def draw(self, chunk: list[Draw], logits: Tensor) -> SampledRows:
-        """A token for each row of (rows, V) float32 logits, which stay raw; see `Processing.chunks`."""
+        """A token for each row of (rows, V) float32 logits, which stay raw; see `chunks`."""
         params = [draw.sample.request.params for draw in chunk]
         uniforms = np.array([draw.sample.uniform(draw.ahead) for draw in chunk])
-        changed = self._processing.apply(chunk, logits)
+        changed = self._apply(chunk, logits)
         forced = [draw.sample.forced_token_id(draw.ahead) for draw in chunk]
         output = self._sampler.draw(
             logits, params, uniforms, None if changed is None else changed.logits, forced
         )
         if any(one.explain for one in params):
             output = output.to_host()  # an explanation names the tokens that the rows list
-        self._processing.record(chunk, logits, changed, output)
+        self._note_processed(chunk, logits, changed, output)
         output.whole_rows.update(_whole_rows(chunk, logits))
         return output
 
+    def _apply(self, chunk: list[Draw], logits: Tensor) -> ProcessedRows | None:
+        """Run the processors on the rows of a chunk that have any: its first ones."""
+        num_active = sum(draw.sample.active is not None for draw in chunk)
+        return self.pipeline.apply(logits[:num_active]) if num_active else None
 
-def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
-    """What draws one sample of an engine's `number`-th request; `seed` is the engine's own.
+    def _note_processed(
+        self, chunk: list[Draw], logits: Tensor, run: ProcessedRows | None, output: SampledRows
+    ) -> None:
+        """Note which draws a processor failed, and the effects on the others."""
+        for row, draw in enumerate(chunk):
+            if run is not None and row < len(run.logits):
+                draw.error = run.errors.get(row) or self._dead_end(draw.sample, row, logits, output)
+            if draw.error is None and draw.sample.request.params.explain and output.is_valid[row]:
+                effects = run.effects.get(row, []) if run is not None else []
+                draw.effects = _explained(effects, output, row)
 
-    Streams of different (seed, sample) never coincide, nor do those with and without a seed.
-    """
-    own = request.params.seed
-    base = seed if own is None else own
-    kind = 2 * (own is None) + (base < 0)
-    return np.random.default_rng([index, kind, number if own is None else 0, abs(base)])
+    def _dead_end(
+        self, sample: Sample, row: int, logits: Tensor, output: SampledRows
+    ) -> ProcessorError | None:
+        """Several processors may leave no token where each alone leaves some."""
+        if output.is_valid[row] or not bool(logits[row].amax().cpu().isfinite()):
+            return None
+        name = sample.request.request_id
+        return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
+
+
+def _active(draw: Draw) -> ActiveSample | None:
+    """The processors' rows of a draw: as they are, or as they are once the drafts before it have come."""
+    active = draw.sample.active
+    if active is None or not draw.ahead:
+        return active
+    return active.after(draw.sample.draft_ids[: draw.ahead])
+
+
+def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[ProcessorEffect]:
+    listed = {int(output.sampled_token_ids[row])}
+    width = int(output.num_logprobs[row]) + 1
+    reports = ((output.logprobs, output.logprobs_rows), (output.processed_logprobs, output.processed_rows))
+    for rows, places in reports:
+        if isinstance(rows, HostRows) and (place := int(places[row])) >= 0:
+            listed.update(rows.token_ids[place, :width].tolist())
+            if rows.given is not None:
+                listed.update(rows.given.rows(place, place + 1).token_ids.tolist())
+    return [effect.among(listed) for effect in effects]
 
 
 def _whole_rows(draws: list[Draw], logits: Tensor) -> dict[int, Array]:

@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.engine.drawing import Drawing, new_generator
-from logprobe.engine.plan.sample import Sample
+from logprobe.engine.drawing import Drawing
+from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
-from logprobe.engine.processing import Processing
 from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
 from logprobe.engine.succession import Succession
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
-from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.models.loading import read_state
 from logprobe.processors import ModelFacts
-from logprobe.sampling import Sampler
 from logprobe.transport.messages import (
     Abort,
     Admitted,
@@ -105,9 +102,7 @@ class Engine:
             tokenizer=text.tokenizer,
             vocabulary=text.vocabulary,
         )
-        self.processing = Processing(config, facts)
-        self.sampler = Sampler()
-        self.drawing = Drawing(self.processing, self.sampler)
+        self.drawing = Drawing(config, facts)
         self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
         self._succession = Succession()
         self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
@@ -130,7 +125,7 @@ class Engine:
             ParameterError: it can never be served.
         """
         check_request(request, max_len=self.max_len, vocab_size=self.forward.vocab_size)
-        return Admitted(request, self.processing.admit(request.params))
+        return Admitted(request, self.drawing.admit(request.params))
 
     def load(self, command: LoadLora | LoadWeights) -> Layout | None:
         """Load LoRA weights, for requests to name by number, or others of the model, ready to take over.
@@ -200,7 +195,7 @@ class Engine:
             batch = plan.batch()
         try:
             self.scorer.forget(batch.slots)
-            self.processing.prepare(plan.draws)
+            self.drawing.prepare(plan.draws)
             with self.clock.part("forward"):
                 self.forward.run(batch)
             with self.clock.part("prompt_rows"):
@@ -251,7 +246,7 @@ class Engine:
             drafted_tokens=scheduler.num_drafted,
             accepted_tokens=scheduler.num_accepted,
             seconds=dict(self.clock.seconds),
-            processors=dict(self.processing.pipeline.counters),
+            processors=dict(self.drawing.pipeline.counters),
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -305,9 +300,9 @@ class Engine:
         ]
         for sample in samples:
             self.recorder.open(sample)
-            self.processing.open(sample, number, admitted.processor_args)
+            self.drawing.open(sample, number, admitted.processor_args)
             if self.config.speculate:
-                sample.drafts = Drafts(refusal=self.processing.why_no_drafts(sample))
+                sample.drafts = Drafts(refusal=self.drawing.why_no_drafts(sample))
             if not sample.is_finished:
                 self.scheduler.add(sample)
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
@@ -331,7 +326,7 @@ class Engine:
     def _draw(self, draws: list[Draw]) -> list[Drawn]:
         """A row for each draw; the copies of their numbers to the host begin now."""
         drawn: list[Drawn] = []
-        for chunk in self.processing.chunks(draws, default_chunk_rows(self.forward.vocab_size)):
+        for chunk in self.drawing.chunks(draws):
             rows = self._draw_chunk(chunk).sent(self.send)
             drawn += [Drawn(draw, rows, row) for row, draw in enumerate(chunk)]
         return drawn

@@ -70,7 +70,7 @@ def test_a_word_without_tokens_is_refused(make: Callable[..., Any]) -> None:
 
 
 def test_a_word_counts_with_a_leading_space_and_without(tiny_llm: Any) -> None:
-    facts = tiny_llm.engine.core.engine.processing.pipeline._stages.model
+    facts = tiny_llm.engine.core.engine.drawing.pipeline._stages.model
     encode = facts.encode
     assert word_sequences(facts, "cat") == ((encode("cat")[0],), (encode(" cat")[0],))
     # With a space, this word has other tokens in another number: only the plain ones count.

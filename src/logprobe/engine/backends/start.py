@@ -85,7 +85,7 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
         return forward.transformers_model()
 
     front = Front(core, parts.text.vocabulary)
-    return LoadedModel(front, parts.text, load_module, parts.engine.processing.pipeline)
+    return LoadedModel(front, parts.text, load_module, parts.engine.drawing.pipeline)
 
 
 def build_native_engine(config: EngineConfig) -> NativeParts:

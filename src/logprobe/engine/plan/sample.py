@@ -28,6 +28,17 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Drafts, PausedBy, Request
 
 
+def new_generator(request: Request, number: int, index: int, seed: int) -> np.random.Generator:
+    """What draws one sample of an engine's `number`-th request; `seed` is the engine's own.
+
+    Streams of different (seed, sample) never coincide, nor do those with and without a seed.
+    """
+    own = request.params.seed
+    base = seed if own is None else own
+    kind = 2 * (own is None) + (base < 0)
+    return np.random.default_rng([index, kind, number if own is None else 0, abs(base)])
+
+
 class Sample:
     """Tokens, slots and results of one sample; `max_len` bounds prompt and completion together."""
 

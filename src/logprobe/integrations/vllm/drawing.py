@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.engine.drawing import Drawing, new_generator
-from logprobe.engine.plan.sample import Draw, Sample
-from logprobe.engine.processing import Processing
+from logprobe.engine.drawing import Drawing
+from logprobe.engine.plan.sample import Draw, Sample, new_generator
 from logprobe.engine.recorder import Drawn, Recorder
 from logprobe.errors import EngineError, ForwardError, LogprobeError
 from logprobe.integrations.vllm.orders import ANSWERS, ASKS, WORKS, Answer
-from logprobe.kernels.extraction.head import default_chunk_rows
-from logprobe.sampling import Sampler
 from logprobe.transport.messages import Delta, Finish
 
 if TYPE_CHECKING:
@@ -48,9 +45,8 @@ class WorkerDraw:
     """Draws the tokens of samples, and keeps their deltas; one thread calls."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, text: TextEdge, max_len: int) -> None:
-        self._seed, self._vocab_size, self._max_len = config.seed, facts.vocab_size, max_len
-        self._processing = Processing(config, facts)
-        self._drawing = Drawing(self._processing, Sampler())
+        self._seed, self._max_len = config.seed, max_len
+        self._drawing = Drawing(config, facts)
         self._recorder = Recorder(text, facts.eos_token_ids)
         self._runs: dict[str, Run] = {}
 
@@ -65,8 +61,8 @@ class WorkerDraw:
         generator = new_generator(request, work.number, work.index, self._seed)
         run = Run(Sample(request, work.index, self._max_len, generator))
         try:
-            args = self._processing.pipeline.take_in(work.admitted.processor_args)
-            self._processing.open(run.sample, work.number, args)
+            args = self._drawing.pipeline.take_in(work.admitted.processor_args)
+            self._drawing.open(run.sample, work.number, args)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request and no other
             self._end(run, _as_ours(error, "cannot take a request in"))
         return run
@@ -105,7 +101,7 @@ class WorkerDraw:
                 answer.deltas[tag], run.deltas = run.deltas, []
         for tag in ask.forget:
             self._runs.pop(tag, None)
-        counters = self._processing.pipeline.counters
+        counters = self._drawing.pipeline.counters
         answer.processors.update({name: counter for name, counter in counters.items() if counter.num_steps})
         return ANSWERS.encode(answer)
 
@@ -114,9 +110,9 @@ class WorkerDraw:
             run.drawn = None
         places = {Draw(run.sample): (row, run) for row, run in live.items()}
         draws = list(places)
-        self._processing.prepare(draws)
+        self._drawing.prepare(draws)
         tokens: dict[int, int] = {}
-        for chunk in self._processing.chunks(draws, default_chunk_rows(self._vocab_size)):
+        for chunk in self._drawing.chunks(draws):
             own = [places[draw] for draw in chunk]
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
