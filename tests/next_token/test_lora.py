@@ -71,6 +71,18 @@ def test_rows_of_one_batch_run_each_under_their_own_adapter(
         np.testing.assert_allclose(row, want, atol=TOLERANCE, rtol=0)
 
 
+def test_a_step_after_one_under_an_adapter_runs_on_the_model_alone(
+    fresh: AsyncLM, lora_rows: dict[str, Any], plain_row: Any, random_ids: Any
+) -> None:
+    ids = random_ids(3, 40)  # too many rows to run as one recorded series, which no adapter reaches
+
+    async def ask() -> list[Any]:
+        return [await fresh.next_token_logprobs(ids, lora=name) for name in (next(iter(lora_rows)), None)]
+
+    _, row = asyncio.run(ask())
+    np.testing.assert_allclose(row, plain_row(ids), atol=TOLERANCE, rtol=0)
+
+
 def test_an_adapter_set_between_ask_and_flush_or_after_caching_changes_no_answer_already_asked(
     fresh: AsyncLM, lora_rows: dict[str, Any], plain_row: Any, random_ids: Any
 ) -> None:

@@ -88,11 +88,6 @@ class Loras:
         self._rows = StepRows()
         self._lock = threading.Lock()
 
-    @property
-    def are_running(self) -> bool:
-        """Whether any row of the present step runs under LoRA weights."""
-        return bool(self._rows.groups)
-
     def make_room(self, lora: LoraWeights) -> None:
         """Let weights that were loaded for this model or one of its shape run."""
         with self._lock:
@@ -104,7 +99,7 @@ class Loras:
         self._model = None
 
     def select(self, batch: StepBatch) -> None:
-        """Note which rows of the step about to run run under which weights."""
+        """Note which rows of the step about to run run under which weights; none where the batch has none."""
         rows: dict[int, list[torch.Tensor]] = {}
         loras: dict[int, LoraWeights] = {}
         for index, lora in enumerate(batch.loras):

@@ -61,6 +61,7 @@ class NativeForward:
         self.rope_boundary = ready.layout.rope_boundary
         self.eos_token_ids = ready.eos_token_ids
         self._loras = Loras(self.model)
+        self._had_loras = False  # some row of the last step ran under LoRA weights
         self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready.probe, ready.hidden_size)
         self.recorded = self._record(is_proven=ready.is_recorded)
         remember(self.recorded is not None)
@@ -139,6 +140,9 @@ class NativeForward:
         """Run a step's tokens; their keys, values and last hidden states land in their slots."""
         if not len(batch.token_ids):
             return
+        if self.rope_boundary is None:
+            self._run_together(batch, is_long=False)
+            return
         for is_long in (False, True):
             spans = batch.only(is_long=is_long)
             if len(spans.token_ids):
@@ -152,8 +156,11 @@ class NativeForward:
         )
         if leaves_scratch:
             return_freed()  # the logits of the last chunk, where it was scored
-        self._loras.select(batch)
-        recorded = None if self._loras.are_running else self.recorded
+        has_loras = any(lora is not None for lora in batch.loras)
+        if has_loras or self._had_loras:  # those of the last step would run on
+            self._loras.select(batch)
+            self._had_loras = has_loras
+        recorded = None if has_loras else self.recorded
         if recorded is not None and recorded.can_run(attention):
             self.step.is_long = is_long
             hidden = recorded.run(batch.token_ids, batch.positions, attention)
