@@ -87,17 +87,17 @@ class Client:
     ) -> list[RequestOutput]:
         """The outputs of one prompt or many, in their order; see `LLM.generate`."""
         _check_on_error(on_error)
-        check_truncation(truncation)
+        may_cut = truncation != "error"
+        if may_cut:
+            check_truncation(truncation)
         many = _as_prompts(prompts)
         asked, requests = self._asked(params, len(many)), self.requests.of_one_call()
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids = self._as_ids(many[row])
-            return ids, [
-                requests.admit(part, one, first_scored=first)
-                for part, one, first in cut_prompt(ids, asked[row], truncation, limit)
-            ]
+            ids, one = self._as_ids(many[row]), asked[row]
+            parts = cut_prompt(ids, one, truncation, limit) if may_cut else [(ids, one, 1)]
+            return ids, [requests.admit(part, one, first_scored=first) for part, one, first in parts]
 
         admitted = _each(admit, len(many), on_error)
         work = [one for each in admitted if not isinstance(each, LogprobeError) for one in each[1]]
@@ -107,8 +107,9 @@ class Client:
             if isinstance(each, LogprobeError):
                 output = _refused(each)
             else:
-                first, *windows = (next(ended) for _ in each[1])
-                output = joined_output(first, windows, each[0])
+                output, *windows = (next(ended) for _ in each[1])
+                if windows:
+                    output = joined_output(output, windows, each[0])
             output.prompt = prompt if isinstance(prompt, str) else None
             outputs.append(output)
         return checked(outputs, on_error)

@@ -116,8 +116,6 @@ def cut_prompt(
 
 def joined_output(output: RequestOutput, windows: Sequence[RequestOutput], ids: IntArray) -> RequestOutput:
     """The output of a prompt in windows: what was generated after its end, and the numbers of all of it."""
-    if not windows:
-        return output
     output.prompt_token_ids = ids.tolist()
     failed = next((window.error for window in windows if window.error is not None), None)
     if failed is not None:
