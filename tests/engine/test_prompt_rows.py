@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.transport.messages import ForgetPrefixes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -76,3 +78,19 @@ def test_a_slot_used_anew_is_not_answered_from_its_past(
     got = [score(engine, f"r{index}", ids, prompt_logprobs=1) for index, ids in enumerate(prompts)]
     for ids, output in zip(prompts, got, strict=True):
         assert_same(output, score(new_engine(40), "alone", ids, prompt_logprobs=1))
+
+
+@pytest.mark.parametrize("num_slots", [40, 300])
+def test_texts_that_differ_in_their_first_token_alone_share_no_row_of_a_slot_used_anew(
+    new_engine: Callable[..., Any], assert_same: Callable[..., None], num_slots: int
+) -> None:
+    # The same next token stands after the same slot; what came before it is another text.
+    engine = new_engine(num_slots)
+    texts = [[first, *IDS] for first in (40, 50, 60)]
+    got = []
+    for first, ids in enumerate(texts):
+        got.append(score(engine, f"r{first}", ids, prompt_logprobs=1))
+        if num_slots > sum(map(len, texts)):  # else they are evicted
+            engine.take(engine.engine.handle(ForgetPrefixes()))
+    for ids, output in zip(texts, got, strict=True):
+        assert_same(output, score(new_engine(num_slots), "alone", ids, prompt_logprobs=1))

@@ -174,6 +174,17 @@ def test_every_sample_of_a_request_has_a_state_of_its_own(llm: LLM) -> None:
     assert len(kept.states) <= 9
 
 
+def test_a_processor_learns_in_the_next_step_that_its_last_request_has_left(llm: LLM) -> None:
+    llm.generate([[5, 6]], SamplingParams(max_tokens=3, **FOLLOW))
+    llm.generate([[5, 6]], SamplingParams(max_tokens=1))
+    assert llm.processors is not None
+    kept: Any = llm.processors.registered["FollowLogitsProcessor"]
+    assert kept.states == {}
+    num_steps = llm.processors.counters["FollowLogitsProcessor"].num_steps
+    llm.generate([[5, 6]], SamplingParams(max_tokens=3))
+    assert llm.processors.counters["FollowLogitsProcessor"].num_steps == num_steps
+
+
 def test_samples_differ_where_their_own_draws_differ(llm: LLM) -> None:
     params = SamplingParams(n=4, max_tokens=12, seed=1, frequency_penalty=2.0, repetition_penalty=1.5)
     together = [one.token_ids for one in llm.generate([[5, 6]], params)[0].outputs]

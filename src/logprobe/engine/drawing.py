@@ -19,7 +19,7 @@ from logprobe.records.rows import HostRows
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -39,11 +39,13 @@ class Drawing:
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self.pipeline = Pipeline(config, model)
         self._sampler = Sampler()
+        self._num_active = 0  # draws with processors in the step that was prepared last
         self.chunk_rows = default_chunk_rows(model.vocab_size)
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
         """What the processors make of a request's arguments, or `ParameterError`; from any thread."""
-        return self.pipeline.admit(params)
+        is_asked = params.asks_processors or self.pipeline.applies_to_all
+        return self.pipeline.admit(params) if is_asked else {}
 
     def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
         """Find the processors that concern a new sample of the engine's `number`-th request."""
@@ -58,31 +60,39 @@ class Drawing:
             serial=number,
         )
         sample.active = self.pipeline.open(row, args)
+        sample.is_plain = False
 
     def why_no_drafts(self, sample: Sample) -> str | None:
         """Which of a sample's processors keep state, so that no draft of its tokens can be verified."""
         names = [] if sample.active is None else self.pipeline.keeping_state(sample.active)
         return f"{', '.join(names)} keeps state" if names else None
 
-    def prepare(self, draws: Sequence[Draw]) -> None:
-        """Tell the processors whose logits come next; before the forward pass."""
-        self.pipeline.prepare([active for draw in draws if (active := _active(draw)) is not None])
+    def prepare(self, draws: list[Draw]) -> list[Draw]:
+        """Tell the processors whose logits come next; before the forward pass.
 
-    def chunks(self, draws: list[Draw]) -> Iterator[list[Draw]]:
-        """Cut a step's draws into chunks; all that have processors come first, in one chunk."""
+        The draws come back in their order for `chunks`: first those that have processors.
+        """
         active = [draw for draw in draws if draw.sample.active is not None]
-        if active:
-            draws = active + [draw for draw in draws if draw.sample.active is None]
+        # Who was in the last step and is in this one no more has left, which processors are told.
+        if active or self._num_active:
+            self._num_active = len(active)
+            self.pipeline.prepare([_rows_of(draw) for draw in active])
+        return active + [draw for draw in draws if draw.sample.active is None] if active else draws
+
+    def chunks(self, draws: list[Draw]) -> Iterator[slice]:
+        """Cut a step's draws, as `prepare` gave them, into chunks; all with processors are in the first."""
         start = 0
         while start < len(draws):
-            end = max(start + self.chunk_rows, len(active))
-            yield draws[start:end]
+            end = max(start + self.chunk_rows, self._num_active)
+            yield slice(start, end)
             start = end
 
     def draw(self, chunk: list[Draw], logits: Tensor) -> SampledRows:
         """A token for each row of (rows, V) float32 logits, which stay raw; see `chunks`."""
         params = [draw.sample.request.params for draw in chunk]
         uniforms = np.array([draw.sample.uniform(draw.ahead) for draw in chunk])
+        if all(draw.sample.is_plain for draw in chunk):
+            return self._sampler.draw(logits, params, uniforms)
         changed = self._apply(chunk, logits)
         forced = [draw.sample.forced_token_id(draw.ahead) for draw in chunk]
         output = self._sampler.draw(
@@ -120,12 +130,11 @@ class Drawing:
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
 
 
-def _active(draw: Draw) -> ActiveSample | None:
+def _rows_of(draw: Draw) -> ActiveSample:
     """The processors' rows of a draw: as they are, or as they are once the drafts before it have come."""
     active = draw.sample.active
-    if active is None or not draw.ahead:
-        return active
-    return active.after(draw.sample.draft_ids[: draw.ahead])
+    assert active is not None
+    return active.after(draw.sample.draft_ids[: draw.ahead]) if draw.ahead else active
 
 
 def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[ProcessorEffect]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from logprobe.engine.drawing import Drawing
@@ -53,7 +52,8 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend, Layout
     from logprobe.models.lora import LoraWeights
     from logprobe.records.host import Send
-    from logprobe.sampling.sampled import SampledRows
+    from logprobe.records.rows import HostRows
+    from logprobe.records.values import IntArray
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Command, News, Request
 
@@ -92,9 +92,9 @@ class Engine:
         self.max_len = min(
             config.max_model_len or forward.context_len, forward.context_len, forward.num_slots
         )
-        self.scheduler = self._new_scheduler()
         self.clock = StepClock()
         self.scorer = PromptScorer(forward)
+        self.scheduler = self._new_scheduler()
         self.recorder = Recorder(text, eos_token_ids)
         facts = ModelFacts(
             vocab_size=forward.vocab_size,
@@ -192,16 +192,17 @@ class Engine:
         """All of a step that the next one rests on; what it found is for `tell`."""
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
-            batch = plan.batch()
         try:
-            self.scorer.forget(batch.slots)
-            self.drawing.prepare(plan.draws)
+            plan.draws = self.drawing.prepare(plan.draws)
+            batch = plan.batch()
             with self.clock.part("forward"):
                 self.forward.run(batch)
-            with self.clock.part("prompt_rows"):
-                scored = self.scorer.score(plan.prompt_rows)
+            scored: list[HostRows] = []
+            if plan.prompt_rows:
+                with self.clock.part("prompt_rows"):
+                    scored = self.scorer.score(plan.prompt_rows)
             with self.clock.part("sample"):
-                drawn = self._draw(plan.draws)
+                drawn = self._draw(plan.draws, batch.draw_slots)
             with self.clock.part("record"):
                 news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
@@ -209,7 +210,7 @@ class Engine:
             news.others = self._succeed()
             return news
         self.scheduler.settle(plan)
-        self._retire({span.sample for span in plan.prompt_rows} | {draw.sample for draw in plan.draws})
+        self._retire(plan.touched)
         news.others = self._succeed()
         return news
 
@@ -255,6 +256,7 @@ class Engine:
             max_batch_tokens=self.config.max_batch_tokens,
             max_batch_rows=self.config.max_batch_rows,
             rope_boundary=self.forward.rope_boundary,
+            on_free=self.scorer.forget,
         )
 
     def _succeed(self) -> list[News]:
@@ -267,8 +269,8 @@ class Engine:
         self.forward, held = self._succession.end()
         for lora in list(self._loras.values()):
             self.forward.make_room(lora)
-        self.scheduler = self._new_scheduler()
         self.scorer = PromptScorer(self.forward)
+        self.scheduler = self._new_scheduler()
         return [*news, *(one for admitted in held for one in self._add(admitted))]
 
     def _end_all(self, *, paused_only: bool) -> list[Delta]:
@@ -300,7 +302,8 @@ class Engine:
         ]
         for sample in samples:
             self.recorder.open(sample)
-            self.drawing.open(sample, number, admitted.processor_args)
+            if admitted.processor_args:
+                self.drawing.open(sample, number, admitted.processor_args)
             if self.config.speculate:
                 sample.drafts = Drafts(refusal=self.drawing.why_no_drafts(sample))
             if not sample.is_finished:
@@ -323,17 +326,14 @@ class Engine:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
 
     @torch.inference_mode()
-    def _draw(self, draws: list[Draw]) -> list[Drawn]:
-        """A row for each draw; the copies of their numbers to the host begin now."""
+    def _draw(self, draws: list[Draw], slots: IntArray) -> list[Drawn]:
+        """A row for each draw after the tokens in `slots`; copies of their numbers to the host begin now."""
         drawn: list[Drawn] = []
         for chunk in self.drawing.chunks(draws):
-            rows = self._draw_chunk(chunk).sent(self.send)
-            drawn += [Drawn(draw, rows, row) for row, draw in enumerate(chunk)]
+            logits = self.forward.head(self.forward.hidden_rows(slots[chunk]))
+            rows = self.drawing.draw(draws[chunk], logits).sent(self.send)
+            drawn += [Drawn(draw, rows, row) for row, draw in enumerate(draws[chunk])]
         return drawn
-
-    def _draw_chunk(self, chunk: list[Draw]) -> SampledRows:
-        last_slots = np.array([draw.slot for draw in chunk], dtype=np.int32)
-        return self.drawing.draw(chunk, self.forward.head(self.forward.hidden_rows(last_slots)))
 
     def _retire(self, samples: set[Sample]) -> None:
         for sample in samples:

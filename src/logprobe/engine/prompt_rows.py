@@ -41,7 +41,7 @@ class KnownRows:
         self._logprobs = np.empty((num_slots, KNOWN_WIDTH + 1), dtype=np.float32)
 
     def forget(self, slots: IntArray) -> None:
-        """These slots hold other tokens now."""
+        """Nothing is known of these slots."""
         self._next_ids[slots] = -1
 
     def covers(self, slots: IntArray, next_ids: IntArray, k: int, extras: Sequence[str]) -> bool:
@@ -83,7 +83,7 @@ class PromptScorer:
         self._sampler = Sampler()
 
     def forget(self, slots: IntArray) -> None:
-        """These slots are being filled anew."""
+        """These slots are free: what comes next there is another text."""
         self._known.forget(slots)
 
     def score(self, spans: Sequence[Span]) -> list[HostRows]:

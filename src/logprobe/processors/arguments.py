@@ -236,8 +236,9 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
     ),
 )
 _DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
-_given = attrgetter(*_DEFAULTS, "response_format")
-_NOTHING = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)  # as requests have it
+given_fields = attrgetter(*_DEFAULTS, "response_format")
+"""The values of all these fields of a request."""
+NO_FIELDS = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)  # as requests have it
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
@@ -247,7 +248,7 @@ def field_args(params: Any) -> list[FieldArgs]:
     Raises:
         ParameterError: a value that no processor takes; it names the field.
     """
-    if _given(params) == _NOTHING:  # nearly always, and this stands in the way of every request
+    if given_fields(params) == NO_FIELDS:
         return []
     found = []
     for processor, kind, names in _FIELDS:

@@ -79,6 +79,8 @@ class Pipeline:
 
     def __init__(self, config: EngineConfig, model: ModelFacts) -> None:
         self._stages = Stages.build(config, model)
+        # Some processor concerns requests that give it no arguments, too.
+        self.applies_to_all = any(stage.processor.applies_to_all for stage in self._stages.registered)
         self._members: dict[int, list[int]] = {}  # of this step: stage → rows
         self._samples: Sequence[ActiveSample] = ()
         self._broken: set[int] = set()  # stages whose update failed in this step

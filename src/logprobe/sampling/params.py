@@ -14,7 +14,15 @@ from typing import Any, Final, Literal, cast
 
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
-from logprobe.processors.arguments import LARGEST_FLOAT, LogitBiasArgs, field_args, plain, to_args
+from logprobe.processors.arguments import (
+    LARGEST_FLOAT,
+    NO_FIELDS,
+    LogitBiasArgs,
+    field_args,
+    given_fields,
+    plain,
+    to_args,
+)
 from logprobe.records.rows import KERNEL_EXTRAS
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
@@ -182,6 +190,11 @@ class SamplingParams:
     def picks_best(self) -> bool:
         """Whether more completions are drawn than returned."""
         return self.num_samples > self.n
+
+    @property
+    def asks_processors(self) -> bool:
+        """Whether it gives arguments to logits processors, by fields of their own or by name."""
+        return self.logits_processors_args is not None or given_fields(self) != NO_FIELDS
 
     @property
     def is_greedy(self) -> bool:

@@ -15,16 +15,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from logprobe.records.values import IntArray
 
 
 class SlotPool:
-    """A stack of free slot numbers in [0, num_slots)."""
+    """A stack of free slot numbers in [0, num_slots); `on_free` takes those that are given back.
 
-    def __init__(self, num_slots: int) -> None:
+    A slot is handed out again only after it was given back, so that what is kept beside slots ends there.
+    """
+
+    def __init__(self, num_slots: int, on_free: Callable[[IntArray], None] | None = None) -> None:
         self.num_slots = num_slots
+        self._on_free = on_free
         # The lowest slots are handed out first, so that a short run touches little memory.
         self._stack: IntArray = np.arange(num_slots, dtype=np.int32)[::-1].copy()
         self.num_free = num_slots
@@ -37,10 +41,14 @@ class SlotPool:
 
     def free(self, slots: IntArray) -> None:
         """Give slots back."""
+        if not len(slots):
+            return
         end = self.num_free + len(slots)
         assert end <= self.num_slots, "a slot was freed twice"
         self._stack[self.num_free : end] = slots[::-1]
         self.num_free = end
+        if self._on_free is not None:
+            self._on_free(slots)
 
     def free_slots(self) -> IntArray:
         """The free slots, in no particular order."""

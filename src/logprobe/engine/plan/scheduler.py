@@ -24,7 +24,7 @@ from logprobe.engine.plan.shares import Shares, StepShare
 from logprobe.engine.protocol import StepBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.engine.plan.radix import Node
     from logprobe.engine.plan.sample import Sample
@@ -77,9 +77,16 @@ class Scheduler:
     """Owns the waiting and the running samples, and every slot."""
 
     def __init__(
-        self, num_slots: int, *, max_batch_tokens: int, max_batch_rows: int, rope_boundary: int | None = None
+        self,
+        num_slots: int,
+        *,
+        max_batch_tokens: int,
+        max_batch_rows: int,
+        rope_boundary: int | None = None,
+        on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
-        self.pool = SlotPool(num_slots)
+        """`on_free` takes the slots that are given back, before anything else is put there."""
+        self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
         self.max_batch_tokens = max_batch_tokens
         # Each running sample can take one token a step, so that none waits for ever.
@@ -129,8 +136,12 @@ class Scheduler:
                 is_large = share.is_large(sample)
                 budget[is_large] -= self._plan_tokens(sample, plan, budget[is_large])
         drawn = self._plan_rows(active, plan, share)
-        self._plan_drafts(plan, drawn)
-        plan.draws = [Draw(one, ahead) for one in drawn for ahead in range(len(one.draft_ids) + 1)]
+        if any(sample.drafts is not None for sample in drawn):
+            self._plan_drafts(plan, drawn)
+        if plan.drafts:
+            plan.draws = [Draw(one, ahead) for one in drawn for ahead in range(len(one.draft_ids) + 1)]
+        else:
+            plan.draws = [Draw(one) for one in drawn]
         return plan
 
     def settle(self, plan: StepPlan) -> None:

@@ -109,10 +109,10 @@ class WorkerDraw:
         for run in live.values():
             run.drawn = None
         places = {Draw(run.sample): (row, run) for row, run in live.items()}
-        draws = list(places)
-        self._drawing.prepare(draws)
+        draws = self._drawing.prepare(list(places))
         tokens: dict[int, int] = {}
-        for chunk in self._drawing.chunks(draws):
+        for rows_of_chunk in self._drawing.chunks(draws):
+            chunk = draws[rows_of_chunk]
             own = [places[draw] for draw in chunk]
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
