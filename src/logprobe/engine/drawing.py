@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from logprobe.processors.pipeline import ActiveSample, ProcessedRows
     from logprobe.records.store.columns import Array
     from logprobe.sampling import SamplingParams
-    from logprobe.sampling.sampled import SampledRows
+    from logprobe.sampling.sampler import SampledRows
 
 
 class Drawing:

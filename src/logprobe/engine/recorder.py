@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.engine.plan.scheduler import Span
-    from logprobe.sampling.sampled import SampledRows
+    from logprobe.sampling.sampler import SampledRows
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import News
 
