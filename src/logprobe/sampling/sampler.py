@@ -5,6 +5,7 @@ Before it: the output head, one chunk of rows at a time. After it: the step's re
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.kernels import extract
 from logprobe.kernels.draw.api import draw, truncated_
 from logprobe.kernels.draw.params import Drawn, DrawParams
+from logprobe.kernels.extraction.api import extract_checked
+from logprobe.kernels.extraction.requests import check_requests
 from logprobe.records.rows import DeviceRows, HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
 from logprobe.sampling.params import extras_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from logprobe.kernels.draw.params import FloatArray
     from logprobe.records.host import Send
     from logprobe.records.store.columns import Array
     from logprobe.sampling.params import SamplingParams
@@ -98,6 +101,9 @@ class Sampler:
     11. the draw: one uniform number of the request's own generator picks the token.
     """
 
+    def __init__(self) -> None:
+        self._asked = _Asked((), 0)
+
     def sample(
         self,
         logits: Tensor,
@@ -122,45 +128,98 @@ class Sampler:
         forced: Sequence[int | None] = (),
     ) -> SampledRows:
         """`sample`, of which the raw log-probabilities stay where the logits are."""
-        settings = _draw_params(params, uniforms)
-        drawn = _draw(logits, changed, settings)
+        asked = self._asked
+        if not asked.is_of(params, logits.shape[1]):
+            asked = self._asked = _Asked(params, logits.shape[1])
+        drawn = _draw(logits, changed, DrawParams(*asked.columns, uniforms))
         for row, token_id in enumerate(forced):
             if token_id is not None:
                 drawn.token_ids[row] = token_id
-        raw_rows = [row for row, asked in enumerate(params) if _wants_raw(asked)]
-        processed_rows = [row for row, asked in enumerate(params) if _wants_processed(asked)]
-        raw = processed = None
-        if raw_rows:
-            # Most steps report every row or none: no copy then.
-            part = logits if len(raw_rows) == len(params) else logits[raw_rows]
-            raw = _report(part, drawn, raw_rows, params)
-        if processed_rows:
-            temperatures = np.array([asked.temperature for asked in params], dtype=np.float32)
-            part = _copied(logits, changed, processed_rows)
-            part = truncated_(part, drawn, processed_rows, temperatures)
-            found = _report(part, drawn, processed_rows, params).to_host()
-            num_changed = 0 if changed is None else len(changed)
-            rows = np.array(processed_rows)
-            is_touched = (drawn.cut_logits[rows] > -np.inf) | (rows < num_changed)
-            mass = log_kept_mass(logits[processed_rows], part, temperatures[rows], is_touched)
-            asks = np.array([params[row].kept_ids for row in processed_rows])
-            processed = HostRows(
-                found.token_ids,
-                found.logprobs,
-                found.ranks,
-                {**found.extras, "log_kept_mass": mass},
-                found.given,
-                kept_ids(part, asks) if asks.any() else None,
-            )
+        raw = None if asked.raw is None else asked.raw.of(logits, drawn)
+        processed = None
+        if asked.processed is not None:
+            processed = _processed(logits, changed, drawn, asked.processed, asked.columns[0])
         return SampledRows(
             sampled_token_ids=drawn.token_ids,
             is_valid=drawn.is_valid,
-            num_logprobs=_num_logprobs(params, logits.shape[1]),
+            num_logprobs=asked.num_logprobs,
             logprobs=raw,
-            logprobs_rows=_places(raw_rows, len(params)),
+            logprobs_rows=asked.raw_places,
             processed_logprobs=processed,
-            processed_rows=_places(processed_rows, len(params)),
+            processed_rows=asked.processed_places,
         )
+
+
+class _Asked:
+    """What rows ask, laid out once as long as the same requests stand in them."""
+
+    def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+        self._params, self._vocab_size = list(params), vocab_size
+        self.columns = _columns(params)  # of `DrawParams`, all but the uniform numbers
+        asked = np.array([one.logprobs or 0 for one in params], dtype=np.int64)
+        self.num_logprobs = np.where(asked < 0, vocab_size, np.minimum(asked, vocab_size))
+        raw_rows = [row for row, one in enumerate(params) if _wants_raw(one)]
+        processed_rows = [row for row, one in enumerate(params) if _wants_processed(one)]
+        self.raw = _Report(raw_rows, params, vocab_size) if raw_rows else None
+        self.processed = _Report(processed_rows, params, vocab_size) if processed_rows else None
+        self.raw_places = _places(raw_rows, len(params))
+        self.processed_places = _places(processed_rows, len(params))
+
+    def is_of(self, params: Sequence[SamplingParams], vocab_size: int) -> bool:
+        """Whether these are the same requests, over as many tokens."""
+        is_as_long = len(params) == len(self._params) and vocab_size == self._vocab_size
+        return is_as_long and all(map(operator.is_, params, self._params))
+
+
+class _Report:
+    """The numbers that some of a step's rows are asked for."""
+
+    def __init__(self, rows: list[int], params: Sequence[SamplingParams], vocab_size: int) -> None:
+        self.rows = rows
+        self.is_whole = len(rows) == len(params)  # most steps report every row or none: no copy then
+        self.params = asked = [params[row] for row in rows]
+        given = [one.logprob_token_ids for one in asked]
+        self._requests = check_requests(
+            (len(rows), vocab_size),
+            np.zeros(len(rows), np.int32),
+            np.array([one.logprobs or 0 for one in asked]),
+            given_ids=given if any(given) else None,
+            **extras_of(*asked),
+        )
+
+    def of(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
+        """Of a step's logits."""
+        return self.of_own(logits if self.is_whole else logits[self.rows], drawn)
+
+    def of_own(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
+        """Of logits of these rows alone."""
+        chosen = drawn.token_ids if self.is_whole else drawn.token_ids[self.rows]
+        return extract_checked(logits, self._requests.of_tokens(torch.from_numpy(chosen)))
+
+
+def _processed(
+    logits: Tensor,
+    changed: Tensor | None,
+    drawn: Drawn,
+    report: _Report,
+    temperatures: FloatArray,
+) -> HostRows:
+    """The numbers of the distribution that the tokens were drawn from."""
+    part = truncated_(_copied(logits, changed, report.rows), drawn, report.rows, temperatures)
+    rows = np.array(report.rows)
+    num_changed = 0 if changed is None else len(changed)
+    is_touched = (drawn.cut_logits[rows] > -np.inf) | (rows < num_changed)
+    mass = log_kept_mass(logits[report.rows], part, temperatures[rows], is_touched)
+    asks = np.array([one.kept_ids for one in report.params])
+    reported = report.of_own(part, drawn).to_host()
+    return HostRows(
+        reported.token_ids,
+        reported.logprobs,
+        reported.ranks,
+        {**reported.extras, "log_kept_mass": mass},
+        reported.given,
+        kept_ids(part, asks) if asks.any() else None,
+    )
 
 
 def _places(rows: list[int], num_rows: int) -> NDArray[np.int64]:
@@ -168,12 +227,6 @@ def _places(rows: list[int], num_rows: int) -> NDArray[np.int64]:
     places = np.full(num_rows, -1)
     places[rows] = np.arange(len(rows))
     return places
-
-
-def _num_logprobs(params: Sequence[SamplingParams], vocab_size: int) -> NDArray[np.int64]:
-    """The alternatives of each row: what it asks for, at most the whole vocabulary (-1)."""
-    asked = np.array([one.logprobs or 0 for one in params])
-    return np.where(asked < 0, vocab_size, np.minimum(asked, vocab_size))
 
 
 def _wants_raw(params: SamplingParams) -> bool:
@@ -209,25 +262,13 @@ def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _draw_params(params: Sequence[SamplingParams], uniforms: NDArray[np.float64]) -> DrawParams:
+def _columns(params: Sequence[SamplingParams]) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     columns = np.array(
         [(one.temperature, min(max(one.top_k, 0), LARGEST_K), one.top_p, one.min_p) for one in params],
         dtype=np.float32,
-    )
+    ).reshape(-1, 4)
     temperatures, top_ks, top_ps, min_ps = np.ascontiguousarray(columns.T)
-    return DrawParams(temperatures, top_ks, top_ps, min_ps, uniforms)
-
-
-def _report(logits: Tensor, drawn: Drawn, rows: list[int], params: Sequence[SamplingParams]) -> DeviceRows:
-    asked = [params[row] for row in rows]
-    given = [one.logprob_token_ids for one in asked]
-    return extract(
-        logits,
-        drawn.token_ids[rows],
-        np.array([one.logprobs or 0 for one in asked]),
-        given_ids=given if any(given) else None,
-        **extras_of(*asked),
-    )
+    return temperatures, top_ks, top_ps, min_ps
 
 
 def _cut(rows: HostRows | None, first: int, count: int, k: int) -> HostRows | None:

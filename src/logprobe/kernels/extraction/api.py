@@ -51,7 +51,13 @@ def extract(
         ParameterError: a shape or dtype that does not fit, an id outside the vocabulary, k < -1, no such
             column.
     """
-    requests = check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
+    return extract_checked(
+        logits, check_requests(check_rows(logits), chosen_ids, k, given_ids=given_ids, **extras)
+    )
+
+
+def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
+    """The same for requests that were checked."""
     output = allocate(requests, logits.device)
     fill(logits, requests, output)
     return output

@@ -5,7 +5,7 @@ Before it: the caller's arguments. After it: one of the kernels, which trusts ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -50,6 +50,10 @@ class RowRequests:
             given_ids=self.given_ids,
             extras=self.extras,
         )
+
+    def of_tokens(self, chosen_ids: Tensor) -> RowRequests:
+        """The same asked of other tokens, (B,) int32 ids of the vocabulary."""
+        return replace(self, chosen_ids=chosen_ids)
 
     def to(self, device: torch.device) -> RowRequests:
         """The same requests with every array on `device`."""
