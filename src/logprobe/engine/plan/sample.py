@@ -58,7 +58,12 @@ class Sample:
         self.index = index  # which of its request's samples
         self._generator = generator or np.random.default_rng()
         self._uniforms: deque[float] = deque()  # taken from it for the next tokens
+        self.caller, self.call = request.caller, request.call  # who calls, and the front door's call
+        self.wants_sample = request.params.max_tokens > 0  # tokens are to be generated
         self.num_prompt = len(request.prompt_token_ids)
+        # Prompt positions whose logprobs are asked: all but the first, which nothing predicts.
+        asks_prompt = request.params.prompt_logprobs is not None and index == 0
+        self.num_prompt_rows = self.num_prompt - 1 if asks_prompt else 0
         # The last token generated is never run, so it needs no place in the context.
         self.max_len = min(max_len + 1, self.num_prompt + request.params.max_tokens)
         capacity = max(self.max_len, self.num_prompt)
@@ -84,16 +89,6 @@ class Sample:
         self.lookup: PromptLookup | None = None  # what drafts its next tokens; None: nothing does
         self.end: Finish | None = None
         self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
-
-    @property
-    def caller(self) -> str:
-        """Who calls."""
-        return self.request.caller
-
-    @property
-    def call(self) -> str:
-        """The front door's call that it belongs to."""
-        return self.request.call
 
     @property
     def token_ids(self) -> IntArray:
@@ -124,17 +119,6 @@ class Sample:
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt
-
-    @property
-    def wants_sample(self) -> bool:
-        """Whether another token is to be generated (the scheduler retires it when not)."""
-        return self.request.params.max_tokens > 0
-
-    @property
-    def num_prompt_rows(self) -> int:
-        """Prompt positions whose logprobs are asked: all but the first, which nothing predicts."""
-        is_asked = self.request.params.prompt_logprobs is not None and self.index == 0
-        return self.num_prompt - 1 if is_asked else 0
 
     @property
     def num_ready_rows(self) -> int:

@@ -118,8 +118,10 @@ class Scheduler:
         """Plan one step and hand out its slots."""
         self.tree.begin_step()
         plan = StepPlan()
-        self._restart_outgrown()
-        self._admit()
+        if self._rope_boundary is not None:
+            self._restart_outgrown()
+        if self.waiting:
+            self._admit()
         # Those that were paused and go on again may be more than a step takes; the oldest come first.
         active = [sample for sample in self.running if not sample.is_paused][: self.max_running]
         share = StepShare(active, self.max_batch_tokens, is_shared=self.shares.is_shared)
@@ -130,12 +132,16 @@ class Scheduler:
         for sample in active:
             if sample.node is None:  # an older one preempted it
                 continue
-            if sample.is_decoding:
+            if not prompts or sample.is_decoding:
                 self._plan_tokens(sample, plan, 1)
             else:
                 is_large = share.is_large(sample)
                 budget[is_large] -= self._plan_tokens(sample, plan, budget[is_large])
-        drawn = self._plan_rows(active, plan, share)
+        scored = [sample for sample in active if sample.num_scored < sample.num_prompt_rows]
+        if scored:
+            self._plan_prompt_rows(scored, plan, share)
+        drawn = [sample for sample in active if self._is_drawn(sample)]
+        plan.touched.update(drawn)
         if any(sample.drafts is not None for sample in drawn):
             self._plan_drafts(plan, drawn)
         if plan.drafts:
@@ -320,11 +326,10 @@ class Scheduler:
     def _youngest_paused(self) -> Sample | None:
         return next((sample for sample in reversed(self.running) if sample.is_paused), None)
 
-    def _plan_rows(self, active: Sequence[Sample], plan: StepPlan, share: StepShare) -> list[Sample]:
-        """Plan the prompt rows; the samples that have come so far that their next token is drawn."""
-        drawn: list[Sample] = []
-        budget = share.split(self.max_batch_tokens, active, lambda one: one.num_ready_rows)
-        for sample in active:
+    def _plan_prompt_rows(self, scored: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
+        """Plan prompt rows of samples that have some left to be scored."""
+        budget = share.split(self.max_batch_tokens, scored, lambda one: one.num_ready_rows)
+        for sample in scored:
             if sample.node is None:  # preempted
                 continue
             is_large = share.is_large(sample)
@@ -334,11 +339,12 @@ class Scheduler:
                 budget[is_large] -= end - sample.num_scored
                 sample.num_scored = end
                 plan.touched.add(sample)
-            is_scored = sample.num_scored == sample.num_prompt_rows
-            if sample.wants_sample and sample.num_remaining == 0 and is_scored:
-                drawn.append(sample)
-                plan.touched.add(sample)
-        return drawn
+
+    @staticmethod
+    def _is_drawn(sample: Sample) -> bool:
+        """Whether a sample has come so far that its next token is drawn; not, where it was preempted."""
+        is_scored = sample.num_scored >= sample.num_prompt_rows
+        return sample.node is not None and sample.wants_sample and is_scored and not sample.num_remaining
 
     def _plan_drafts(self, plan: StepPlan, drawn: Sequence[Sample]) -> None:
         """Add drafts to the spans of generated tokens, within the limits of a step and of the pool."""
