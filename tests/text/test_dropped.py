@@ -9,6 +9,7 @@ import pytest
 from logprobe.errors import ParameterError
 from logprobe.text.chat import Layout, lay_out
 from logprobe.text.dropped import MAX_TRIALS
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +108,38 @@ def test_what_the_template_passes_over_is_refused_by_its_place(
 ) -> None:
     with pytest.raises(ParameterError, match=named):
         laid_out(template, messages)
+
+
+@pytest.mark.parametrize("template", [TWO_ROLES, ELSE_USER, WHOLE])
+def test_a_shape_that_was_laid_out_whole_vouches_for_itself_alone(laid_out: Any, template: str) -> None:
+    talk = [ASK, {"role": "assistant", "content": "a dog"}, ASK]
+    first = laid_out(template, talk)
+    other = [ASK | {"content": "two cats"}, *talk[1:]]
+    assert laid_out(template, other) == first.replace("the cat", "two cats", 1)
+    drops = "{% for m in messages[1:] %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    with raises(ParameterError, parameter="messages[0].content"):
+        laid_out(drops, talk)
+    if template == TWO_ROLES:
+        with raises(ParameterError, parameter="messages[0].content"):
+            laid_out(template, [{"role": "system", "content": "be short"}, *talk[1:]])
+    with raises(ParameterError, parameter="messages[2].mood"):
+        laid_out(template, [*talk[:2], ASK | {"mood": "sad"}])
+
+
+def test_a_conversation_of_a_known_shape_is_laid_out_once(
+    laid_out: Any, tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid_out(TWO_ROLES, [ASK])
+    lay, count = tiny_llm.text.tokenizer.apply_chat_template, []
+    monkeypatch.setattr(
+        tiny_llm.text.tokenizer,
+        "apply_chat_template",
+        lambda *args, **more: count.append(1) or lay(*args, **more),
+    )
+    laid_out(TWO_ROLES, [ASK | {"content": "a dog"}])
+    assert len(count) == 1
+    laid_out(TWO_ROLES, [ASK | {"content": ""}, ASK])
+    assert len(count) > 2
 
 
 def test_empty_fields_of_a_reply_that_comes_back_say_nothing(laid_out: Any) -> None:

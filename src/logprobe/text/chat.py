@@ -31,6 +31,9 @@ OWN_VARIABLES: Final = frozenset(
 GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
+MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
+MOST_SHAPE_MESSAGES: Final = 128
+MOST_SHAPE_CHARS: Final = 256  # of the template's variables
 PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they tell of its text
 
 
@@ -132,8 +135,24 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
         raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
-    check_laid_out(plain, render, laid_out)
+    shape = _shape_of(plain, layout)
+    known = text.sound_shapes.setdefault(str(tokenizer.chat_template), set())
+    if shape is None or shape not in known:
+        is_sound = check_laid_out(plain, render, laid_out)
+        if shape is not None and is_sound and len(known) < MOST_SHAPES:
+            known.add(shape)
     return laid_out
+
+
+def _shape_of(messages: Sequence[dict[str, Any]], layout: Layout) -> str | None:
+    """All of a plain conversation and its layout but the texts themselves; None for one of another kind."""
+    if layout.tools or len(messages) > MOST_SHAPE_MESSAGES or not is_plain(messages):
+        return None
+    turns = [f"{message['role']}{':' if message['content'] else ''}" for message in messages]
+    variables = repr(sorted((layout.chat_template_kwargs or {}).items()))
+    if len(variables) > MOST_SHAPE_CHARS:
+        return None
+    return f"{' '.join(turns)} {layout.begins_a_message} {layout.continue_final_message} {variables}"
 
 
 def _plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:

@@ -33,8 +33,10 @@ class Said(NamedTuple):
         return f"messages[{self.place}].{self.field}{number}"
 
 
-def check_laid_out(messages: Messages, render: Render, laid_out: str) -> None:
+def check_laid_out(messages: Messages, render: Render, laid_out: str) -> bool:
     """Refuse what the template passed over when it made `laid_out` of the messages.
+
+    Returns whether every mark was left, so that it is so with all other texts in the same places, too.
 
     Raises:
         ParameterError: a content, a field or a role without effect, by its place; or too many to try.
@@ -53,6 +55,7 @@ def check_laid_out(messages: Messages, render: Render, laid_out: str) -> None:
             raise ParameterError(str(said), _refusal(said))
     for role, place in strange.items():
         _check_role(messages, role, place, render, laid_out)
+    return shown >= set(marks.values()) and not strange
 
 
 def _all_said(messages: Messages) -> Iterator[Said]:

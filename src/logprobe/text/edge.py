@@ -6,7 +6,7 @@ exact bytes of their tokens, special tokens left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class TextEdge:
     tokenizer: Any
     vocabulary: Vocabulary
     special_token_ids: frozenset[int]
+    # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
+    sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
         """Token ids of a text, (num_tokens,) int32; BOS comes first where the model wants one.
