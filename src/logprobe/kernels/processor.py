@@ -6,6 +6,7 @@ what the other kind would. Before it: the environment. After it: widths of vecto
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 from llvmlite import binding as llvm
@@ -19,6 +20,7 @@ def cpu_name() -> str:
     return str(config.CPU_NAME or llvm.get_host_cpu_name())
 
 
+@functools.cache
 def cpu_features() -> frozenset[str]:
     """LLVM's names of the instructions that code may use."""
     told = config.CPU_FEATURES

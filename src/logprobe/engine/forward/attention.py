@@ -118,7 +118,6 @@ def plan_attention(
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     is_readable = pool.is_readable_in_place
-    uses_kernels = is_readable and can_attend_chunks()
     bounds = batch.starts.tolist()
     drawn = set(batch.draw_slots.tolist())
     for start, end, context in zip(bounds, bounds[1:], batch.context_slots, strict=False):
@@ -129,6 +128,7 @@ def plan_attention(
         else:
             chunks.append(Chunk(start, end, _to_device(context, device)))
     slots = _to_device(batch.slots, device)
+    uses_kernels = bool(chunks) and is_readable and can_attend_chunks()
     return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 

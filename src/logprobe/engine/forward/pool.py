@@ -134,6 +134,8 @@ class KVPool:
         self.num_slots = num_slots
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
+        # Whether the row kernel can read the pool; not before the pool knows what it stores.
+        self.is_readable_in_place = False
 
     def layer(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, for tokens of the shape (kv_heads, dim) of these."""
@@ -155,15 +157,12 @@ class KVPool:
         for layer, key in other.keys.items():
             self.keys[layer] = new_zeros((self.num_slots, *key.shape[1:]))
             self.values[layer] = new_zeros((self.num_slots, *other.values[layer].shape[1:]))
+        self.is_readable_in_place = bool(self.keys) and all(map(is_plain_float, self.keys.values()))
 
     def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.keys[layer] = key.new_zeros(self.num_slots, *key.shape[1:])
         self.values[layer] = value.new_zeros(self.num_slots, *value.shape[1:])
-
-    @property
-    def is_readable_in_place(self) -> bool:
-        """Whether the row kernel can read the pool; not before the pool knows what it stores."""
-        return bool(self.keys) and all(map(is_plain_float, self.keys.values()))
+        self.is_readable_in_place = all(map(is_plain_float, self.keys.values()))
 
     @property
     def bytes_per_slot(self) -> int:

@@ -5,6 +5,7 @@ Before it: the output head. After it: the per-request records. The device of the
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from logprobe.kernels.extraction.requests import allocate, check_requests, check
 from logprobe.kernels.info import kernel_of
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
 
     from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
@@ -65,4 +68,9 @@ def extract_checked(logits: Tensor, requests: RowRequests) -> DeviceRows:
 
 def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     """Writes what `requests` ask of `logits` into `output`, with the kernel of the logits' device."""
-    import_module(_MODULES[kernel_of(logits.device.type)]).fill(logits, requests, output)
+    _kernel(logits.device.type).fill(logits, requests, output)
+
+
+@functools.cache
+def _kernel(device_type: str) -> ModuleType:
+    return import_module(_MODULES[kernel_of(device_type)])
