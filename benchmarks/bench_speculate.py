@@ -33,7 +33,7 @@ SUMMED_UP = 'These sentences matter:\n\n"{first}'
 TELL = "Tell a story about {text}, with many people and places, and surprises at every turn."
 EDITS = [
     ("engine/succession.py", "held", "waiting"),
-    ("records/host.py", "arrays", "values"),
+    ("records/rows.py", "arrays", "values"),
     ("sampling/kept.py", "processed", "changed"),
     ("engine/forward/layout.py", "layers", "blocks"),
 ]

@@ -14,8 +14,7 @@ from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors.batch import BatchRow
 from logprobe.processors.pipeline import Pipeline
-from logprobe.records.host import on_host
-from logprobe.records.rows import HostRows
+from logprobe.records.rows import HostRows, on_host
 from logprobe.sampling import Sampler
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.scheduler import StepPlan
     from logprobe.engine.protocol import ForwardBackend, Layout
     from logprobe.models.lora import LoraWeights
-    from logprobe.records.host import Send
-    from logprobe.records.rows import HostRows
+    from logprobe.records.rows import HostRows, Send
     from logprobe.records.values import IntArray
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Command, News, Request

@@ -18,8 +18,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.host import on_host
-from logprobe.records.rows import EXTRAS, GivenLists
+from logprobe.records.rows import EXTRAS, GivenLists, on_host
 from logprobe.records.store.inputs import row_from_columns
 from logprobe.records.values import Logprob, LogprobsOnePosition, top_indices
 

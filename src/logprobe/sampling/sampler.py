@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.draw.params import FloatArray
-    from logprobe.records.host import Send
+    from logprobe.records.rows import Send
     from logprobe.records.store.columns import Array
     from logprobe.sampling.params import SamplingParams
 
