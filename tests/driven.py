@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.config import EngineConfig
+from logprobe.engine.backends.thread import Plain
 from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer, Fold
-from logprobe.engine.overlap import Overlapped, Plain
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
 from logprobe.testing import FakeForward, fake_model
@@ -19,6 +19,7 @@ from logprobe.transport.messages import Delta, Request, Submit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from logprobe.engine.overlap import Overlapped
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Command, News
 

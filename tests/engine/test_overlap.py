@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driven import KINDS, Driven, told
-from logprobe.engine.overlap import Overlapped, Plain
+from logprobe.engine.backends.thread import Plain
+from logprobe.engine.overlap import Overlapped
 from logprobe.errors import ForwardError
 from logprobe.transport.messages import Abort, Pause, Resume
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driven import KINDS, Driven, told
-from logprobe.engine.overlap import Overlapped, Plain
+from logprobe.engine.backends.thread import Plain
+from logprobe.engine.overlap import Overlapped
 from logprobe.testing import FakeForward
 from logprobe.transport.messages import Abort, Pause, Resume
 

@@ -2,7 +2,8 @@
 
 Before it: the thread that runs an engine. After it: whoever publishes. What the next step rests on (tokens,
 ends, slots) is settled by `Engine.advance` before it begins; the rest of a step's work, from the copy of its
-rows to the readers that are woken, goes on beside it on a thread of its own. It says the same as `Plain`.
+rows to the readers that are woken, goes on beside it on a thread of its own. It says the same as the plain
+loop of `thread`.
 """
 
 from __future__ import annotations
@@ -22,26 +23,6 @@ if TYPE_CHECKING:
     from logprobe.engine.engine import Engine
     from logprobe.engine.recorder import StepDeltas
     from logprobe.transport.messages import News
-
-
-class Plain:
-    """Each step is published before the next one begins."""
-
-    def __init__(self, engine: Engine, publish: Callable[[Sequence[News]], None]) -> None:
-        self._engine = engine
-        self._publish = publish
-
-    def step(self) -> None:
-        """Run a step and publish what it gave."""
-        deltas = self._engine.step()
-        with self._engine.clock.part("publish"):
-            self._publish(deltas)
-
-    def settle(self) -> None:
-        """Wait until every step is published: it is."""
-
-    def close(self) -> None:
-        """Let go of what helps: nothing does."""
 
 
 class Overlapped:

@@ -16,14 +16,14 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-from logprobe.engine.overlap import Overlapped, Plain
+from logprobe.engine.overlap import Overlapped
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models.quiet import quiet_transformers
 from logprobe.transport.messages import TakeWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.engine.engine import Engine
     from logprobe.engine.protocol import Capabilities, EngineStats, Layout
@@ -34,6 +34,26 @@ CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
 CLOSED: Final = "the engine was closed before the new weights answered"
 SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others want it; Python's own is 5 ms
+
+
+class Plain:
+    """Each step is published before the next one begins."""
+
+    def __init__(self, engine: Engine, publish: Callable[[Sequence[News]], None]) -> None:
+        self._engine = engine
+        self._publish = publish
+
+    def step(self) -> None:
+        """Run a step and publish what it gave."""
+        deltas = self._engine.step()
+        with self._engine.clock.part("publish"):
+            self._publish(deltas)
+
+    def settle(self) -> None:
+        """Wait until every step is published: it is."""
+
+    def close(self) -> None:
+        """Let go of what helps: nothing does."""
 
 
 class EngineThread:
