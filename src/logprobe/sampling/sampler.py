@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from logprobe.kernels.draw.api import draw, truncated_
-from logprobe.kernels.draw.params import Drawn, DrawParams
-from logprobe.kernels.extraction.api import extract_checked
-from logprobe.kernels.extraction.requests import check_requests
+from logprobe.kernels.draw.api import Drawn, DrawParams, draw, truncated_
+from logprobe.kernels.extraction.api import check_requests, extract_checked
 from logprobe.records.rows import DeviceRows, HostRows
 from logprobe.sampling.kept import kept_ids, log_kept_mass
 from logprobe.sampling.params import extras_of
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from logprobe.kernels.draw.params import FloatArray
+    from logprobe.kernels.draw.api import FloatArray
     from logprobe.records.rows import Send
     from logprobe.records.store.columns import Array
     from logprobe.sampling.params import SamplingParams

@@ -15,7 +15,7 @@ COMPARE = """
 import json, torch
 from logprobe.kernels.extraction import triton as cuda
 from logprobe.kernels.extraction import reference
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
+from logprobe.kernels.extraction.api import allocate, check_requests, check_rows
 from logprobe.records.rows import KERNEL_EXTRAS
 
 def compare(logits, k, given_ids=None):

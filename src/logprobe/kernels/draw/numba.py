@@ -26,7 +26,7 @@ from logprobe.kernels.threads.vectors import F32, I32, LOWEST, MINUS_INF, SUMS, 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from logprobe.kernels.draw.params import Drawn, DrawParams
+    from logprobe.kernels.draw.api import Drawn, DrawParams
 
 BINS_PER_UNIT = F32(32)  # of (maximum - logit) / temperature
 NUM_BINS = 87 * 32 + 1  # the last bin takes all that weighs next to nothing (`LOWEST`)

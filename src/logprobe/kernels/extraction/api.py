@@ -1,25 +1,34 @@
 """Rows of logits → log-normaliser, chosen logprob and rank, top-k, given ids, further columns, in one pass.
 
-Before it: the output head. After it: the per-request records. The device of the logits picks the kernel.
+Before it: the output head. After it: the per-request records. What each row is asked for is checked once,
+before anything is computed; a kernel trusts every value. The device of the logits picks the kernel.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
+import numpy as np
+import torch
+from torch import Tensor
+
+from logprobe.errors import ParameterError
 from logprobe.kernels.info import kernel_of
+from logprobe.records.rows import KERNEL_EXTRAS, DeviceRows, GivenLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from types import ModuleType
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
-    from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
-    from logprobe.records.rows import DeviceRows
+IdsLike: TypeAlias = "Tensor | NDArray[np.integer] | Sequence[int]"
+GivenLike: TypeAlias = "IdsLike | Sequence[IdsLike | None] | None"
 
+LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MODULES = {
     "numba": "logprobe.kernels.extraction.numba",
     "triton": "logprobe.kernels.extraction.triton",
@@ -74,3 +83,197 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
 @functools.cache
 def _kernel(device_type: str) -> ModuleType:
     return import_module(_MODULES[kernel_of(device_type)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequests:
+    """What B rows are asked for."""
+
+    vocab_size: int
+    chosen_ids: Tensor  # (B,) int32
+    num_logprobs: Tensor  # (B,) int32, each in [0, vocab_size]
+    width: int  # columns of the rectangular output: max(num_logprobs) + 1
+    given_offsets: Tensor | None  # (B + 1,) int64 into given_ids; absolute, also in a slice of rows
+    given_ids: Tensor | None  # (N,) int32
+    extras: tuple[str, ...]  # of KERNEL_EXTRAS, in their order
+
+    def rows(self, start: int, stop: int) -> RowRequests:
+        """The requests of rows [start, stop), as views."""
+        offsets = self.given_offsets
+        return RowRequests(
+            vocab_size=self.vocab_size,
+            chosen_ids=self.chosen_ids[start:stop],
+            num_logprobs=self.num_logprobs[start:stop],
+            width=self.width,
+            given_offsets=None if offsets is None else offsets[start : stop + 1],
+            given_ids=self.given_ids,
+            extras=self.extras,
+        )
+
+    def of_tokens(self, chosen_ids: Tensor) -> RowRequests:
+        """The same asked of other tokens, (B,) int32 ids of the vocabulary."""
+        return replace(self, chosen_ids=chosen_ids)
+
+    def to(self, device: torch.device) -> RowRequests:
+        """The same requests with every array on `device`."""
+        if device.type == "cpu":
+            return self
+        return RowRequests(
+            vocab_size=self.vocab_size,
+            chosen_ids=self.chosen_ids.to(device),
+            num_logprobs=self.num_logprobs.to(device),
+            width=self.width,
+            given_offsets=None if self.given_offsets is None else self.given_offsets.to(device),
+            given_ids=None if self.given_ids is None else self.given_ids.to(device),
+            extras=self.extras,
+        )
+
+
+def check_rows(rows: Tensor, parameter: str = "logits") -> tuple[int, int]:
+    """Number of rows and vocabulary size of a (B, V) tensor.
+
+    Raises:
+        ParameterError: not a (B, V) tensor of float32, float16 or bfloat16 with V >= 1.
+    """
+    if not isinstance(rows, Tensor):
+        raise ParameterError(parameter, f"must be a torch tensor, not {type(rows).__name__}")
+    if rows.dtype not in LOGITS_DTYPES:
+        raise ParameterError(parameter, f"must be float32, float16 or bfloat16, not {rows.dtype}")
+    if rows.ndim != 2 or rows.shape[1] < 1:
+        raise ParameterError(parameter, f"must have shape (B, V) with V >= 1, not {tuple(rows.shape)}")
+    return rows.shape[0], rows.shape[1]
+
+
+def check_ids(ids: object, vocab_size: int, parameter: str) -> NDArray[np.int32]:
+    """Token ids of any shape as int32 on the host.
+
+    Raises:
+        ParameterError: not integers, or an id outside the vocabulary.
+    """
+    array = _int_array(ids, parameter)
+    # seen as unsigned, a negative id is beyond every vocabulary
+    if array.size and array.astype(np.int64).view(np.uint64).max() >= vocab_size:
+        wrong = array[(array < 0) | (array >= vocab_size)].flat[0]
+        raise ParameterError(parameter, f"{wrong} is outside the vocabulary [0, {vocab_size})")
+    return array.astype(np.int32)
+
+
+def check_requests(
+    shape: tuple[int, int],
+    chosen_ids: IdsLike,
+    k: int | IdsLike,
+    *,
+    given_ids: GivenLike = None,
+    **extras: bool,
+) -> RowRequests:
+    """The caller's arguments for (B, V) logits as checked arrays, k clipped to V and -1 made V.
+
+    Raises:
+        ParameterError: a shape that does not fit, an id outside the vocabulary, k < -1, no such column.
+    """
+    num_rows, vocab_size = shape
+    num_logprobs = _check_k(k, num_rows, vocab_size)
+    offsets, given = _check_given(given_ids, num_rows, vocab_size)
+    return RowRequests(
+        vocab_size=vocab_size,
+        chosen_ids=torch.from_numpy(_check_chosen(chosen_ids, num_rows, vocab_size)),
+        num_logprobs=torch.from_numpy(num_logprobs),
+        width=1 + int(num_logprobs.max(initial=0)),
+        given_offsets=offsets,
+        given_ids=given,
+        extras=_check_extras(extras),
+    )
+
+
+def allocate(
+    requests: RowRequests, device: torch.device, *, dtype: torch.dtype = torch.float32
+) -> DeviceRows:
+    """Output rows for `requests`, uninitialised but for the further columns.
+
+    Those are NaN, not given, where a kernel does not know them.
+    """
+    num_rows = len(requests.chosen_ids)
+    given = None
+    if requests.given_ids is not None and requests.given_offsets is not None:
+        given = GivenLogprobs(
+            offsets=requests.given_offsets.to(device),
+            token_ids=requests.given_ids.to(device),
+            logprobs=torch.empty(len(requests.given_ids), dtype=dtype, device=device),
+            ranks=torch.empty(len(requests.given_ids), dtype=torch.int32, device=device),
+        )
+    return DeviceRows(
+        token_ids=torch.empty((num_rows, requests.width), dtype=torch.int32, device=device),
+        logprobs=torch.empty((num_rows, requests.width), dtype=dtype, device=device),
+        ranks=torch.empty(num_rows, dtype=torch.int32, device=device),
+        lse=torch.empty(num_rows, dtype=dtype, device=device),
+        num_logprobs=requests.num_logprobs.to(device),
+        is_valid=torch.empty(num_rows, dtype=torch.bool, device=device),
+        extras={
+            name: torch.full((num_rows,), torch.nan, dtype=dtype, device=device) for name in requests.extras
+        },
+        given=given,
+    )
+
+
+def _check_extras(asked: Mapping[str, bool]) -> tuple[str, ...]:
+    for name in asked:
+        if name not in KERNEL_EXTRAS:
+            known = ", ".join(KERNEL_EXTRAS)
+            raise ParameterError(name, f"is no column that a kernel gives; there are {known}")
+    return tuple([name for name in KERNEL_EXTRAS if asked.get(name)])
+
+
+def _check_chosen(chosen_ids: IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
+    ids = check_ids(chosen_ids, vocab_size, "chosen_ids")
+    if ids.shape != (num_rows,):
+        raise ParameterError("chosen_ids", f"must have shape ({num_rows},), one a row, not {ids.shape}")
+    return ids
+
+
+def _check_k(k: int | IdsLike, num_rows: int, vocab_size: int) -> NDArray[np.int32]:
+    counts = _int_array(k, "k")
+    if counts.shape not in {(), (num_rows,)}:
+        raise ParameterError("k", f"must be one number or have shape ({num_rows},), not {counts.shape}")
+    if counts.size and (least := counts.min()) < -1:
+        raise ParameterError("k", f"must be -1 (whole vocabulary) or more, not {least}")
+    clipped = np.minimum(np.where(counts < 0, vocab_size, counts), vocab_size)
+    return np.full(num_rows, clipped, dtype=np.int32)
+
+
+def _check_given(given_ids: GivenLike, num_rows: int, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
+    if given_ids is None:
+        return None, None
+    if _is_shared(given_ids):
+        shared = check_ids(_flat_ids(given_ids), vocab_size, "given_ids")
+        offsets = np.arange(num_rows + 1, dtype=np.int64) * len(shared)
+        return torch.from_numpy(offsets), torch.from_numpy(np.tile(shared, num_rows))
+    rows = [np.empty(0, np.int32) if ids is None else _flat_ids(ids) for ids in given_ids]
+    if len(rows) != num_rows:
+        raise ParameterError("given_ids", f"must name ids for each of {num_rows} rows, not {len(rows)}")
+    flat = check_ids(np.concatenate(rows) if rows else np.empty(0, np.int32), vocab_size, "given_ids")
+    offsets = np.zeros(num_rows + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return torch.from_numpy(offsets), torch.from_numpy(flat)
+
+
+def _is_shared(given_ids: GivenLike) -> bool:
+    """Whether one list of ids serves all rows."""
+    if isinstance(given_ids, (Tensor, np.ndarray)):
+        return given_ids.ndim == 1 and given_ids.dtype != object
+    return all(isinstance(entry, (int, np.integer)) for entry in given_ids or ())
+
+
+def _flat_ids(ids: object) -> NDArray[np.integer]:
+    flat = _int_array(ids, "given_ids")
+    if flat.ndim != 1:
+        raise ParameterError("given_ids", f"must be one-dimensional for a row, not of shape {flat.shape}")
+    return flat
+
+
+def _int_array(values: object, parameter: str) -> NDArray[np.integer]:
+    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.size == 0:
+        return array.astype(np.int32)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ParameterError(parameter, f"must hold integers, not {array.dtype}")
+    return array

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import fill
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
+from logprobe.kernels.extraction.api import allocate, check_requests, check_rows, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from logprobe.kernels.extraction.requests import GivenLike, IdsLike
+    from logprobe.kernels.extraction.api import GivenLike, IdsLike
     from logprobe.records.rows import DeviceRows
 
 CHUNK_BYTES = 8 * 2**20

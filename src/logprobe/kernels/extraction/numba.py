@@ -37,7 +37,7 @@ from logprobe.kernels.threads.vectors import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.extraction.requests import RowRequests
+    from logprobe.kernels.extraction.api import RowRequests
     from logprobe.records.rows import DeviceRows
 
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it

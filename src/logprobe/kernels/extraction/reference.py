@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.kernels.extraction.requests import allocate, check_requests, check_rows
+from logprobe.kernels.extraction.api import allocate, check_requests, check_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.extraction.requests import GivenLike, IdsLike, RowRequests
+    from logprobe.kernels.extraction.api import GivenLike, IdsLike, RowRequests
     from logprobe.records.rows import DeviceRows, GivenLogprobs
 
 

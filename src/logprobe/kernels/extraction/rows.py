@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from logprobe.errors import ParameterError
-from logprobe.kernels.extraction.api import extract
-from logprobe.kernels.extraction.requests import LOGITS_DTYPES, check_ids, check_rows
+from logprobe.kernels.extraction.api import LOGITS_DTYPES, check_ids, check_rows, extract
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from logprobe.kernels.extraction.requests import IdsLike
+    from logprobe.kernels.extraction.api import IdsLike
 
     Array = NDArray[Any]
 

@@ -18,7 +18,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from logprobe.kernels.extraction.requests import RowRequests
+    from logprobe.kernels.extraction.api import RowRequests
     from logprobe.records.rows import DeviceRows, GivenLogprobs
 
 BLOCK = 1024
