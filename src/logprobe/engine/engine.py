@@ -292,7 +292,7 @@ class Engine:
         request, number = admitted.request, next(self._counter)
         lora = self._loras.get(admitted.lora_number)
         if admitted.lora_number and lora is None:
-            gone = f"LoRA weights {request.lora!r} ended with an engine process; please report this"
+            gone = f"LoRA weights {request.params.lora!r} ended with an engine process; please report this"
             return [Failure(request.request_id, EngineError(gone))]
         samples = [
             Sample(

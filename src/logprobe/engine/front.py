@@ -86,7 +86,8 @@ class Front:
         Raises:
             ParameterError: it can never be served.
         """
-        lora_number = 0 if request.lora is None else self.lora_number(request.lora)
+        name = request.params.lora
+        lora_number = 0 if name is None else self.lora_number(name)
         admitted = self.core.admit(request)
         return replace(admitted, lora_number=lora_number, weights_number=self.weights_number)
 
@@ -270,7 +271,7 @@ class Front:
 
     def _bound(self, admitted: Admitted) -> Admitted:
         """A request on LoRA weights that are still there; its name may stand for others by now."""
-        name = admitted.request.lora
+        name = admitted.request.params.lora
         if name is None or self._loras.has(admitted.lora_number):
             return admitted
         return replace(admitted, lora_number=self._loras.number(name))

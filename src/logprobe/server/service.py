@@ -155,8 +155,10 @@ class Service:
         Raises:
             ApiError: 404.
         """
+        if name is None or name in self._own_names:
+            return
         served = [known for known, _ in self.served()]
-        if name is not None and name not in {*served, *self._own_names}:
+        if name not in served:
             message = f"model {shortened(name)!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 

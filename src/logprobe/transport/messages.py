@@ -35,11 +35,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     caller: str = ""  # who asks, where a front door tells its callers apart: they share it before calls do
     scores_processed: bool = False  # prompt rows are of what `params` would draw from, not the model's own
 
-    @property
-    def lora(self) -> str | None:
-        """The LoRA weights that it runs on; None: the base model alone."""
-        return self.params.lora
-
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):
     """A request that an engine has said yes to, with what the check of it gave."""
