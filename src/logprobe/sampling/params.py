@@ -179,7 +179,8 @@ class SamplingParams:
         require(is_shown, "explain", "tells of the candidates that logprobs lists; set logprobs too")
         fits = self.min_tokens <= self.max_tokens
         require(fits, "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        field_args(self)
+        if given_fields(self) != NO_FIELDS:
+            field_args(self)
 
     @property
     def num_samples(self) -> int:
