@@ -137,11 +137,11 @@ def _rows_of(draw: Draw) -> ActiveSample:
 
 
 def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[ProcessorEffect]:
-    listed = {int(output.sampled_token_ids[row])}
-    width = int(output.num_logprobs[row]) + 1
+    listed = {output.sampled_token_ids[row]}
+    width = output.num_logprobs[row] + 1
     reports = ((output.logprobs, output.logprobs_rows), (output.processed_logprobs, output.processed_rows))
     for rows, places in reports:
-        if isinstance(rows, HostRows) and (place := int(places[row])) >= 0:
+        if isinstance(rows, HostRows) and (place := places[row]) >= 0:
             listed.update(rows.token_ids[place, :width].tolist())
             if rows.given is not None:
                 listed.update(rows.given.rows(place, place + 1).token_ids.tolist())

@@ -104,7 +104,7 @@ class Recorder:
         else:
             if chunk.has_rows:
                 step.rows.append((delta, chunk, row))
-            self._add_token(draw, int(chunk.sampled_token_ids[row]), delta)
+            self._add_token(draw, chunk.sampled_token_ids[row], delta)
 
     def _add_token(self, draw: Draw, token_id: int, delta: Delta) -> None:
         delta.token_ids.append(token_id)

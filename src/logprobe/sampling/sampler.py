@@ -40,14 +40,14 @@ LARGEST_K = 1 << 24  # the numbers up to it are exact in float32; no vocabulary 
 class SampledRows:
     """Tokens sampled from B rows; `logprobs_rows` and `processed_rows` say which rows' numbers there are."""
 
-    sampled_token_ids: Array  # (B,) integers
-    is_valid: Array  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
-    num_logprobs: Array  # (B,) integers, the alternatives that each row asked for; 0 where it asked for none
+    sampled_token_ids: list[int]  # (B,)
+    is_valid: list[bool]  # (B,); False: the logits held NaN or +inf, or nothing but -inf
+    num_logprobs: list[int]  # (B,), the alternatives that each row asked for; 0 where it asked for none
     # Raw; None: not asked for. Where they are on their way to the host: what waits for them.
     logprobs: DeviceRows | HostRows | Callable[[], HostRows] | None = None
-    logprobs_rows: Array  # (B,) integers, the row of `logprobs`; -1: none
+    logprobs_rows: list[int]  # (B,), the row of `logprobs`; -1: none
     processed_logprobs: HostRows | None = None  # of what the tokens were drawn from
-    processed_rows: Array  # (B,) integers, the row of `processed_logprobs`; -1: none
+    processed_rows: list[int]  # (B,), the row of `processed_logprobs`; -1: none
     whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
 
     @property
@@ -74,10 +74,10 @@ class SampledRows:
         """
         assert not isinstance(self.logprobs, DeviceRows), "they were sent"
         raw = self.logprobs() if callable(self.logprobs) else self.logprobs
-        k = int(self.num_logprobs[row])
+        k = self.num_logprobs[row]
         return (
-            _cut(raw, int(self.logprobs_rows[row]), count, k),
-            _cut(self.processed_logprobs, int(self.processed_rows[row]), count, k),
+            _cut(raw, self.logprobs_rows[row], count, k),
+            _cut(self.processed_logprobs, self.processed_rows[row], count, k),
         )
 
 
@@ -138,8 +138,8 @@ class Sampler:
         if asked.processed is not None:
             processed = _processed(logits, changed, drawn, asked.processed, asked.columns[0])
         return SampledRows(
-            sampled_token_ids=drawn.token_ids,
-            is_valid=drawn.is_valid,
+            sampled_token_ids=drawn.token_ids.tolist(),
+            is_valid=drawn.is_valid.tolist(),
             num_logprobs=asked.num_logprobs,
             logprobs=raw,
             logprobs_rows=asked.raw_places,
@@ -154,8 +154,8 @@ class _Asked:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         self._params, self._vocab_size = list(params), vocab_size
         self.columns = _columns(params)  # of `DrawParams`, all but the uniform numbers
-        asked = np.array([one.logprobs or 0 for one in params], dtype=np.int64)
-        self.num_logprobs = np.where(asked < 0, vocab_size, np.minimum(asked, vocab_size))
+        asked = [one.logprobs or 0 for one in params]
+        self.num_logprobs = [vocab_size if k < 0 else min(k, vocab_size) for k in asked]
         raw_rows = [row for row, one in enumerate(params) if _wants_raw(one)]
         processed_rows = [row for row, one in enumerate(params) if _wants_processed(one)]
         self.raw = _Report(raw_rows, params, vocab_size) if raw_rows else None
@@ -220,10 +220,11 @@ def _processed(
     )
 
 
-def _places(rows: list[int], num_rows: int) -> NDArray[np.int64]:
+def _places(rows: list[int], num_rows: int) -> list[int]:
     """For each row its place among `rows`, -1 where it is not one of them."""
-    places = np.full(num_rows, -1)
-    places[rows] = np.arange(len(rows))
+    places = [-1] * num_rows
+    for place, row in enumerate(rows):
+        places[row] = place
     return places
 
 

@@ -120,7 +120,7 @@ class WorkerDraw:
             sampled = self._drawing.draw(chunk, logits if is_all else logits[rows]).sent(None)
             for index, (row, run) in enumerate(own):
                 run.drawn = Drawn(chunk[index], sampled, index)
-                tokens[row] = max(int(sampled.sampled_token_ids[index]), 0)
+                tokens[row] = max(sampled.sampled_token_ids[index], 0)
         rows, ids = list(tokens), list(tokens.values())
         logits[rows] = -torch.inf
         logits[rows, ids] = 0.0
