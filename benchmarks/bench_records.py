@@ -85,7 +85,7 @@ def size_figures(workers: Workers, options: Options) -> list[Figure]:
     """Bytes an entry at k = 20, for both widths of token ids."""
     num_rows = 256 if options.is_smoke else 20_000
     figures = []
-    for vocab_size, limit in ((SMALL_VOCABULARY, 6.25), (LARGE_VOCABULARY, 8.25)):
+    for vocab_size, limit in ((SMALL_VOCABULARY, 6.4), (LARGE_VOCABULARY, 8.6)):
         given = {"num_rows": num_rows, "vocab_size": vocab_size}
         for label, way in ((OURS, "a step's rows"), (TEXTS, "append_fast with texts"), (APPEND, "dicts")):
             values = as_ours(race(workers, [label], 1, "value_bytes", **given), label)

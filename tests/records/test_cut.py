@@ -66,5 +66,5 @@ def test_a_cut_row_is_a_fraction_of_the_whole(rng: np.random.Generator) -> None:
     ranks = 1 + (rows > rows[:, :1]).sum(axis=1)
     whole.append_rows(ids, np.take_along_axis(rows, ids, axis=1), ranks)
     assert whole.num_entries == 20 * 5000
-    assert whole.nbytes == 6 * whole.num_entries + 20 * (2 + 2)  # a place and a rank a row
+    assert whole.nbytes == 20 * (5001 * 6 + 2)  # the chosen token, all tokens, and a rank
     assert cut.nbytes < whole.nbytes / 10

@@ -97,7 +97,7 @@ def test_a_slice_shares_memory_and_grows_apart(step: Any, as_dicts: Any) -> None
     flat.append_rows(*arrays)
     plain = as_dicts(*arrays)
     part = flat[100:700]
-    assert np.shares_memory(part.rows.store.columns(0, 10).top_ids, flat.rows.store.columns(100, 110).top_ids)
+    assert np.shares_memory(part[:10].chosen_entries().logprobs, flat[100:110].chosen_entries().logprobs)
     more = step(1, 20, 100)
     part.append_rows(*more)
     flat.append_rows(*arrays)
@@ -174,7 +174,7 @@ def test_ids_of_any_size_are_kept_in_the_narrowest_type(ids: list[int], dtype_by
     for token_id in ids:
         flat.append_rows([[token_id]], [[-1.0]], [1])
     assert flat.token_ids == [3, *ids]
-    assert flat.nbytes == 2 * (dtype_bytes + 4 + 1 + 2)  # id, value, place, rank
+    assert flat.nbytes == 2 * (dtype_bytes + 4 + 2)  # id, value, rank
 
 
 @pytest.mark.parametrize("value", [-np.inf, -1e-45, -3.4e38, 0.0, -0.1, 1.5, 1e-9, -1e300])

@@ -19,7 +19,7 @@ def with_texts(position: dict[int, Logprob]) -> dict[int, Logprob]:
     }
 
 
-@pytest.mark.parametrize(("vocab_size", "limit"), [(65_536, 6.25), (151_936, 8.25)])
+@pytest.mark.parametrize(("vocab_size", "limit"), [(65_536, 6.4), (151_936, 8.6)])
 @pytest.mark.parametrize("add", ["rows", "row", "fast", "fast with texts", "dict", "dict with texts"])
 def test_regular_rows_cost_little_more_than_their_entries(
     rng: np.random.Generator, as_dicts: Any, vocab_size: int, limit: float, add: Any

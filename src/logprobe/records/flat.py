@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from logprobe.records.forms import frames, html, picture, wire
 from logprobe.records.store.columns import Array, ColumnView
-from logprobe.records.store.entries import Entries, RowLists, entry_view, texts_of, with_holes
+from logprobe.records.store.entries import Entries, entry_view, texts_of, with_holes
 from logprobe.records.store.inputs import (
     checked,
     given_columns,
@@ -24,7 +24,7 @@ from logprobe.records.store.inputs import (
     step_rows,
 )
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import IdRuns, Side
+from logprobe.records.store.side import IdRuns, Parts, Side
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
@@ -123,16 +123,13 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: a column yields too few values; negative ids or ranks; +inf. Nothing is added.
         """
-        ids = list(token_ids)
-        n = len(ids)  # each step counts here: a list of the right length is not copied
-        values = logprobs if type(logprobs) is list and len(logprobs) == n else list(islice(logprobs, n))
-        of_rank = ranks if type(ranks) is list and len(ranks) == n else list(islice(ranks, n))
-        texts = list(islice(decoded_tokens, n))
-        if len(values) == len(of_rank) == len(texts) == n and self._side.is_empty:
-            has_texts = n > 0 and (texts[0] is not None or texts.count(None) < n)
-            if self.rows.add_soon(ids, values, of_rank, texts if has_texts else None):
+        if self._side.is_empty:
+            row = self.rows.append_soon(token_ids, logprobs, ranks, decoded_tokens)
+            if row is None:
                 return
-        self.append_entries(row_entries(row_from_columns(ids, values, of_rank, texts)))
+        else:
+            row = row_from_columns(token_ids, logprobs, ranks, decoded_tokens)
+        self.append_entries(row_entries(row))
 
     def append_rows(
         self,
@@ -236,17 +233,14 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def chosen(self, index: int) -> tuple[int, Logprob] | None:
         """Token id and numbers of the chosen token at one position; None where it has no entries."""
-        row = self._row(range(self.rows.num_rows)[operator.index(index)])
+        row = self.rows.row(range(self.rows.num_rows)[operator.index(index)])
         if row is None or not row.token_ids:
             return None
         (text,) = texts_of(row.token_ids[:1], row.texts, self.table)
         return row.token_ids[0], Logprob(row.logprobs[0], row.ranks[0], text)
 
-    def _row(self, place: int) -> RowLists | None:
-        return None if self.rows.store.is_none(place) else self.rows.row(place)
-
     def _position(self, place: int) -> LogprobsOnePosition | None:
-        row = self._row(place)
+        row = self.rows.row(place)
         if row is None:
             return None
         if self.table is None and row.texts is None:
@@ -265,7 +259,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: an unknown precision; one below float32 for NaN or positive values.
         """
-        parts = wire.Parts(self.rows, *self._side.columns(len(self)), self.info)
+        parts = Parts(self.rows, *self._side.columns(len(self)), self.info)
         return wire.encode(parts, precision)
 
     @classmethod
@@ -308,14 +302,12 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def start_indices(self) -> ColumnView:
         """First entry of each position."""
-        store = self.rows.store
-        return ColumnView(store.num_rows, lambda start, stop: store.offsets(start, stop)[:-1].tolist())
+        return ColumnView(len(self), lambda start, stop: self.rows.offsets(start, stop)[:-1].tolist())
 
     @property
     def end_indices(self) -> ColumnView:
         """One past the last entry of each position."""
-        store = self.rows.store
-        return ColumnView(store.num_rows, lambda start, stop: store.offsets(start, stop)[1:].tolist())
+        return ColumnView(len(self), lambda start, stop: self.rows.offsets(start, stop)[1:].tolist())
 
     @property
     def token_ids(self) -> ColumnView:
@@ -381,23 +373,23 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Where positions have no entries, such as a prompt's first, the columns are masked arrays with a hole
         there: it prints as `--`, `tolist()` gives None, and sums leave it out.
         """
-        return with_holes(self.rows.store.chosen_entries(0, len(self)))
+        return with_holes(self.rows.chosen_entries(0, len(self)))
 
     def top_entries(self) -> Entries:
         """The k best of each position by rank, as arrays; k means k, whatever was chosen."""
-        return self.rows.store.top_entries(0, len(self))
+        return self.rows.top_entries(0, len(self))
 
     @property
     def other_logprob(self) -> Array:
         """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None."""
-        return self.rows.store.other_logprobs(0, len(self))
+        return self.rows.other_logprobs(0, len(self))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values held; texts and spare room not counted."""
-        return self.rows.store.nbytes + self._side.nbytes(len(self))
+        return self.rows.nbytes + self._side.nbytes(len(self))
 
     @property
     def num_entries(self) -> int:
         """Number of entries of all positions."""
-        return self.rows.store.first_entry(len(self))
+        return self.rows.first_entry(len(self))

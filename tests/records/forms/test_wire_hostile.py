@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import resource
-from itertools import repeat
+from itertools import product, repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from fuzzing import fuzz
 from logprobe.errors import InputError
 from logprobe.records import FlatLogprobs, Logprob
-from logprobe.records.forms.wire import ALIGNMENT, MAGIC
+from logprobe.records.forms.wire import ALIGNMENT, MAGIC, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +54,14 @@ def honest() -> dict[str, FlatLogprobs]:
 
 
 HONEST = honest()
+DATA = {(3, kind): record.to_bytes() for kind, record in HONEST.items()}
+# The same records as version 2 wrote them, by kind and precision.
+EARLIER = {
+    name: base64.b64decode(text)
+    for name, text in json.loads(Path(__file__).with_name("version_2.json").read_text()).items()
+}
+DATA |= {(2, kind): EARLIER[f"{kind}/float32"] for kind in HONEST}
+VERSIONS = pytest.mark.parametrize("version", [2, 3])
 
 
 def use(record: FlatLogprobs) -> None:
@@ -107,12 +118,18 @@ def check_ends_well(data: bytes) -> None:
 # -- what altered bytes once did, by name -------------------------------------------------------------------
 
 
-def column(name: str, /, **changes: Any) -> Callable[[dict[str, Any]], None]:
-    def alter(header: dict[str, Any]) -> None:
-        [place] = [place for place in header["columns"] if place["name"] == name]
-        place.update(changes)
+def place_of(header: dict[str, Any], name: str) -> dict[str, Any]:
+    """A column of version 2, or what stands for it in version 3."""
+    places = {place["name"]: place for place in header["columns"]}
+    if header["version"] == 3:
+        has_entries = "entry_ids" in places
+        now = f"entry_{name.removeprefix('token_')}" if has_entries else {"places": "ranks"}.get(name, name)
+        name = now if now in places else name
+    return places[name]
 
-    return alter
+
+def column(name: str, /, **changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: place_of(header, name).update(changes)
 
 
 def rows(**changes: Any) -> Callable[[dict[str, Any]], None]:
@@ -155,10 +172,11 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 }
 
 
+@VERSIONS
 @pytest.mark.parametrize("name", ALTERED)
-def test_a_header_that_contradicts_its_columns_is_refused(name: str) -> None:
+def test_a_header_that_contradicts_its_columns_is_refused(name: str, version: int) -> None:
     kind, alter = ALTERED[name]
-    header, body = parts_of(HONEST[kind].to_bytes())
+    header, body = parts_of(DATA[version, kind])
     alter(header)
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(joined(header, body))
@@ -179,20 +197,24 @@ VALUES: dict[str, tuple[str, str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_values_that_point_at_nothing_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [(name, version) for name in VALUES for version in (2, 3) if VALUES[name][1] != "places" or version == 2],
+)
+def test_values_that_point_at_nothing_are_refused(name: str, version: int) -> None:
     kind, column_name, value = VALUES[name]
-    header, body = parts_of(HONEST[kind].to_bytes())
-    [place] = [place for place in header["columns"] if place["name"] == column_name]
+    header, body = parts_of(DATA[version, kind])
+    place = place_of(header, column_name)
     altered = bytearray(body)
     altered[place["offset"] : place["offset"] + len(value)] = value
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(joined(header, bytes(altered)))
 
 
-def test_a_scale_of_no_numbers_is_refused() -> None:
-    header, body = parts_of(HONEST["packed"].to_bytes("uint8"))
-    [place] = [place for place in header["columns"] if place["name"] == "logprobs.scale"]
+@pytest.mark.parametrize("data", [HONEST["packed"].to_bytes("uint8"), EARLIER["packed/uint8"]])
+def test_a_scale_of_no_numbers_is_refused(data: bytes) -> None:
+    header, body = parts_of(data)
+    place = place_of(header, "logprobs.scale")
     for value in (np.nan, np.inf, -1.0):
         altered = bytearray(body)
         altered[place["offset"] : place["offset"] + 4] = np.float32(value).tobytes()
@@ -200,9 +222,10 @@ def test_a_scale_of_no_numbers_is_refused() -> None:
             FlatLogprobs.from_bytes(joined(header, bytes(altered)))
 
 
-def test_a_nan_that_signals_is_an_ordinary_one() -> None:
-    header, body = parts_of(HONEST["odd"].to_bytes())
-    [place] = [place for place in header["columns"] if place["name"] == "logprobs"]
+@VERSIONS
+def test_a_nan_that_signals_is_an_ordinary_one(version: int) -> None:
+    header, body = parts_of(DATA[version, "odd"])
+    place = place_of(header, "logprobs")
     assert place["dtype"] == "<f8"
     column("logprobs", dtype="<f4", shape=[2])(header)
     altered = bytearray(body)
@@ -218,6 +241,28 @@ def test_a_nan_that_signals_is_an_ordinary_one() -> None:
 def test_a_header_that_is_none_is_refused(head: bytes) -> None:
     with pytest.raises(InputError):
         FlatLogprobs.from_bytes(MAGIC + len(head).to_bytes(4, "little") + head)
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_what_version_2_wrote_is_read_as_it_was(name: str) -> None:
+    record, back = HONEST[name.partition("/")[0]], FlatLogprobs.from_bytes(EARLIER[name])
+    error = read_header(EARLIER[name])[0].max_abs_error
+    assert (error == 0) == (back == record)
+    for view in ("start_indices", "end_indices", "token_ids", "ranks", "decoded_tokens"):
+        assert getattr(back, view) == getattr(record, view)
+    assert {name: str(values) for name, values in back.extras.items()} == {
+        name: str(values) for name, values in record.extras.items()
+    }
+    assert [position is None for position in back] == [position is None for position in record]
+    np.testing.assert_allclose(back.logprobs, record.logprobs, atol=error * 1.01, rtol=0)
+    assert (back.given is None) == (record.given is None)
+    assert (back.kept is None) == (record.kept is None)
+    if record.given is not None:
+        assert back.given.ranks == record.given.ranks
+    if record.kept is not None:
+        assert [run.tolist() for run in back.kept.arrays()] == [run.tolist() for run in record.kept.arrays()]
+    assert FlatLogprobs.from_bytes(back.to_bytes()) == back
+    assert read_header(back.to_bytes())[0].version == 3
 
 
 def test_many_positions_without_entries_travel_still() -> None:
@@ -238,21 +283,27 @@ ALTERATION = st.tuples(
 @pytest.mark.fuzz
 @fuzz(4)
 @given(
-    kind=st.sampled_from(sorted(HONEST)),
-    precision=st.sampled_from(["float32", "float16", "uint8"]),
+    data=st.one_of(
+        st.sampled_from(sorted(EARLIER)).map(EARLIER.__getitem__),
+        st.builds(
+            lambda kind, precision: HONEST[kind].to_bytes(precision),
+            st.sampled_from(sorted(HONEST)),
+            st.sampled_from(["float32", "float16", "uint8"]),
+        ),
+    ),
     alterations=st.lists(ALTERATION, min_size=1, max_size=4),
 )
-def test_altered_bytes_end_well(kind: str, precision: Any, alterations: list[tuple[int, str, bytes]]) -> None:
-    data = bytearray(HONEST[kind].to_bytes(precision))
+def test_altered_bytes_end_well(data: bytes, alterations: list[tuple[int, str, bytes]]) -> None:
+    altered = bytearray(data)
     for number, how, value in alterations:
-        place = number % max(len(data), 1)
-        length = {"set": len(value), "cut": len(value), "put": 0, "end": len(data)}[how]
-        data[place : place + length] = value if how in {"set", "put"} else b""
-    check_ends_well(bytes(data))
+        place = number % max(len(altered), 1)
+        length = {"set": len(value), "cut": len(value), "put": 0, "end": len(altered)}[how]
+        altered[place : place + length] = value if how in {"set", "put"} else b""
+    check_ends_well(bytes(altered))
 
 
 COUNT = st.one_of(st.integers(-3, 300), st.sampled_from([2**31, 2**32, 2**63, 2**64, MANY, -(2**63)]))
-NAMES = sorted({place["name"] for one in HONEST.values() for place in parts_of(one.to_bytes())[0]["columns"]})
+NAMES = sorted({place["name"] for data in DATA.values() for place in parts_of(data)[0]["columns"]})
 DTYPES = ["<u2", "<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|b1", "|O", ">f4", "<U9", "<c8", "x"]
 
 
@@ -268,7 +319,7 @@ SCALARS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def altered_header(draw: Any) -> bytes:
-    header, body = parts_of(HONEST[draw(st.sampled_from(sorted(HONEST)))].to_bytes())
+    header, body = parts_of(DATA[draw(st.sampled_from(sorted(DATA)))])
     for _ in range(draw(st.integers(1, 3))):
         store = draw(st.sampled_from([one for one in (header["rows"], header.get("given")) if one]))
         if header["columns"] and draw(st.booleans()):
@@ -296,8 +347,8 @@ def test_altered_headers_end_well(data: bytes) -> None:
 
 def test_a_dishonest_record_asks_for_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for kind, alter in ALTERED.values():
-        header, body = parts_of(HONEST[kind].to_bytes())
+    for version, (kind, alter) in product((2, 3), ALTERED.values()):
+        header, body = parts_of(DATA[version, kind])
         alter(header)
         with pytest.raises(InputError):
             FlatLogprobs.from_bytes(joined(header, body))

@@ -95,10 +95,10 @@ def to_arrow(
         ParameterError: byte_offsets of another length.
     """
     length = len(record)
-    store, entries = record.rows.store, record.entries()
-    chosen = store.chosen_entries(0, length)
+    entries, chosen = record.entries(), record.rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
-    is_regular = store.is_plain and entries.texts is None and entries.token_ids.itemsize <= 4
+    has_wide_ids = entries.token_ids.max(initial=0) > np.iinfo(np.int32).max
+    is_regular = record.rows.is_regular and entries.texts is None and not has_wide_ids
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
         "position": np.arange(length),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import Entries
-    from logprobe.records.store.rows import Store
+    from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
 IMPOSSIBLE = -9999.0  # what JSON says for -inf, as other servers do
@@ -70,14 +70,14 @@ class ChatEncoder:
         """
         if num_top is not None and num_top < 0:
             raise ParameterError("num_top", f"{num_top} is negative; 0 leaves the top lists empty")
-        store = record.rows.store
+        rows = record.rows
         if stop - start <= FEW_ROWS:
-            return b",".join([self._entry(store, row, num_top) for row in range(start, stop)])
-        return self._joined(store, start, stop, num_top)
+            return b",".join([self._entry(rows, row, num_top) for row in range(start, stop)])
+        return self._joined(rows, start, stop, num_top)
 
-    def _entry(self, store: Store, row: int, num_top: int | None) -> bytes:
+    def _entry(self, rows: Rows, row: int, num_top: int | None) -> bytes:
         """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
-        lists = None if store.is_none(row) else store.top_lists(row)
+        lists = rows.top_lists(row)
         if lists is None:
             raise _no_chosen_token()
         values = (lists.chosen_logprob, *lists.top_logprobs[:num_top])
@@ -89,8 +89,8 @@ class ChatEncoder:
         own, *best = map(add, parts, numbers)
         return b'%b,"top_logprobs":[%b%b]}' % (own, b"},".join(best), b"}" if best else b"")
 
-    def _joined(self, store: Store, start: int, stop: int, num_top: int | None) -> bytes:
-        chosen, top = store.chosen_entries(start, stop), store.top_entries(start, stop)
+    def _joined(self, rows: Rows, start: int, stop: int, num_top: int | None) -> bytes:
+        chosen, top = rows.chosen_entries(start, stop), rows.top_entries(start, stop)
         if len(chosen.token_ids) != stop - start:
             raise _no_chosen_token()
         pieces, bounds = self._pieces(top), top.offsets.tolist()
@@ -183,9 +183,9 @@ def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, A
 
 def position_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, Any] | None]:
     """One object a position: the chosen token's numbers and the k best; None where nothing predicts it."""
-    store = record.rows.store
-    chosen = _items(store.chosen_entries(0, len(record)), table)
-    best = _items(store.top_entries(0, len(record)), table)
+    rows = record.rows
+    chosen = _items(rows.chosen_entries(0, len(record)), table)
+    best = _items(rows.top_entries(0, len(record)), table)
     return [{**own[0], "top_logprobs": top} if own else None for own, top in zip(chosen, best, strict=True)]
 
 

@@ -55,7 +55,7 @@ def drawn(record: FlatLogprobs) -> Picture:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
-    chosen = record.rows.store.chosen_entries(0, len(record))
+    chosen = record.rows.chosen_entries(0, len(record))
     if not len(chosen.token_ids):
         raise ParameterError("record", "holds no token to draw; ask for logprobs=0 or more")
     positions = np.flatnonzero(np.diff(chosen.offsets) > 0)

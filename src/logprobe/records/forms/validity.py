@@ -2,25 +2,23 @@
 
 Every column has a name, a type and a length that follow from the others, and its values must point where
 there is something. Nothing is allocated that the bytes do not hold; a record that passes can be read whole.
-
-Before it: the header and columns that `wire` found. After it: the stores, which trust them.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
 from logprobe.errors import InputError
 from logprobe.records.rows import EXTRAS
-from logprobe.records.store.entries import NO_RANK
+from logprobe.records.store.entries import NO_RANK, StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from logprobe.records.forms.headers import ColumnHeader, StoreHeader
     from logprobe.records.store.columns import Array
 
 MAX_COUNTED: Final = 1 << 20
@@ -30,25 +28,37 @@ GROUP: Final = 256  # scalars that share one scale
 Columns: TypeAlias = dict[str, tuple[str, ...]]
 """The columns of a form, each with the types that it may have."""
 
-IDS, COUNTS, LOGPROBS = ("<u2", "<i4", "<i8"), ("<u2", "<i4", "<i8"), ("<f4", "<f2", "|u1")
-TOP: Final[Columns] = {
-    "token_ids": IDS,
-    "logprobs": LOGPROBS,
-    "places": ("|u1", "<u2", "<u4"),
-    "ranks": COUNTS,
-    "outside_ids": IDS,
-    "outside_logprobs": LOGPROBS,
-}
+IDS, LOGPROBS = ("<u2", "<i4", "<i8"), ("<f4", "<f2", "|u1")
+STEPS: Final[Columns] = {"token_ids": IDS, "logprobs": LOGPROBS, "ranks": IDS}
 RAGGED: Final[Columns] = {
-    "token_ids": IDS,
-    "logprobs": (*LOGPROBS, "<f8"),
+    "entry_ids": IDS,
+    "entry_logprobs": (*LOGPROBS, "<f8"),
+    "entry_ranks": ("<i4", "<i8"),
     "ends": ("<i4", "<i8"),
-    "first_ranks": ("<i4",),
+    "is_none": ("|b1",),
 }
-RAGGED_MAY: Final[Columns] = {"ranks": ("<i4", "<i8"), "is_none": ("|b1",)}
 TEXTS: Final[Columns] = dict.fromkeys(("text_ids", "text_since", "text_apart"), ("<i8",))
-FORMS: Final[dict[str, Columns]] = {"top": TOP, "ragged": RAGGED}
-SCALED: Final = ("logprobs", "outside_logprobs")
+LOSSY: Final = ("logprobs", "entry_logprobs")
+
+
+class ColumnHeader(msgspec.Struct, frozen=True):
+    """Where one column lies: bytes from the end of the header, NumPy type string, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class RowsHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The scalars of some rows: the first None ones, the width of the steps' rows, how these are read."""
+
+    form: Literal["", "top", "ragged"] = ""  # of version 2, which had two
+    num_rows: int
+    num_none: int = 0
+    k: int = 0
+    repeats_chosen: bool = False
+    texts: list[str | None] = []
 
 
 def require(is_so: object, message: str) -> None:
@@ -61,13 +71,12 @@ def require(is_so: object, message: str) -> None:
         raise InputError(f"the record contradicts itself: {message}")
 
 
-def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int) -> None:
+def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int, known: Columns) -> None:
     """Each column once, under a known name, within the bytes that there are.
 
     Raises:
         InputError: it is not so.
     """
-    known = _known_columns()
     names = [column.name for column in columns]
     require(len(set(names)) == len(names), "a column stands twice")
     for name, dtype, shape, offset in ((one.name, one.dtype, one.shape, one.offset) for one in columns):
@@ -80,15 +89,17 @@ def check_places(columns: Sequence[ColumnHeader], num_bytes: int, alignment: int
         require(size or max(shape) <= MAX_COUNTED, f"column {name} has the shape {shape!r:.60}")
 
 
-def _known_columns() -> Columns:
-    store: Columns = {}
-    for columns in (TOP, RAGGED, RAGGED_MAY, TEXTS):
-        for name, dtypes in columns.items():
-            store[name] = tuple({*store.get(name, ()), *dtypes})
-    store |= {f"{name}.scale": ("<f4",) for name in SCALED}
+def known_columns() -> Columns:
+    """All columns of a record, each with the types that it may have."""
+    return with_others(STEPS | RAGGED | TEXTS, LOSSY)
+
+
+def with_others(rows: Columns, lossy: Sequence[str]) -> Columns:
+    """The columns of rows, of named ids, and of what else stands beside them."""
+    own = rows | {f"{name}.scale": ("<f4",) for name in lossy}
     beside: Columns = {name: (dtype.newbyteorder("<").str,) for name, dtype in EXTRAS.items()}
     beside |= {"kept.offsets": ("<i8",), "kept.token_ids": IDS}
-    return store | {f"given.{name}": dtypes for name, dtypes in store.items()} | beside
+    return own | {f"given.{name}": dtypes for name, dtypes in own.items()} | beside
 
 
 def check_scale(name: str, codes: Array, scale: Array | None) -> None:
@@ -116,69 +127,60 @@ def check_runs(offsets: Array, ids: Array, num_rows: int) -> None:
     require(ids.min(initial=0) >= 0, "the kept ids hold a negative number")
 
 
-def check_rows(header: StoreHeader, columns: Mapping[str, Array]) -> None:
-    """The columns of one store, as `wire` gives them to it: with 32-bit or 64-bit log-probabilities.
+def check_rows(header: RowsHeader, columns: Mapping[str, Array]) -> None:
+    """The columns of some rows, with 32-bit or 64-bit log-probabilities.
 
     Raises:
         InputError: it is not so.
     """
-    wanted = FORMS[header.form]
-    may = (RAGGED_MAY if header.form == "ragged" else {}) | TEXTS
-    for name in wanted:
+    has_ragged = not RAGGED.keys().isdisjoint(columns)
+    for name in STEPS | (RAGGED if has_ragged else {}):
         require(name in columns, f"the column {name} is missing")
     for name in columns:
-        require(name in wanted or name in may, f"a store of form {header.form!r} has no column {name}")
-    require(0 <= header.num_none <= header.num_rows, f"{header.num_none} of {header.num_rows} rows are None")
-    num_entries = _check_top(header, columns) if header.form == "top" else _check_ragged(header, columns)
+        require(name in STEPS or name in RAGGED or name in TEXTS, f"rows have no column {name}")
+    num_none = header.num_none
+    require(0 <= num_none <= MAX_COUNTED, f"it counts {num_none} rows that take no bytes")
+    num_steps, num_entries = _check_steps(header, columns)
+    num_ragged = 0
+    if has_ragged:
+        num_ragged = len(columns["ends"])
+        num_entries += _check_ragged(columns)
+    num_rows = num_none + num_steps + num_ragged
+    require(header.num_rows == num_rows, f"{num_rows} rows, and {header.num_rows} are said to be")
     _check_texts(header, columns, num_entries)
 
 
-def _check_top(header: StoreHeader, columns: Mapping[str, Array]) -> int:
-    k, num_rows = header.k, header.num_rows - header.num_none
-    require(header.num_none <= MAX_COUNTED, f"it counts {header.num_none} rows that take no bytes")
-    places = columns["places"]
-    require(places.shape == (num_rows,), f"{header.num_rows} rows, but places of shape {places.shape}")
-    for name in ("token_ids", "logprobs"):
-        shape = columns[name].shape
-        require(shape == (num_rows, k), f"{num_rows} rows of {k}, but {name} of shape {shape}")
-    require(places.dtype == np.min_scalar_type(k), f"places of type {places.dtype} for rows of {k}")
-    require(places.max(initial=0) <= k, f"a chosen token stands beyond place {k}")
-    num_outside = int(np.count_nonzero(places == k))
-    for name in ("outside_ids", "outside_logprobs"):
-        shape = columns[name].shape
-        require(shape == (num_outside,), f"{num_outside} tokens stand apart, but {name} has shape {shape}")
-    require(columns["outside_ids"].dtype == columns["token_ids"].dtype, "its ids are of two types")
-    require(columns["ranks"].shape == (num_rows,), f"{num_rows} rows, but ranks of another number")
-    for name in ("token_ids", "outside_ids", "ranks"):
+def _check_steps(header: RowsHeader, columns: Mapping[str, Array]) -> tuple[int, int]:
+    """The steps' rows; how many they are, and how many entries they show."""
+    ids, logprobs, ranks = rows = StepRows(*(columns[name] for name in STEPS))
+    require(ids.ndim == 2 and ids.shape[1] == header.k + 1 > 0, f"rows of {header.k}, but ids {ids.shape}")
+    require(logprobs.shape == ids.shape, f"logprobs of shape {logprobs.shape} for ids {ids.shape}")
+    require(logprobs.dtype == np.float32, f"logprobs of type {logprobs.dtype}")
+    require(ranks.shape == ids.shape[:1], f"{len(ids)} rows, but ranks of shape {ranks.shape}")
+    for name in ("token_ids", "ranks"):
         require(columns[name].min(initial=0) >= 0, f"{name} holds a negative number")
-    return num_rows * (k + 1) if header.repeats_chosen else num_rows * k + num_outside
+    return len(ids), ids.size - (0 if header.repeats_chosen else int(np.count_nonzero(rows.repeats())))
 
 
-def _check_ragged(header: StoreHeader, columns: Mapping[str, Array]) -> int:
-    ids, ends = columns["token_ids"], columns["ends"]
-    require(ids.ndim == 1, "the entries are no run")
-    for name in {"logprobs", "ranks"} & columns.keys():
+def _check_ragged(columns: Mapping[str, Array]) -> int:
+    """Rows of any width; how many entries they have."""
+    ids, ends, is_none = columns["entry_ids"], columns["ends"], columns["is_none"]
+    require(ids.ndim == ends.ndim == 1, "the entries are no run")
+    for name in ("entry_logprobs", "entry_ranks"):
         require(columns[name].shape == ids.shape, f"{name} of another number than the entries")
-    for name in {"ends", "first_ranks", "is_none"} & columns.keys():
-        require(columns[name].shape == (header.num_rows,), f"{name} of another number than the rows")
+    require(is_none.shape == ends.shape, "is_none of another number than the rows")
     widths = np.diff(ends, prepend=ends.dtype.type(0))
     last = int(ends[-1]) if len(ends) else 0
     is_rising = ends.min(initial=0) >= 0 and (ends[1:] >= ends[:-1]).all()
     require(is_rising and last == len(ids), "its rows do not cover the entries one after the other")
-    is_none = columns.get("is_none")
-    num_none = 0
-    if is_none is not None:
-        require(is_none.view(np.uint8).max(initial=0) <= 1, "is_none holds what is neither 0 nor 1")
-        num_none = int(np.count_nonzero(is_none))
-        require(not widths[is_none].any(), "a row is None and has entries")
-    require(num_none == header.num_none, f"{num_none} rows are None, and {header.num_none} are said to be")
-    for name, least in (("token_ids", 0), ("first_ranks", NO_RANK), ("ranks", NO_RANK)):
-        if name in columns:
-            require(columns[name].min(initial=0) >= least, f"{name} holds a negative number")
+    require(is_none.view(np.uint8).max(initial=0) <= 1, "is_none holds what is neither 0 nor 1")
+    require(not widths[is_none].any(), "a row is None and has entries")
+    for name, least in (("entry_ids", 0), ("entry_ranks", NO_RANK)):
+        require(columns[name].min(initial=0) >= least, f"{name} holds a negative number")
     return len(ids)
 
 
-def _check_texts(header: StoreHeader, columns: Mapping[str, Array], num_entries: int) -> None:
+def _check_texts(header: RowsHeader, columns: Mapping[str, Array], num_entries: int) -> None:
     names = TEXTS.keys() & columns.keys()
     require(len(names) in {0, len(TEXTS)}, "a column of texts is missing")
     if not names:

@@ -1,63 +1,55 @@
 """A record as bytes: a JSON header, then raw columns, each aligned to 8 bytes (layout in docs/records.md).
 
 Exact by default; 16-bit and 8-bit log-probabilities at an error that the header states.
-
-Before it: the rows of a record and what stands beside them. After it: pickle, message queues, files.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError
-from logprobe.records.forms.headers import ColumnHeader, StoreHeader
+from logprobe.records.forms import version_2
 from logprobe.records.forms.validity import (
     GROUP,
+    LOSSY,
     MAX_COUNTED,
+    ColumnHeader,
+    RowsHeader,
     check_places,
     check_rows,
     check_runs,
     check_scale,
+    known_columns,
     require,
 )
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the annotation
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.rows import Rows
+from logprobe.records.store.side import Parts
 
 if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
 
-MAGIC, VERSION, ALIGNMENT = b"LGPB", 2, 8
+MAGIC, VERSION, ALIGNMENT = b"LGPB", 3, 8
 
 Precision: TypeAlias = Literal["float32", "float16", "uint8"]
 
-LOSSY_COLUMNS = ("logprobs", "outside_logprobs", "given.logprobs", "given.outside_logprobs")
 KEPT = ("kept.offsets", "kept.token_ids")
 NUM_STEPS = 254  # 8-bit codes 0..254 span a group's finite values; 255 is -inf
 INFINITE = 255
-
-
-class Parts(NamedTuple):
-    """What of a record travels."""
-
-    rows: Rows
-    extras: dict[str, Array]  # of `EXTRAS`, (T,) each
-    given: Rows | None
-    kept: tuple[Array, Array] | None  # offsets (T + 1,) and ids
-    info: LogprobsInfo | None
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything about a record that is no column."""
 
     version: int
-    rows: StoreHeader
+    rows: RowsHeader
     columns: list[ColumnHeader]
-    given: StoreHeader | None = None
+    given: RowsHeader | None = None
     info: LogprobsInfo | None = None
     precision: Precision = "float32"
     max_abs_error: float = 0.0  # nats, of any finite logprob against the record that was written
@@ -76,13 +68,13 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
         columns |= dict(zip(KEPT, parts.kept, strict=True))
     if parts.given is not None:
         given_scalars, given = parts.given.state()
-        given_header = StoreHeader(**given_scalars)
+        given_header = RowsHeader(**given_scalars)
         columns |= {f"given.{name}": column for name, column in given.items()}
     columns, max_abs_error = _quantise(columns, precision)
     placed, body = _place(columns)
     header = Header(
         version=VERSION,
-        rows=StoreHeader(**scalars),
+        rows=RowsHeader(**scalars),
         columns=placed,
         given=given_header,
         info=parts.info,
@@ -95,8 +87,8 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
 
 
 def _carried(rows: Rows) -> Rows:
-    """The rows, or the same ones in a form in which each None takes bytes, where there are many."""
-    return Rows(rows.store.as_ragged(), rows.texts) if rows.store.num_none > MAX_COUNTED else rows
+    """The rows, or the same ones in a form in which each None takes a byte, where there are many."""
+    return rows.without_none_first() if rows.num_none > MAX_COUNTED else rows
 
 
 def decode(data: bytes | memoryview) -> Parts:
@@ -108,7 +100,10 @@ def decode(data: bytes | memoryview) -> Parts:
         InputError: not such bytes, another version, or columns that contradict each other.
     """
     header, body = read_header(data)
-    check_places(header.columns, len(body), ALIGNMENT)
+    is_old = header.version == version_2.VERSION
+    check_places(
+        header.columns, len(body), ALIGNMENT, version_2.known_columns() if is_old else known_columns()
+    )
     columns = _restore(_read_columns(header, body))
     extras = {name: columns.pop(name) for name in EXTRAS if name in columns}
     for name, values in extras.items():
@@ -116,10 +111,11 @@ def decode(data: bytes | memoryview) -> Parts:
     kept = _kept_of(columns, header.rows.num_rows)
     named = {name: columns.pop(name) for name in [*columns] if name.startswith("given.")}
     require(not named or header.given is not None, "columns of named ids, but none were named")
-    rows, given = _rows_from(header.rows, columns, ""), None
+    rows, given = _rows_from(header.rows, columns, is_old=is_old), None
     if header.given is not None:
         require(header.given.num_rows == header.rows.num_rows, "named ids of another number than the rows")
-        given = _rows_from(header.given, named, "given.")
+        own = {name.removeprefix("given."): column for name, column in named.items()}
+        given = _rows_from(header.given, own, is_old=is_old)
     return Parts(rows, extras, given, kept, header.info)
 
 
@@ -149,17 +145,17 @@ def read_header(data: bytes | memoryview) -> tuple[Header, memoryview]:
         header = msgspec.json.decode(view[start:stop], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"the record's header cannot be read: {error}") from error
-    if header.version != VERSION:
-        raise InputError(f"the record has version {header.version}; this program reads {VERSION}")
+    if header.version not in {VERSION, version_2.VERSION}:
+        raise InputError(f"the record has version {header.version}; this program reads 2 and {VERSION}")
     return header, view[stop:]
 
 
-def _rows_from(header: StoreHeader, columns: dict[str, Array], prefix: str) -> Rows:
-    own = {name.removeprefix(prefix): column for name, column in columns.items()}
-    check_rows(header, own)
-    if header.num_rows == header.num_none == 0:
-        return Rows()  # how wide its rows would be is only said
-    return Rows.from_state(msgspec.structs.asdict(header), own)
+def _rows_from(header: RowsHeader, columns: dict[str, Array], *, is_old: bool) -> Rows:
+    if is_old:
+        header, columns = version_2.as_now(header, columns)
+    require(is_old or not header.form, "its rows have a form, as only those of version 2 do")
+    check_rows(header, columns)
+    return Rows.from_state(msgspec.structs.asdict(header), columns)
 
 
 def _place(columns: dict[str, Array]) -> tuple[list[ColumnHeader], list[bytes]]:
@@ -198,7 +194,7 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
     if precision == "float32":
         return columns, 0.0
     smaller, max_abs_error = dict(columns), 0.0
-    for name in LOSSY_COLUMNS:
+    for name in (*LOSSY, *(f"given.{name}" for name in LOSSY)):
         if name in columns:
             exact = columns[name]
             if not (exact <= 0).all():
@@ -216,8 +212,8 @@ def _quantise(columns: dict[str, Array], precision: Precision) -> tuple[dict[str
 def _restore(columns: dict[str, Array]) -> dict[str, Array]:
     """Undo `_quantise`: float32 columns."""
     restored = {name: column for name, column in columns.items() if not name.endswith(".scale")}
-    for name in LOSSY_COLUMNS:
-        if name in columns and columns[name].dtype not in (np.float32, np.float64):
+    for name in [name for name in columns if name.endswith("logprobs")]:
+        if columns[name].dtype not in (np.float32, np.float64):
             if columns[name].dtype == np.uint8:
                 check_scale(name, columns[name], columns.get(f"{name}.scale"))
             restored[name] = _restored(name, columns)

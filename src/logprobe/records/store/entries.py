@@ -31,6 +31,44 @@ class Entries:
     is_none: Array | None = None  # (n,) bool: positions appended as None; None where there are none
     texts: list[str | None] | None = None  # N texts given with the entries; None where none was
 
+    @classmethod
+    def none(cls, count: int) -> Entries:
+        """Positions that read as None."""
+        return cls(
+            offsets=np.zeros(count + 1, np.int64),
+            token_ids=np.empty(0, np.uint16),
+            logprobs=np.empty(0, np.float32),
+            ranks=np.empty(0, np.int32),
+            is_none=np.ones(count, np.bool_),
+        )
+
+    @classmethod
+    def joined(cls, runs: Sequence[Entries]) -> Entries:
+        """Runs of positions, none with texts, one after another; what one of them alone has is not copied."""
+        if len(runs) == 1:
+            return runs[0]
+        if not runs:
+            return cls.none(0)
+        widths = np.concatenate([np.diff(run.offsets) for run in runs])
+        filled = [run for run in runs if len(run.token_ids)] or runs[:1]
+
+        def column(name: str) -> Array:
+            parts = [getattr(run, name) for run in filled]
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+        return cls(
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)]),
+            token_ids=column("token_ids"),
+            logprobs=column("logprobs"),
+            ranks=column("ranks"),
+            is_none=np.concatenate(
+                [
+                    np.zeros(len(run.offsets) - 1, np.bool_) if run.is_none is None else run.is_none
+                    for run in runs
+                ]
+            ),
+        )
+
     def take(self, rows: Array) -> Entries:
         """The rows named, in that order."""
         widths = np.diff(self.offsets)[rows]
@@ -76,16 +114,15 @@ def texts_of(
 
 def entry_view(rows: Rows, pick: Callable[[Entries], list[Any]]) -> ColumnView:
     """What `pick` takes of the entries of all positions, read when asked for."""
-    store = rows.store
 
     def read(start: int, stop: int) -> list[Any]:
         if start == stop:
             return []
-        first = store.row_of(start)
-        base = store.first_entry(first)
-        return pick(rows.entries(first, store.row_of(stop - 1) + 1))[start - base : stop - base]
+        first = rows.row_of(start)
+        base = rows.first_entry(first)
+        return pick(rows.entries(first, rows.row_of(stop - 1) + 1))[start - base : stop - base]
 
-    return ColumnView(store.first_entry(store.num_rows), read)
+    return ColumnView(rows.first_entry(rows.num_rows), read)
 
 
 def with_holes(entries: Entries) -> Entries:
@@ -116,12 +153,17 @@ class StepRows(NamedTuple):
     logprobs: Array  # (n, k + 1) float32 or float64, nats
     ranks: Array  # (n,) integers, of the chosen token
 
+    def repeats(self) -> Array:
+        """Where the k best hold the chosen token, (n, k) bool."""
+        is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
+        return is_repeat
+
     def entries(self, *, repeats_chosen: bool) -> Entries:
         """The same rows as entries; `repeats_chosen` keeps a chosen token that is among the k best twice."""
         n, width = self.token_ids.shape
         is_shown = np.ones((n, width), np.bool_)
         if not repeats_chosen:
-            np.not_equal(self.token_ids[:, 1:], self.token_ids[:, :1], out=is_shown[:, 1:])
+            np.logical_not(self.repeats(), out=is_shown[:, 1:])
         offsets = np.zeros(n + 1, np.int64)
         np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
         ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()

@@ -1,60 +1,77 @@
-"""The rows of one record: those that wait, those that are packed, and the texts given with them.
+"""The rows of one record: positions without any, then the steps' own rectangle, then whatever came by hand.
 
-Before it: rows from `inputs`. After it: `FlatLogprobs`, which gives them the face of a list of dicts.
+A step's rows take no offsets. From the first position on that is none (another width, ranks of its own,
+a None after others) there are some; what came before stays as it is.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from logprobe.records.store.columns import chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists, StepRows
-from logprobe.records.store.inputs import as_step_rows
-from logprobe.records.store.pending import MAX_ENTRIES, Pending, PendingSteps
-from logprobe.records.store.ragged_rows import RaggedRows
+from logprobe.records.store.inputs import as_step_rows, row_from_columns
+from logprobe.records.store.ragged import Ragged
+from logprobe.records.store.rectangle import Rectangle
 from logprobe.records.store.texts import Texts
-from logprobe.records.store.top_rows import TopRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from logprobe.records.store.columns import Array
+    from logprobe.records.store.entries import TopLists
 
-MAX_ROWS = 1024  # that wait
+MAX_WAITING: Final = 4096  # entries of `append_fast` that wait
 
-Store: TypeAlias = RaggedRows | TopRows
-
-STORES: dict[str, type[Store]] = {store.form: store for store in (RaggedRows, TopRows)}
+Part: TypeAlias = Rectangle | Ragged
 
 
 class Rows:
-    """Chooses the store: `TopRows` while every row is regular, `RaggedRows` from the first that is not.
+    """The one store: `num_none` positions, `rectangle`, `ragged`, in this order, and the texts given with it.
 
-    Rows that come one by one wait until there are many or until somebody reads; whoever packs them holds the
-    lock. The change of store is one assignment, so a reader that took `store` goes on with a whole one.
+    Rows of `append_fast` wait until there are many or until somebody reads: numbers of Python's are quicker
+    to convert together. Whoever packs them holds the lock; everything else is the one writer's.
     """
 
-    __slots__ = ("_lock", "_pending", "_store", "num_rows", "texts")
+    __slots__ = ("_lock", "_open", "_waiting", "num_none", "num_rows", "ragged", "rectangle", "texts")
 
-    def __init__(self, store: Store | None = None, texts: Texts | None = None) -> None:
-        self._store: Store = RaggedRows() if store is None else store
-        self._pending: Pending | PendingSteps = Pending()
-        self._lock = Lock()
+    def __init__(
+        self,
+        num_none: int = 0,
+        rectangle: Rectangle | None = None,
+        ragged: Ragged | None = None,
+        texts: Texts | None = None,
+    ) -> None:
+        self.num_none = num_none
+        self.rectangle = rectangle or Rectangle(1, repeats_chosen=False)
+        self.ragged = ragged or Ragged()
         self.texts = texts  # None: no text was given so far
-        self.num_rows = self._store.num_rows  # published last: a reader that sees a row finds all of it
+        self._waiting: _Waiting | None = None
+        self._open: Rectangle | None = None  # the rectangle, while a step's row goes straight there
+        self._lock = Lock()
+        self.num_rows = self._num_packed()  # published last: a reader that sees a row finds all of it
+
+    def _num_packed(self) -> int:
+        return self.num_none + self.rectangle.num_rows + self.ragged.num_rows
 
     @property
-    def store(self) -> Store:
-        """All rows, packed; it may grow, but never moves."""
-        if self._pending.num_rows:
-            with self._lock:
-                self._pack()
-        return self._store
+    def is_regular(self) -> bool:
+        """Whether every position behind the first None ones is a step's row, the chosen token shown once."""
+        self._pack()
+        return not self.ragged.num_rows and not self.rectangle.repeats_chosen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values held."""
+        self._pack()
+        return self.rectangle.nbytes + self.ragged.nbytes
 
     # -- growing -----------------------------------------------------------------------------------------
 
@@ -62,230 +79,353 @@ class Rows:
         """Add positions without entries that read as None."""
         if not count:
             return
-        self._store = store = self.store.as_ragged()
-        for _ in range(count):
-            store.append_none()
-        self.num_rows = store.num_rows
-
-    def append_step(self, rows: StepRows) -> None:
-        """Add a step's `checked` rows, a chosen token that is among the k best kept once."""
-        self._append_whole(rows, repeats_chosen=False, texts=None)
+        if self.num_none < self.num_rows:
+            self.append_entries(Entries.none(count))
+            return
+        self.num_none += count
+        self.num_rows += count
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
-        """`append_step` of one narrow row in a few microseconds; False where that should look."""
-        if not type(token_ids) is type(logprobs) is type(ranks) is np.ndarray:
+        """`append_step` of one narrow row in about a microsecond; False where that should look."""
+        if self._open is None or not type(token_ids) is type(logprobs) is type(ranks) is np.ndarray:
             return False
-        pending = self._pending
-        kind = (token_ids.shape, logprobs.shape, ranks.shape, token_ids.dtype, logprobs.dtype, ranks.dtype)
-        if not isinstance(pending, PendingSteps) or pending.kind != kind or pending.num_rows >= MAX_ROWS:
-            if not PendingSteps.takes(kind):
-                return False
-            with self._lock:
-                self._pack()
-                self._pending = pending = PendingSteps(kind)
-        if not pending.add(token_ids.tobytes(), logprobs.tobytes(), ranks.tobytes()):
+        if not self._open.append_one(token_ids, logprobs, ranks):
             return False
         self.num_rows += 1
         return True
 
+    def append_step(
+        self,
+        rows: StepRows,
+        *,
+        repeats_chosen: bool = False,
+        texts: list[str | None] | None = None,
+    ) -> None:
+        """Add a step's `checked` rows; `texts` are those of the entries that are shown."""
+        self._pack(is_last=True)
+        self._add_step(rows, repeats_chosen=repeats_chosen, texts=texts)
+        is_plain = self.texts is None and not (self.ragged.num_rows or self.rectangle.repeats_chosen)
+        self._open = self.rectangle if is_plain else None
+        self.num_rows = self._num_packed()
+
     def append_position(self, row: RowLists, entries: Entries) -> None:
         """Add one row of different tokens, whose `row_entries` these are."""
-        rows = as_step_rows(row, entries, self.store.k)
+        self._pack(is_last=True)
+        rectangle = self.rectangle
+        k = rectangle.width - 1 if rectangle.num_rows else None
+        rows = None if self.ragged.num_rows else as_step_rows(row, entries, k)
         if rows is None:
             self.append_entries(entries)
         else:
-            self._append_whole(rows, repeats_chosen=False, texts=row.texts, ids=row.token_ids)
+            self.append_step(rows, texts=row.texts)
 
     def append_entries(self, entries: Entries) -> None:
-        """Add a run of rows exactly as given."""
-        store = self.store
-        if entries.texts is not None or self.texts is not None:
-            self._write_texts(store, entries.token_ids.tolist(), entries.texts)
-        self._store = ragged = store.as_ragged()
-        ragged.append_entries(entries)
-        self.num_rows = ragged.num_rows
+        """Add a run of rows exactly as given; None ones at the front of a record take no bytes."""
+        self._pack(is_last=True)
+        self._open = None
+        if entries.is_none is not None and self.num_none == self.num_rows:
+            num_rows = len(entries.is_none)
+            num_none = int(np.argmin([*entries.is_none.tolist(), False]))
+            self.num_none += num_none
+            entries = entries.take(np.arange(num_none, num_rows))
+        self._add_entries(entries)
+        self.num_rows = self._num_packed()
 
     def append_given(self, entries: Entries) -> None:
-        """`append_entries` of rows that are packed where they are regular."""
+        """`append_entries` of rows that take no offsets where they are a step's."""
         rows = _regular(entries)
         if rows is None:
             self.append_entries(entries)
         else:
-            self._append_whole(rows, repeats_chosen=True, texts=entries.texts, ids=entries.token_ids.tolist())
+            self.append_step(rows, repeats_chosen=True, texts=entries.texts)
 
     def extend(self, other: Rows) -> None:
         """Add the rows that another record holds now."""
-        for start, stop in chunks(other.store.num_rows):
-            self._append_part(other.cut(range(start, stop)))
+        for start, stop in chunks(other.num_rows):
+            other_rectangle, num_none = other.rectangle, min(max(other.num_none - start, 0), stop - start)
+            self.append_none(num_none)
+            for part, first, last in other._parts(start, stop):
+                texts = other._texts_of(part, first, last)
+                if part is other_rectangle:
+                    repeats_chosen = other_rectangle.repeats_chosen
+                    self.append_step(
+                        other_rectangle.rows(first, last), repeats_chosen=repeats_chosen, texts=texts
+                    )
+                else:
+                    self.append_entries(replace(part.entries(first, last), texts=texts))
 
-    def _append_part(self, part: Rows) -> None:
-        store, is_blank = part.store, self.store.num_none == self.num_rows
-        rows = store.step_rows()
-        entries = part.entries(0, store.num_rows)
-        if rows is None or (store.num_none and not is_blank):
-            self.append_entries(entries)
+    def _add_step(self, rows: StepRows, *, repeats_chosen: bool, texts: list[str | None] | None) -> None:
+        width = rows.token_ids.shape[1]
+        if not (self.rectangle.num_rows or self.ragged.num_rows):
+            self.rectangle = Rectangle(width, repeats_chosen=repeats_chosen)
+        rectangle = self.rectangle
+        is_like = (rectangle.width, rectangle.repeats_chosen) == (width, repeats_chosen)
+        if self.ragged.num_rows or not is_like or rows.logprobs.dtype != np.float32:
+            self._add_entries(replace(rows.entries(repeats_chosen=repeats_chosen), texts=texts))
             return
-        self.append_none(store.num_none)
-        ids = entries.token_ids.tolist()
-        self._append_whole(rows, repeats_chosen=store.repeats_chosen, texts=entries.texts, ids=ids)
-
-    def _append_whole(
-        self,
-        rows: StepRows,
-        *,
-        repeats_chosen: bool,
-        texts: Sequence[str | None] | None,
-        ids: list[int] | None = None,
-    ) -> None:
-        """Add regular rows now; `texts` are those of the entries `ids` that they show."""
-        self._add(self.store, rows, repeats_chosen=repeats_chosen, texts=texts, ids=ids)
-        self.num_rows = self._store.num_rows
-
-    def _add(
-        self,
-        store: Store,
-        rows: StepRows,
-        *,
-        repeats_chosen: bool,
-        texts: Sequence[str | None] | None,
-        ids: list[int] | None = None,
-    ) -> None:
         if texts is not None or self.texts is not None:
-            shown = rows.entries(repeats_chosen=repeats_chosen).token_ids.tolist() if ids is None else ids
-            self._write_texts(store, shown, texts)
-        grown = store
-        if store.num_rows == store.num_none:
-            grown = TopRows(
-                rows.token_ids.shape[1] - 1, num_none=store.num_rows, repeats_chosen=repeats_chosen
-            )
-        if not grown.append_rows(rows, repeats_chosen=repeats_chosen):
-            grown = store.as_ragged()
-            grown.append_rows(rows, repeats_chosen=repeats_chosen)
-        self._store = grown
+            self._write_texts(rows.entries(repeats_chosen=repeats_chosen).token_ids, texts)
+        rectangle.append(rows)
 
-    def _write_texts(self, store: Store, ids: list[int], texts: Sequence[str | None] | None) -> None:
+    def _add_entries(self, entries: Entries) -> None:
+        if entries.texts is not None or self.texts is not None:
+            self._write_texts(entries.token_ids, entries.texts)
+        self.ragged.append(entries)
+
+    def _write_texts(self, token_ids: Array, texts: list[str | None] | None) -> None:
         """Note the texts of entries that are about to be added."""
         known = self.texts or Texts()
-        known.write(store.first_entry(store.num_rows), ids, texts)
+        known.write(self.rectangle.num_entries + self.ragged.num_entries, token_ids.tolist(), texts)
         self.texts = known
 
     # -- rows that wait ----------------------------------------------------------------------------------
 
-    def add_soon(
+    def append_soon(
         self,
-        ids: list[int],
-        logprobs: list[float],
-        ranks: list[Any],
-        texts: list[str | None] | None,
-    ) -> bool:
-        """Let one row wait, exactly as given; False where it is unusual."""
-        if inf in logprobs:
-            return False
-        with self._lock:
-            pending = self._pending
-            if not isinstance(pending, Pending) or len(pending.ids) >= MAX_ENTRIES:
-                self._pack()
-                self._pending = pending = Pending()
-            before = len(pending.ids)
-            try:
-                pending.ids.fromlist(ids)
-                pending.logprobs.fromlist(logprobs)
-                pending.ranks.fromlist(ranks)
-            except (TypeError, OverflowError):  # not all unsigned 32-bit integers and numbers
-                del pending.ids[before:], pending.logprobs[before:]
-                return False
-            if texts is not None or pending.texts is not None:
-                pending.add_texts(before, texts)
-            pending.ends.append(len(pending.ids))
+        token_ids: Iterable[int],
+        logprobs: Iterable[float],
+        ranks: Iterable[int | None],
+        decoded_tokens: Iterable[str | None],
+    ) -> RowLists | None:
+        """Let one row wait, exactly as given; what is unusual is given back for `append_entries`.
+
+        Raises:
+            ParameterError: a column yields too few values.
+        """
+        # Each step counts here: a list of the right length is not copied.
+        ids = token_ids if type(token_ids) is list else [*token_ids]
+        n = len(ids)
+        values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
+        of_rank, texts = [*islice(ranks, n)], [*islice(decoded_tokens, n)]
+        waiting = self._waiting
+        if waiting is None or waiting.width != n or len(waiting.ids) >= MAX_WAITING:
+            self._pack(is_last=True)
+            waiting = self._waiting = _Waiting(n)
+            self._open = None
+        if of_rank[1:] != waiting.order or inf in values or len(values) != n or not n:
+            return row_from_columns(ids, values, of_rank, texts)
+        try:
+            waiting.ids.fromlist(ids)
+            waiting.logprobs.fromlist(values)
+            if texts != waiting.no_texts or waiting.texts is not None:
+                waiting.add_texts(texts)
+            waiting.ranks.append(of_rank[0])  # type: ignore[arg-type] # last: a reader that packs finds all of a row
+        except (TypeError, OverflowError):  # not all unsigned 32-bit integers and numbers
+            waiting.forget_unfinished()
+            return row_from_columns(ids, values, of_rank, texts)
         self.num_rows += 1
-        return True
+        return None
 
-    def _pack(self) -> None:
-        """Move what waits into the store; the caller holds the lock."""
-        pending, store = self._pending, self._store
-        count = pending.num_rows
-        if not count:
+    def _pack(self, *, is_last: bool = False) -> None:
+        """Move what waits to where it stays; `is_last`: the writer adds other rows behind."""
+        if self._waiting is None:
             return
-        is_done = count == 1 and self._pack_one(pending)
-        if isinstance(pending, PendingSteps):
-            if not is_done:
-                self._add(store, pending.rows(count), repeats_chosen=False, texts=None)
-            pending.forget(count)
-            return
-        if not is_done:
-            self._pack_given(store, pending)
-        self._pending = Pending()
-
-    def _pack_given(self, store: Store, pending: Pending) -> None:
-        entries = pending.entries()
-        rows = _regular(entries)
-        if rows is None:
-            if entries.texts is not None or self.texts is not None:
-                self._write_texts(store, entries.token_ids.tolist(), entries.texts)
-            self._store = ragged = store.as_ragged()
-            ragged.append_entries(entries)
-        else:
-            ids = None if entries.texts is None else pending.ids.tolist()
-            self._add(store, rows, repeats_chosen=True, texts=entries.texts, ids=ids)
-
-    def _pack_one(self, pending: Pending | PendingSteps) -> bool:
-        """Pack one row without arrays, which would cost most of it; False where it is not as simple."""
-        row, is_step = pending.row(), isinstance(pending, PendingSteps)
-        if not row.ranks or row.texts is not None or self.texts is not None:
-            return False
-        ids, logprobs, (rank, *others), _ = row
-        if rank is None or (not is_step and others != list(range(1, len(ids)))):
-            return False
-        return self._store.append_one(ids, logprobs, rank, repeats_chosen=not is_step)
+        with self._lock:
+            waiting = self._waiting
+            if waiting is not None:
+                rows, texts = waiting.take()
+                if len(rows.ranks):
+                    self._add_step(rows, repeats_chosen=True, texts=texts)
+                if is_last:
+                    self._waiting = None
 
     # -- reading -----------------------------------------------------------------------------------------
 
-    def row(self, row: int) -> RowLists:
-        """One row, not None, as Python values."""
-        store = self.store
-        lists, texts = store.row(row), self.texts
-        return lists if texts is None else lists._replace(texts=texts.read(store.first_entry(row), lists[0]))
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
+        """What holds the rows [start, stop) behind the first None ones, with its own numbers of them."""
+        self._pack()
+        base = self.num_none
+        for part in (self.rectangle, self.ragged):
+            num_rows = part.num_rows
+            first, last = max(start - base, 0), min(stop - base, num_rows)
+            if first < last:
+                yield part, first, last
+            base += num_rows
+
+    def _joined(self, start: int, stop: int, read: Callable[[Part, int, int], Entries]) -> Entries:
+        num_none = min(max(self.num_none - start, 0), stop - start)
+        runs = [read(part, first, last) for part, first, last in self._parts(start, stop)]
+        return Entries.joined([Entries.none(num_none), *runs] if num_none else runs)
+
+    def _place(self, row: int) -> tuple[Part, int] | None:
+        """What holds one row, and its number there; None for one of the first None ones."""
+        self._pack()
+        at, rectangle = row - self.num_none, self.rectangle
+        if at < 0:
+            return None
+        return (rectangle, at) if at < rectangle.num_rows else (self.ragged, at - rectangle.num_rows)
+
+    def row(self, row: int) -> RowLists | None:
+        """One row as Python values; None for a None row."""
+        place = self._place(row)
+        lists, texts = None if place is None else place[0].row(place[1]), self.texts
+        if lists is None or texts is None:
+            return lists
+        return lists._replace(texts=texts.read(self.first_entry(row), lists.token_ids))
+
+    def top_lists(self, row: int) -> TopLists | None:
+        """The chosen token and the k best of one row as Python values; None where it has no entries."""
+        place = self._place(row)
+        return None if place is None else place[0].top_lists(place[1])
 
     def entries(self, start: int, stop: int) -> Entries:
         """The public columns of rows [start, stop)."""
-        store = self.store
-        entries, texts = store.entries(start, stop), self.texts
+        entries, texts = (
+            self._joined(start, stop, lambda part, first, last: part.entries(first, last)),
+            self.texts,
+        )
         if texts is None:
             return entries
-        return replace(entries, texts=texts.read(store.first_entry(start), entries.token_ids.tolist()))
+        return replace(entries, texts=texts.read(self.first_entry(start), entries.token_ids.tolist()))
+
+    def _texts_of(self, part: Part, first: int, last: int) -> list[str | None] | None:
+        if self.texts is None:
+            return None
+        before = 0 if part is self.rectangle else self.rectangle.num_entries
+        ids = part.entries(first, last).token_ids.tolist()
+        return self.texts.read(before + part.first_entry(first), ids)
+
+    def chosen_entries(self, start: int, stop: int) -> Entries:
+        """The chosen token of each row of [start, stop) that has entries."""
+        return self._joined(start, stop, lambda part, first, last: part.chosen_entries(first, last))
+
+    def top_entries(self, start: int, stop: int) -> Entries:
+        """The k best of each row of [start, stop), by rank."""
+        return self._joined(start, stop, lambda part, first, last: part.top_entries(first, last))
+
+    def other_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the tokens that each row lists, (n,) float32, nats; NaN for a None row."""
+        num_none = min(max(self.num_none - start, 0), stop - start)
+        runs = [part.other_logprobs(first, last) for part, first, last in self._parts(start, stop)]
+        return np.concatenate([np.full(num_none, np.nan, np.float32), *runs])
+
+    def offsets(self, start: int, stop: int) -> Array:
+        """Entry offsets of rows [start, stop), (stop - start + 1,) int64, from the record's first entry."""
+        num_none = min(max(self.num_none - start, 0), stop - start)
+        widths = [part.widths(first, last) for part, first, last in self._parts(start, stop)]
+        ends = np.cumsum(np.concatenate([np.zeros(num_none + 1, np.int64), *widths]))
+        return ends + self.first_entry(start)
+
+    def first_entry(self, row: int) -> int:
+        """Number of entries before a row."""
+        self._pack()
+        at, num_rows = max(row - self.num_none, 0), self.rectangle.num_rows
+        if at <= num_rows:
+            return self.rectangle.first_entry(at)
+        return self.rectangle.num_entries + self.ragged.first_entry(at - num_rows)
+
+    def row_of(self, entry: int) -> int:
+        """The row that holds entry `entry`."""
+        self._pack()
+        rectangle = self.rectangle
+        before = rectangle.num_entries if self.ragged.num_rows else inf
+        if entry < before:
+            return self.num_none + rectangle.row_of(entry)
+        return self.num_none + rectangle.num_rows + self.ragged.row_of(entry - rectangle.num_entries)
+
+    # -- cutting and carrying ----------------------------------------------------------------------------
 
     def cut(self, places: range) -> Rows:
         """The rows at `places`; without a copy where they are consecutive."""
-        store, texts = self.store, self.texts
-        if places.step == 1:
-            start, stop = places.start, max(places.start, places.stop)
-            first, last = store.first_entry(start), store.first_entry(stop)
-            return Rows(store.view(start, stop), None if texts is None else texts.view(first, last))
+        if places.step == 1 or not places:
+            return self._view(places.start, max(places.start, places.stop))
         rows = np.arange(places.start, places.stop, places.step)
-        part = Rows(store.take(rows))
-        if texts is not None and len(rows):
-            first = int(rows.min())
-            picked = self.entries(first, int(rows.max()) + 1).take(rows - first)
-            part.texts = Texts()
-            part.texts.write(0, picked.token_ids.tolist(), picked.texts)
+        low, high = int(rows.min()), int(rows.max()) + 1
+        part, num_none = Rows(), int(np.count_nonzero(rows < self.num_none))
+        is_none_first = (rows[num_none:] >= self.num_none).all()
+        parts = [*self._parts(low, high)]
+        if not is_none_first or any(held is self.ragged for held, _, _ in parts):
+            part.append_entries(self.entries(low, high).take(rows - low))
+            return part
+        part.append_none(num_none)
+        for _, first, last in parts:
+            picked = rows[num_none:] - self.num_none - first
+            kept = StepRows(*(column[picked] for column in self.rectangle.rows(first, last)))
+            texts = None if self.texts is None else self.entries(low, high).take(rows - low).texts
+            part.append_step(kept, repeats_chosen=self.rectangle.repeats_chosen, texts=texts)
         return part
 
-    # -- carrying ----------------------------------------------------------------------------------------
+    def _view(self, start: int, stop: int) -> Rows:
+        first, last = self.first_entry(start), self.first_entry(stop)
+        num_none = min(max(self.num_none - start, 0), stop - start)
+        texts = None if self.texts is None else self.texts.view(first, last)
+        at = [min(max(row - self.num_none, 0), self.rectangle.num_rows) for row in (start, stop)]
+        base = self.num_none + self.rectangle.num_rows
+        beyond = [max(row - base, 0) for row in (start, stop)]
+        return Rows(num_none, self.rectangle.view(*at), self.ragged.view(*beyond), texts)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Scalars and columns from which `from_state` builds the same rows."""
-        scalars, columns = self.store.state()
-        if self.texts is None:
-            return scalars, columns
-        num_entries = self.store.first_entry(scalars["num_rows"])
-        scalars["texts"], text_columns = self.texts.view(0, num_entries).state()
-        return scalars, columns | text_columns
+        self._pack()
+        rectangle, num_rows = self.rectangle, self.rectangle.num_rows
+        scalars: dict[str, Any] = {
+            "num_none": self.num_none,
+            "k": rectangle.width - 1,
+            "repeats_chosen": rectangle.repeats_chosen,
+        }
+        columns: dict[str, Array] = rectangle.narrow_rows(num_rows)._asdict()
+        if self.ragged.num_rows:
+            columns |= self.ragged.columns()
+        scalars["num_rows"] = self.num_none + num_rows + len(columns.get("ends", ()))
+        if self.texts is not None:
+            num_entries = self.first_entry(scalars["num_rows"])
+            scalars["texts"], text_columns = self.texts.view(0, num_entries).state()
+            columns |= text_columns
+        return scalars, columns
 
     @classmethod
     def from_state(cls, scalars: dict[str, Any], columns: dict[str, Array]) -> Rows:
         """Build rows on columns that `state` gave, without a copy."""
-        texts = Texts.from_state(scalars["texts"], columns) if "text_ids" in columns else None
-        return cls(STORES[scalars["form"]].from_state(scalars, columns), texts)
+        steps = StepRows(*(columns[name] for name in StepRows._fields))
+        return cls(
+            scalars["num_none"],
+            Rectangle.of(steps, repeats_chosen=scalars["repeats_chosen"]),
+            Ragged.of(columns) if "ends" in columns else None,
+            Texts.from_state(scalars["texts"], columns) if "text_ids" in columns else None,
+        )
+
+    def without_none_first(self) -> Rows:
+        """The same rows, None ones among them taking a byte each."""
+        rows = Rows()
+        rows._add_entries(self.entries(0, self.num_rows))
+        rows.num_rows = self.num_rows
+        return rows
+
+
+class _Waiting:
+    """Rows of one width with the ranks [r, 1, 2, ...], in Python's typed arrays, which take lists whole."""
+
+    __slots__ = ("_num_taken", "ids", "logprobs", "no_texts", "order", "ranks", "texts", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width, self._num_taken = width, 0
+        self.order, self.no_texts = [*range(1, width)], [None] * width
+        # Unsigned, so that a negative number is refused while it is copied.
+        self.ids, self.logprobs, self.ranks = array("I"), array("d"), array("I")
+        self.texts: list[str | None] | None = None  # of every entry; None where no row gave any
+
+    def add_texts(self, texts: list[str | None]) -> None:
+        """Note the texts of the row that is being added."""
+        if len(texts) != self.width:
+            raise TypeError("a text is missing")
+        if self.texts is None:
+            self.texts = [None] * (len(self.ranks) * self.width)
+        self.texts += texts
+
+    def forget_unfinished(self) -> None:
+        """Take back what was added of a row that is none."""
+        num_entries = len(self.ranks) * self.width
+        del self.ids[num_entries:], self.logprobs[num_entries:], (self.texts or [])[num_entries:]
+
+    def take(self) -> tuple[StepRows, list[str | None] | None]:
+        """The rows that nobody has taken yet, and their texts."""
+        first, last = self._num_taken, len(self.ranks)
+        place = slice(first * self.width, last * self.width)
+        shape = (last - first, self.width)
+        ids = np.array(self.ids[place]).reshape(shape)
+        logprobs = narrowed(np.array(self.logprobs[place])).reshape(shape)
+        self._num_taken = last
+        return StepRows(ids, logprobs, np.array(self.ranks[first:last])), self.texts and self.texts[place]
 
 
 def _regular(entries: Entries) -> StepRows | None:

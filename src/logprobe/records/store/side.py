@@ -5,7 +5,7 @@ Before it: a step's arrays. After it: `FlatLogprobs`; none of it costs anything 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from logprobe.records.info import LogprobsInfo
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import Entries
 
@@ -80,6 +81,16 @@ class IdRuns:
         return IdRuns(offsets, np.concatenate(runs) if runs else np.empty(0, np.int32))
 
 
+class Parts(NamedTuple):
+    """What of a record travels."""
+
+    rows: Rows
+    extras: dict[str, Array]  # of `EXTRAS`, (T,) each
+    given: Rows | None
+    kept: tuple[Array, Array] | None  # offsets (T + 1,) and ids
+    info: LogprobsInfo | None
+
+
 class Side:
     """The columns beside the rows of one record, as many positions as these."""
 
@@ -114,7 +125,7 @@ class Side:
         """Bytes of the values held."""
         extras, given, kept = self.columns(length)
         own = sum(int(array.nbytes) for array in [*extras.values(), *(kept or ())])
-        return own if given is None else own + given.store.nbytes
+        return own if given is None else own + given.nbytes
 
     def append_nothing(self, at: int, num_new: int) -> None:
         """Add positions of which nothing was given."""

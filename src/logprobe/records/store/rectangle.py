@@ -1,0 +1,301 @@
+"""Rows of one width as their steps give them: the chosen token, the k best, and the chosen token's rank.
+
+A row costs its k + 1 entries and a rank; a chosen token that is among the k best is hidden there on reading.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from logprobe.records.store.columns import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, logs_of_rest, narrowest_id_dtype
+from logprobe.records.store.entries import Entries, RowLists, StepRows, TopLists
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from logprobe.records.store.columns import Array
+
+Block: TypeAlias = "tuple[Array, ...]"
+"""Ids and logprobs (n, width) and ranks (n,); a plain tuple, which the garbage collector leaves alone."""
+
+MAX_WIDTH: Final = 65  # up to here the last block is one that single rows are quick to write to
+_FLOAT32: Final = np.dtype(np.float32)
+_INF: Final = np.float32(np.inf).tobytes()
+_ONE: Final = (1,)
+_CLOSED: Final = (None,) * 8
+
+
+class Rectangle:
+    """Rows in blocks that never move, each in the narrowest types that hold it.
+
+    Blocks double from 1 KiB to 64 KiB: a view that a reader holds stays valid. The last block of narrow rows
+    is open: it holds the bytes of a step's arrays as they came, row after row, and is made narrow once full.
+    `repeats_chosen` says whether a chosen token that is among the k best is read twice, as `append_fast`
+    takes it, or once.
+    """
+
+    __slots__ = (
+        "_before",
+        "_blocks",
+        "_capacity",
+        "_open",
+        "_starts",
+        "num_rows",
+        "repeats_chosen",
+        "width",
+    )
+
+    def __init__(self, width: int, *, repeats_chosen: bool) -> None:
+        self.width, self.repeats_chosen = width, repeats_chosen
+        self._blocks: list[Block] = []
+        self._starts: list[int] = []  # first row of each block
+        self._before: list[int] = [0]  # entries before each of the first blocks, counted when first asked for
+        self._capacity = 0  # rows that the blocks have room for
+        self._open: tuple[Any, ...] = _CLOSED  # what `append_one` has to know of the last block
+        self.num_rows = 0  # published last: a reader that sees a row finds all of it
+
+    @classmethod
+    def of(cls, rows: StepRows, *, repeats_chosen: bool) -> Rectangle:
+        """Wrap arrays without a copy."""
+        part = cls(rows.token_ids.shape[1], repeats_chosen=repeats_chosen)
+        part._add_block(tuple(rows), 0)
+        part.num_rows = len(rows.ranks)
+        return part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values held, those of the last block as it will be."""
+        parts = [_narrow(part) for part in self._parts(0, self.num_rows)]
+        return sum(int(column.nbytes) for part in parts for column in part)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of all rows."""
+        return self.first_entry(self.num_rows)
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def append(self, rows: StepRows) -> None:
+        """Add rows of this width with ids and ranks >= 0 and float32 logprobs."""
+        done, count = 0, len(rows.ranks)
+        types = [narrowest_id_dtype(int(column.max(initial=0))) for column in (rows.token_ids, rows.ranks)]
+        while done < count:
+            (ids, logprobs, ranks), first = self._room(types, rows, count - done)
+            new = slice(done, done + len(ranks) - first)
+            place = slice(first, first + len(rows.ranks[new]))
+            ids[place], ranks[place] = rows.token_ids[new], rows.ranks[new]
+            logprobs[place] = rows.logprobs[new]
+            if self._open is _CLOSED:
+                logprobs[place] += np.float32(0)  # -0.0 becomes 0.0
+            done += place.stop - first
+            self.num_rows += place.stop - first
+
+    def append_one(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
+        """`append` of one row in about a microsecond; False where that should look."""
+        memory, size, start, shape, id_type, rank_type, mask, expected = self._open
+        at = self.num_rows
+        if not (
+            at < self._capacity
+            and token_ids.shape == shape == logprobs.shape
+            and ranks.shape == _ONE
+            and token_ids.dtype is id_type
+            and logprobs.dtype is _FLOAT32
+            and ranks.dtype is rank_type
+        ):
+            return False
+        row = token_ids.tobytes() + logprobs.tobytes() + ranks.tobytes()
+        # Numbers as they usually are, told by their signs: no id is negative, every logprob is.
+        signs = int.from_bytes(row, sys.byteorder) & mask
+        if signs != expected and (signs | expected != expected or _INF in row):
+            return False
+        first = (at - start) * size
+        memory[first : first + size] = row
+        self.num_rows = at + 1
+        return True
+
+    def _room(self, types: list[np.dtype[Any]], rows: StepRows, count: int) -> tuple[Block, int]:
+        """A block that holds integers of these types, and its first free row; a new one fits `count`."""
+        at = self.num_rows
+        if at < self._capacity:
+            ids, _, ranks = block = self._blocks[-1]
+            if [np.promote_types(*pair) for pair in zip(types, (ids.dtype, ranks.dtype), strict=True)] == [
+                ids.dtype,
+                ranks.dtype,
+            ]:
+                return block, at - self._starts[-1]
+        id_type, rank_type = types
+        row_bytes = self.width * (id_type.itemsize + 4) + rank_type.itemsize
+        least, most = max(MIN_BLOCK_BYTES // row_bytes, 1), max(MAX_BLOCK_BYTES // row_bytes, 1)
+        length = min(max(at, count, least), most)
+        if self.width <= MAX_WIDTH and count < length:
+            self._add_open(
+                length, *(np.promote_types(column.dtype, np.int32) for column in (rows.token_ids, rows.ranks))
+            )
+        else:
+            shape = (length, self.width)
+            block = np.empty(shape, id_type), np.empty(shape, np.float32), np.empty(length, rank_type)
+            self._add_block(block, at)
+        return self._blocks[-1], 0
+
+    def _add_open(self, length: int, id_type: np.dtype[Any], rank_type: np.dtype[Any]) -> None:
+        row_type = np.dtype(
+            [("ids", id_type, (self.width,)), ("logprobs", _FLOAT32, (self.width,)), ("rank", rank_type)]
+        )
+        memory = bytearray(length * row_type.itemsize)
+        rows = np.frombuffer(memory, row_type)
+        start, signs = self.num_rows, np.zeros(1, row_type)
+        signs["logprobs"] = -0.0
+        expected = int.from_bytes(signs.tobytes(), sys.byteorder)
+        signs["ids"], signs["rank"] = np.iinfo(id_type).min, np.iinfo(rank_type).min
+        mask = int.from_bytes(signs.tobytes(), sys.byteorder)
+        self._add_block((rows["ids"], rows["logprobs"], rows["rank"]), start)
+        self._open = (memory, row_type.itemsize, start, (1, self.width), id_type, rank_type, mask, expected)
+
+    def _add_block(self, block: Block, start: int) -> None:
+        if self._open is not _CLOSED:
+            (part,) = self._parts(self._starts[-1], start)
+            self._blocks[-1], self._open = tuple(_narrow(part)), _CLOSED
+        # The block before its start: a reader that finds the start also finds the block.
+        self._blocks.append(block)
+        self._starts.append(start)
+        self._capacity = start + len(block[2])
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def _parts(self, start: int, stop: int) -> Iterator[StepRows]:
+        """Rows [start, stop) as views, one a block."""
+        number = bisect_right(self._starts, start) - 1
+        while start < stop:
+            first, last = self._starts[number], stop
+            if number + 1 < len(self._starts):  # a block may end before its room does
+                last = min(stop, self._starts[number + 1])
+            ids, logprobs, ranks = (column[start - first : last - first] for column in self._blocks[number])
+            # The columns of an open block lie apart, and may hold -0.0, which becomes 0.0.
+            yield StepRows(
+                ids, logprobs if logprobs.strides[0] == 4 * self.width else logprobs + np.float32(0), ranks
+            )
+            start, number = last, number + 1
+
+    def rows(self, start: int, stop: int) -> StepRows:
+        """Rows [start, stop): views where they lie in one block, else copies."""
+        parts = [*self._parts(start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            none = np.empty((0, self.width), np.uint16)
+            return StepRows(none, none.astype(np.float32), none[:, 0])
+        return StepRows(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def narrow_rows(self, count: int) -> StepRows:
+        """The first rows, in the narrowest types that hold them."""
+        return _narrow(self.rows(0, count))
+
+    def _lists(self, row: int) -> tuple[list[int], list[float], int]:
+        number = bisect_right(self._starts, row) - 1
+        ids, logprobs, ranks = self._blocks[number]
+        at = row - self._starts[number]
+        # -0.0, which an open block may hold, becomes 0.0
+        return ids[at].tolist(), (logprobs[at] + np.float32(0)).tolist(), int(ranks[at])
+
+    def row(self, row: int) -> RowLists:
+        """One row as Python values."""
+        ids, logprobs, rank = self._lists(row)
+        ranks = [rank, *range(1, self.width)]
+        if not self.repeats_chosen:
+            chosen_id = ids[0]
+            while ids.count(chosen_id) > 1:
+                place = ids.index(chosen_id, 1)
+                del ids[place], logprobs[place], ranks[place]
+        return RowLists(ids, logprobs, ranks)
+
+    def top_lists(self, row: int) -> TopLists:
+        """The chosen token and the k best of one row as Python values."""
+        (chosen_id, *ids), (logprob, *logprobs), _ = self._lists(row)
+        return TopLists(chosen_id, logprob, ids, logprobs)
+
+    def entries(self, start: int, stop: int) -> Entries:
+        """The public columns of rows [start, stop)."""
+        return self.rows(start, stop).entries(repeats_chosen=self.repeats_chosen)
+
+    def chosen_entries(self, start: int, stop: int) -> Entries:
+        """The chosen token of each row of [start, stop)."""
+        ids, logprobs, ranks = self.rows(start, stop)
+        return Entries(
+            offsets=np.arange(len(ranks) + 1), token_ids=ids[:, 0], logprobs=logprobs[:, 0], ranks=ranks
+        )
+
+    def top_entries(self, start: int, stop: int) -> Entries:
+        """The k best of each row of [start, stop), by rank."""
+        ids, logprobs, ranks = self.rows(start, stop)
+        k = self.width - 1
+        return Entries(
+            offsets=np.arange(len(ranks) + 1) * k,
+            token_ids=ids[:, 1:].ravel(),
+            logprobs=logprobs[:, 1:].ravel(),
+            ranks=np.tile(np.arange(1, k + 1), len(ranks)),
+        )
+
+    def other_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the tokens that each row lists, (n,) float32, nats."""
+        rows = self.rows(start, stop)
+        alone = np.where(rows.repeats().any(axis=1), -np.inf, rows.logprobs[:, 0])
+        return logs_of_rest(np.column_stack([rows.logprobs[:, 1:], alone]))
+
+    def widths(self, start: int, stop: int) -> Array:
+        """Entries of each row of [start, stop), (n,) int64."""
+        widths = np.full(stop - start, self.width)
+        if not self.repeats_chosen and self.width > 1:
+            widths -= np.count_nonzero(self.rows(start, stop).repeats(), axis=1)
+        return widths
+
+    def first_entry(self, row: int) -> int:
+        """Number of entries before a row."""
+        if self.repeats_chosen or self.width == 1 or not row:
+            return row * self.width
+        number = bisect_right(self._starts, row) - 1
+        return self._entries_before(number) + int(self.widths(self._starts[number], row).sum())
+
+    def row_of(self, entry: int) -> int:
+        """The row that holds entry `entry`."""
+        if self.repeats_chosen:
+            return entry // self.width
+        self._entries_before(len(self._starts) - 1)
+        number = bisect_right(self._before, entry) - 1
+        start, stop = [*self._starts, self.num_rows][number : number + 2]
+        ends = self._before[number] + np.cumsum(self.widths(start, stop))
+        return start + int(np.searchsorted(ends, entry, side="right"))
+
+    def _entries_before(self, number: int) -> int:
+        """Entries before a block; counted once, by whichever reader asks first."""
+        if number >= len(self._before):
+            before = self._before.copy()
+            for start, stop in pairwise(self._starts[len(before) - 1 : number + 1]):
+                before.append(before[-1] + int(self.widths(start, stop).sum()))
+            self._before = before
+        return self._before[number]
+
+    # -- cutting -----------------------------------------------------------------------------------------
+
+    def view(self, start: int, stop: int) -> Rectangle:
+        """Rows [start, stop) sharing this memory."""
+        part = Rectangle(self.width, repeats_chosen=self.repeats_chosen)
+        for rows in self._parts(start, stop):
+            part._add_block(tuple(rows), part.num_rows)
+            part.num_rows += len(rows.ranks)
+        return part
+
+
+def _narrow(rows: StepRows) -> StepRows:
+    """The same rows in the narrowest types that hold them; those that are narrow are not copied."""
+    ids, ranks = (
+        column.astype(narrowest_id_dtype(int(column.max(initial=0))), copy=False)
+        for column in (rows.token_ids, rows.ranks)
+    )
+    return StepRows(
+        np.ascontiguousarray(ids), np.ascontiguousarray(rows.logprobs), np.ascontiguousarray(ranks)
+    )
