@@ -152,12 +152,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: shapes that do not agree, negative ids or ranks, +inf, no such column. Nothing is
                 added then.
         """
-        is_bare = not extras and given is None and kept is None  # no more of it: this is called once a token
-        has_side = not (is_bare and self._side.is_empty)
-        if not has_side and self.rows.append_one(token_ids, logprobs, ranks):
+        is_bare = self._side.is_empty and not extras and given is None and kept is None
+        if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # no more of it: once a token
             return
         rows = checked(step_rows(token_ids, logprobs, ranks))
-        if has_side:
+        if not is_bare:
             named = None if given is None else given_columns(given)
             self._side.append(len(self), len(rows.ranks), extras, named, kept)
         self.rows.append_step(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -24,10 +24,25 @@ Block: TypeAlias = "tuple[Array, ...]"
 """Ids and logprobs (n, width) and ranks (n,); a plain tuple, which the garbage collector leaves alone."""
 
 MAX_WIDTH: Final = 65  # up to here the last block is one that single rows are quick to write to
-_FLOAT32: Final = np.dtype(np.float32)
-_INF: Final = np.float32(np.inf).tobytes()
-_ONE: Final = (1,)
-_CLOSED: Final = (None,) * 8
+FLOAT32: Final = np.dtype(np.float32)
+BYTE_ORDER: Final = sys.byteorder
+
+
+class OpenBlock(NamedTuple):
+    """What a row must be to be put into the last block as the bytes of its ids, logprobs and rank."""
+
+    memory: bytearray
+    row_bytes: int
+    start: int  # first row
+    stop: int  # one past the last row that there is room for
+    shape: tuple[int, int] | None  # of the ids and logprobs of one row
+    id_type: np.dtype[Any] | None
+    rank_type: np.dtype[Any] | None
+    signs: int  # of a row's bytes as one number, the bits that are signs
+    expected: int  # and how they usually are: no id is negative, every logprob is
+
+
+CLOSED: Final = OpenBlock(bytearray(), 0, 0, 0, None, None, None, 0, 0)
 
 
 class Rectangle:
@@ -43,9 +58,9 @@ class Rectangle:
         "_before",
         "_blocks",
         "_capacity",
-        "_open",
         "_starts",
         "num_rows",
+        "open",
         "repeats_chosen",
         "width",
     )
@@ -56,7 +71,7 @@ class Rectangle:
         self._starts: list[int] = []  # first row of each block
         self._before: list[int] = [0]  # entries before each of the first blocks, counted when first asked for
         self._capacity = 0  # rows that the blocks have room for
-        self._open: tuple[Any, ...] = _CLOSED  # what `append_one` has to know of the last block
+        self.open = CLOSED  # of the last block
         self.num_rows = 0  # published last: a reader that sees a row finds all of it
 
     @classmethod
@@ -90,33 +105,10 @@ class Rectangle:
             place = slice(first, first + len(rows.ranks[new]))
             ids[place], ranks[place] = rows.token_ids[new], rows.ranks[new]
             logprobs[place] = rows.logprobs[new]
-            if self._open is _CLOSED:
+            if self.open is CLOSED:
                 logprobs[place] += np.float32(0)  # -0.0 becomes 0.0
             done += place.stop - first
             self.num_rows += place.stop - first
-
-    def append_one(self, token_ids: Array, logprobs: Array, ranks: Array) -> bool:
-        """`append` of one row in about a microsecond; False where that should look."""
-        memory, size, start, shape, id_type, rank_type, mask, expected = self._open
-        at = self.num_rows
-        if not (
-            at < self._capacity
-            and token_ids.shape == shape == logprobs.shape
-            and ranks.shape == _ONE
-            and token_ids.dtype is id_type
-            and logprobs.dtype is _FLOAT32
-            and ranks.dtype is rank_type
-        ):
-            return False
-        row = token_ids.tobytes() + logprobs.tobytes() + ranks.tobytes()
-        # Numbers as they usually are, told by their signs: no id is negative, every logprob is.
-        signs = int.from_bytes(row, sys.byteorder) & mask
-        if signs != expected and (signs | expected != expected or _INF in row):
-            return False
-        first = (at - start) * size
-        memory[first : first + size] = row
-        self.num_rows = at + 1
-        return True
 
     def _room(self, types: list[np.dtype[Any]], rows: StepRows, count: int) -> tuple[Block, int]:
         """A block that holds integers of these types, and its first free row; a new one fits `count`."""
@@ -144,22 +136,32 @@ class Rectangle:
 
     def _add_open(self, length: int, id_type: np.dtype[Any], rank_type: np.dtype[Any]) -> None:
         row_type = np.dtype(
-            [("ids", id_type, (self.width,)), ("logprobs", _FLOAT32, (self.width,)), ("rank", rank_type)]
+            [("ids", id_type, (self.width,)), ("logprobs", FLOAT32, (self.width,)), ("rank", rank_type)]
         )
         memory = bytearray(length * row_type.itemsize)
         rows = np.frombuffer(memory, row_type)
         start, signs = self.num_rows, np.zeros(1, row_type)
         signs["logprobs"] = -0.0
-        expected = int.from_bytes(signs.tobytes(), sys.byteorder)
+        expected = int.from_bytes(signs.tobytes(), BYTE_ORDER)
         signs["ids"], signs["rank"] = np.iinfo(id_type).min, np.iinfo(rank_type).min
-        mask = int.from_bytes(signs.tobytes(), sys.byteorder)
+        mask = int.from_bytes(signs.tobytes(), BYTE_ORDER)
         self._add_block((rows["ids"], rows["logprobs"], rows["rank"]), start)
-        self._open = (memory, row_type.itemsize, start, (1, self.width), id_type, rank_type, mask, expected)
+        self.open = OpenBlock(
+            memory,
+            row_type.itemsize,
+            start,
+            self._capacity,
+            (1, self.width),
+            id_type,
+            rank_type,
+            mask,
+            expected,
+        )
 
     def _add_block(self, block: Block, start: int) -> None:
-        if self._open is not _CLOSED:
+        if self.open is not CLOSED:
             (part,) = self._parts(self._starts[-1], start)
-            self._blocks[-1], self._open = tuple(_narrow(part)), _CLOSED
+            self._blocks[-1], self.open = tuple(_narrow(part)), CLOSED
         # The block before its start: a reader that finds the start also finds the block.
         self._blocks.append(block)
         self._starts.append(start)

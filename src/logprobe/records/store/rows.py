@@ -19,7 +19,7 @@ from logprobe.records.store.columns import chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists, StepRows
 from logprobe.records.store.inputs import as_step_rows, row_from_columns
 from logprobe.records.store.ragged import Ragged
-from logprobe.records.store.rectangle import Rectangle
+from logprobe.records.store.rectangle import BYTE_ORDER, FLOAT32, Rectangle
 from logprobe.records.store.texts import Texts
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import TopLists
 
+_ndarray, _from_bytes, _ONE = (
+    np.ndarray,
+    int.from_bytes,
+    (1,),
+)  # looked up once: `append_one` is called a token
+_INF: Final = np.float32(np.inf).tobytes()
 MAX_WAITING: Final = 4096  # entries of `append_fast` that wait
 
 Part: TypeAlias = Rectangle | Ragged
@@ -87,10 +93,27 @@ class Rows:
 
     def append_one(self, token_ids: Any, logprobs: Any, ranks: Any) -> bool:
         """`append_step` of one narrow row in about a microsecond; False where that should look."""
-        if self._open is None or not type(token_ids) is type(logprobs) is type(ranks) is np.ndarray:
+        rectangle = self._open
+        if rectangle is None or not type(token_ids) is type(logprobs) is type(ranks) is _ndarray:
             return False
-        if not self._open.append_one(token_ids, logprobs, ranks):
+        memory, row_bytes, start, stop, shape, id_type, rank_type, mask, expected = rectangle.open
+        at = rectangle.num_rows
+        if not (
+            at < stop
+            and token_ids.shape == shape == logprobs.shape
+            and ranks.shape == _ONE
+            and token_ids.dtype is id_type
+            and logprobs.dtype is FLOAT32
+            and ranks.dtype is rank_type
+        ):
             return False
+        row = token_ids.tobytes() + logprobs.tobytes() + ranks.tobytes()
+        signs = _from_bytes(row, BYTE_ORDER) & mask
+        if signs != expected and (signs | expected != expected or _INF in row):
+            return False
+        first = (at - start) * row_bytes
+        memory[first : first + row_bytes] = row
+        rectangle.num_rows = at + 1
         self.num_rows += 1
         return True
 
@@ -198,23 +221,27 @@ class Rows:
         values = logprobs if type(logprobs) is list and len(logprobs) == n else [*islice(logprobs, n)]
         of_rank, texts = [*islice(ranks, n)], [*islice(decoded_tokens, n)]
         waiting = self._waiting
-        if waiting is None or waiting.width != n or len(waiting.ids) >= MAX_WAITING:
-            self._pack(is_last=True)
-            waiting = self._waiting = _Waiting(n)
-            self._open = None
-        if of_rank[1:] != waiting.order or inf in values or len(values) != n or not n:
+        if waiting is None or waiting.width != n or self.num_rows >= waiting.end:
+            waiting = self._wait(n)
+        if of_rank[1:] != waiting.order or inf in values or len(values) != n:
             return row_from_columns(ids, values, of_rank, texts)
         try:
-            waiting.ids.fromlist(ids)
-            waiting.logprobs.fromlist(values)
+            waiting.add_ids(ids)
+            waiting.add_logprobs(values)
             if texts != waiting.no_texts or waiting.texts is not None:
                 waiting.add_texts(texts)
-            waiting.ranks.append(of_rank[0])  # type: ignore[arg-type] # last: a reader that packs finds all of a row
-        except (TypeError, OverflowError):  # not all unsigned 32-bit integers and numbers
+            waiting.add_rank(of_rank[0])  # last: a reader that packs finds all of a row
+        except (TypeError, OverflowError, IndexError):  # not all unsigned 32-bit integers and numbers
             waiting.forget_unfinished()
             return row_from_columns(ids, values, of_rank, texts)
         self.num_rows += 1
         return None
+
+    def _wait(self, width: int) -> _Waiting:
+        self._pack(is_last=True)
+        self._open = None
+        self._waiting = waiting = _Waiting(width, self.num_rows + MAX_WAITING // max(width, 1) + 1)
+        return waiting
 
     def _pack(self, *, is_last: bool = False) -> None:
         """Move what waits to where it stays; `is_last`: the writer adds other rows behind."""
@@ -395,13 +422,29 @@ class Rows:
 class _Waiting:
     """Rows of one width with the ranks [r, 1, 2, ...], in Python's typed arrays, which take lists whole."""
 
-    __slots__ = ("_num_taken", "ids", "logprobs", "no_texts", "order", "ranks", "texts", "width")
+    __slots__ = (
+        "_ids",
+        "_logprobs",
+        "_num_taken",
+        "_ranks",
+        "add_ids",
+        "add_logprobs",
+        "add_rank",
+        "end",
+        "no_texts",
+        "order",
+        "texts",
+        "width",
+    )
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, end: int) -> None:
         self.width, self._num_taken = width, 0
+        self.end = end  # rows of the record up to here wait
         self.order, self.no_texts = [*range(1, width)], [None] * width
         # Unsigned, so that a negative number is refused while it is copied.
-        self.ids, self.logprobs, self.ranks = array("I"), array("d"), array("I")
+        self._ids, self._logprobs, self._ranks = array("I"), array("d"), array("I")
+        self.add_ids, self.add_logprobs = self._ids.fromlist, self._logprobs.fromlist
+        self.add_rank: Callable[[Any], None] = self._ranks.append
         self.texts: list[str | None] | None = None  # of every entry; None where no row gave any
 
     def add_texts(self, texts: list[str | None]) -> None:
@@ -409,23 +452,23 @@ class _Waiting:
         if len(texts) != self.width:
             raise TypeError("a text is missing")
         if self.texts is None:
-            self.texts = [None] * (len(self.ranks) * self.width)
+            self.texts = [None] * (len(self._ranks) * self.width)
         self.texts += texts
 
     def forget_unfinished(self) -> None:
         """Take back what was added of a row that is none."""
-        num_entries = len(self.ranks) * self.width
-        del self.ids[num_entries:], self.logprobs[num_entries:], (self.texts or [])[num_entries:]
+        num_entries = len(self._ranks) * self.width
+        del self._ids[num_entries:], self._logprobs[num_entries:], (self.texts or [])[num_entries:]
 
     def take(self) -> tuple[StepRows, list[str | None] | None]:
         """The rows that nobody has taken yet, and their texts."""
-        first, last = self._num_taken, len(self.ranks)
+        first, last = self._num_taken, len(self._ranks)
         place = slice(first * self.width, last * self.width)
         shape = (last - first, self.width)
-        ids = np.array(self.ids[place]).reshape(shape)
-        logprobs = narrowed(np.array(self.logprobs[place])).reshape(shape)
+        ids = np.array(self._ids[place]).reshape(shape)
+        logprobs = narrowed(np.array(self._logprobs[place])).reshape(shape)
         self._num_taken = last
-        return StepRows(ids, logprobs, np.array(self.ranks[first:last])), self.texts and self.texts[place]
+        return StepRows(ids, logprobs, np.array(self._ranks[first:last])), self.texts and self.texts[place]
 
 
 def _regular(entries: Entries) -> StepRows | None:
