@@ -32,8 +32,8 @@ EDITED = "Here is the whole file with `{new}`:\n\n```python\n{first}"
 SUMMED_UP = 'These sentences matter:\n\n"{first}'
 TELL = "Tell a story about {text}, with many people and places, and surprises at every turn."
 EDITS = [
-    ("engine/succession.py", "held", "waiting"),
-    ("records/rows.py", "arrays", "values"),
+    ("engine/weight_swap.py", "held", "waiting"),
+    ("records/values.py", "values", "items"),
     ("sampling/kept.py", "processed", "changed"),
     ("engine/forward/layout.py", "layers", "blocks"),
 ]

@@ -20,7 +20,7 @@ from logprobe.engine.prompt_rows import PromptScorer
 from logprobe.engine.protocol import EngineStats
 from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
-from logprobe.engine.succession import Succession
+from logprobe.engine.weight_swap import WeightSwap
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
 from logprobe.models.loading import read_state
 from logprobe.processors import ModelFacts
@@ -109,7 +109,7 @@ class Engine:
         )
         self.drawing = Drawing(config, facts)
         self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
-        self._succession = Succession()
+        self._swap = WeightSwap()
         self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
         self._counter = itertools.count()
         self._num_pauses = 0
@@ -148,17 +148,17 @@ class Engine:
                 return None
             case LoadWeights(number, weights):
                 state = weights if isinstance(weights, Mapping) else read_state(weights)
-                self._succession.ready[number] = forward = self.forward.with_weights(self.config, state)
+                self._swap.ready[number] = forward = self.forward.with_weights(self.config, state)
                 return forward.layout
 
     @property
     def weights_number(self) -> int:
         """Which load of the model's own weights answers now; from any thread."""
-        return self._succession.number
+        return self._swap.number
 
     def has_ready(self, number: int) -> bool:
         """Whether a load of weights waits for `TakeWeights`; from any thread."""
-        return number in self._succession.ready
+        return number in self._swap.ready
 
     def handle(self, command: Command | TakeWeights) -> list[News]:
         """Do what a message asks; what it ends is told at once."""
@@ -179,10 +179,10 @@ class Engine:
             case DropLora(number):
                 self._loras.pop(number, None)
             case DropWeights(number):
-                self._succession.ready.pop(number, None)
+                self._swap.ready.pop(number, None)
             case TakeWeights(number, finishes):
-                self._succession.next = number
-                return [*self._end_all(paused_only=finishes), *self._succeed()]
+                self._swap.next = number
+                return [*self._end_all(paused_only=finishes), *self._swap_weights()]
         return []
 
     def step(self) -> list[News]:
@@ -191,7 +191,7 @@ class Engine:
         try:
             return self.tell(news)
         except BaseException as error:  # noqa: BLE001 - as in `advance`
-            return self.forsake(news, error)
+            return self.fail_step(news, error)
 
     def advance(self) -> StepDeltas:
         """All of a step that the next one rests on; what it found is for `tell`."""
@@ -212,11 +212,11 @@ class Engine:
                 news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             news = self._fail(plan, error)
-            news.others = self._succeed()
+            news.others = self._swap_weights()
             return news
         self.scheduler.settle(plan)
         self._retire(plan.touched)
-        news.others = self._succeed()
+        news.others = self._swap_weights()
         return news
 
     def tell(self, news: StepDeltas) -> list[News]:
@@ -224,14 +224,14 @@ class Engine:
         with self.clock.part("tell"):
             return [*news.arrived(), *news.others]
 
-    def forsake(self, news: StepDeltas, error: BaseException) -> list[News]:
+    def fail_step(self, news: StepDeltas, error: BaseException) -> list[News]:
         """End the requests of a step that could not be told, in place of what it found."""
         reason = _as_reason(error)
         for sample in news.deltas:
             if not sample.is_finished:
                 self.scheduler.remove(sample)
             sample.end = Finish("error", error=reason)
-        return [*self.recorder.end(news.deltas), *news.others, *self._succeed()]
+        return [*self.recorder.end(news.deltas), *news.others, *self._swap_weights()]
 
     def check_integrity(self) -> None:
         """Assert that every slot has exactly one owner."""
@@ -264,14 +264,14 @@ class Engine:
             on_free=self.scorer.forget,
         )
 
-    def _succeed(self) -> list[News]:
+    def _swap_weights(self) -> list[News]:
         """Let the next forward pass take over where one is waiting and nothing runs; then go on with it."""
-        if self._succession.next is None:
+        if self._swap.next is None:
             return []
         news: list[News] = [*self._end_all(paused_only=True)]
         if any(self.scheduler.samples()):
             return news
-        self.forward, held = self._succession.end()
+        self.forward, held = self._swap.end()
         for lora in list(self._loras.values()):
             self.forward.make_room(lora)
         self.scorer = PromptScorer(self.forward)
@@ -286,8 +286,8 @@ class Engine:
         return self.recorder.end(samples)
 
     def _add(self, admitted: Admitted) -> list[News]:
-        if self._succession.next is not None:
-            self._succession.held.append(admitted)
+        if self._swap.next is not None:
+            self._swap.held.append(admitted)
             return []
         request, number = admitted.request, next(self._counter)
         lora = self._loras.get(admitted.lora_number)
@@ -301,7 +301,7 @@ class Engine:
                 self.max_len,
                 new_generator(request, number, index, self.config.seed),
                 lora,
-                weights_number=self._succession.number,
+                weights_number=self._swap.number,
             )
             for index in range(request.params.num_samples)
         ]
@@ -316,7 +316,7 @@ class Engine:
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
 
     def _abort(self, request_id: str) -> list[News]:
-        held = self._succession.take(request_id)
+        held = self._swap.take(request_id)
         if held is not None:
             return [
                 Delta(request_id=request_id, index=index, finish=Finish("abort")) for index in range(held)
@@ -325,7 +325,7 @@ class Engine:
         for sample in samples:
             sample.finish(Finish("abort"))
             self.scheduler.remove(sample)
-        return [*self.recorder.end(samples), *self._succeed()]
+        return [*self.recorder.end(samples), *self._swap_weights()]
 
     def _samples_of(self, request_id: str) -> list[Sample]:
         return [one for one in self.scheduler.samples() if one.request.request_id == request_id]

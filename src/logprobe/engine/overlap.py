@@ -58,7 +58,7 @@ class Overlapped:
         error = publishing.result()
         if error is None:
             return
-        ends = self._engine.forsake(step, error)
+        ends = self._engine.fail_step(step, error)
         if next_step is not None:
             for sample in step.deltas:
                 next_step.deltas.pop(sample, None)

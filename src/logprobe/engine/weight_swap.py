@@ -1,4 +1,4 @@
-"""`Succession`: one forward pass takes another's place, as when a model in training gets new weights.
+"""`WeightSwap`: one forward pass takes another's place, as when a model in training gets new weights.
 
 Before it: a forward pass that is ready, and the command to take it. After it: the engine runs that one, and
 no number that the old one gave is left in a cache.
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted
 
 
-class Succession:
+class WeightSwap:
     """Forward passes that are ready, the one that waits until nothing runs, and the requests behind it."""
 
     def __init__(self) -> None:
