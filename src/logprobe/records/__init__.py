@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         create_prompt_logprobs,
         create_sample_logprobs,
     )
-    from logprobe.records.forms.arrow import (
+    from logprobe.records.parquet import (
         ParquetWriter,
         from_arrow,
         iter_parquet,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # Names whose modules load when first used (what needs pyarrow, what no step needs) -> the module.
 _LATER = dict.fromkeys(
     ("ParquetWriter", "from_arrow", "iter_parquet", "read_parquet", "to_arrow", "write_parquet"),
-    "logprobe.records.forms.arrow",
+    "logprobe.records.parquet",
 ) | dict.fromkeys(
     (
         "LogprobsLists",

@@ -7,13 +7,13 @@ streams, files and user code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from logprobe.records.forms import frames, html, picture, wire
 from logprobe.records.store.columns import Array, ColumnView
-from logprobe.records.store.entries import Entries, entry_view, texts_of, with_holes
+from logprobe.records.store.entries import Entries, texts_of, with_holes
 from logprobe.records.store.inputs import (
     checked,
     given_columns,
@@ -61,19 +61,16 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         self.extend(positions)
 
     @classmethod
-    def of(
-        cls,
-        rows: Rows,
-        *,
-        given: Rows | None = None,
-        kept: tuple[Array, Array] | None = None,
-        extras: Mapping[str, Array] | None = None,
-        info: LogprobsInfo | None = None,
-    ) -> FlatLogprobs:
-        """Wrap rows and what stands beside them (`extras`: columns of `EXTRAS`), without a copy."""
-        record = cls(info=info)
-        record.rows, record._side = rows, Side(extras, given, None if kept is None else IdRuns(*kept))
+    def of(cls, parts: Parts) -> FlatLogprobs:
+        """Wrap what travels of a record, without a copy."""
+        record = cls(info=parts.info)
+        kept = None if parts.kept is None else IdRuns(*parts.kept)
+        record.rows, record._side = parts.rows, Side(parts.extras, parts.given, kept)
         return record
+
+    def parts(self) -> Parts:
+        """What travels of this record, without a copy: all but its table."""
+        return Parts(self.rows, *self._side.columns(len(self)), self.info)
 
     @classmethod
     def from_columns(
@@ -258,8 +255,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: an unknown precision; one below float32 for NaN or positive values.
         """
-        parts = Parts(self.rows, *self._side.columns(len(self)), self.info)
-        return wire.encode(parts, precision)
+        return wire.encode(self.parts(), precision)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FlatLogprobs:
@@ -268,28 +264,27 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             InputError: not such bytes, a later version, or bytes cut short.
         """
-        parts = wire.decode(data)
-        return cls.of(parts.rows, given=parts.given, kept=parts.kept, extras=parts.extras, info=parts.info)
+        return cls.of(wire.decode(data))
 
     def to_arrow(self) -> pa.Table:
         """One row a position with the texts of tokens, for people (`records.to_arrow` is for files)."""
-        return frames.table(self)
+        return frames.table(self.parts(), self.table)
 
     def to_pandas(self) -> Any:
         """`to_arrow` as a pandas data frame; a `ParameterError` where pandas is not installed."""
-        return frames.to_pandas(self)
+        return frames.to_pandas(self.parts(), self.table)
 
     def to_polars(self) -> Any:
         """`to_arrow` as a polars data frame; a `ParameterError` where polars is not installed."""
-        return frames.to_polars(self)
+        return frames.to_polars(self.parts(), self.table)
 
     def to_dict(self) -> dict[str, Any]:
         """`info`, and the rows of `to_arrow` under `positions`, as plain values."""
-        return frames.to_dict(self)
+        return frames.to_dict(self.parts(), self.table)
 
     def to_json(self) -> str:
         """`to_dict` as JSON, with -9999 for -inf (9999 for inf, in a further column alone)."""
-        return frames.to_json(self)
+        return frames.to_json(self.parts(), self.table)
 
     def plot(self) -> Picture:
         """Surprisals as a picture (extra `plot`); a `ParameterError` where there is nothing to draw."""
@@ -311,22 +306,22 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def token_ids(self) -> ColumnView:
         """Token id of each entry."""
-        return entry_view(self.rows, lambda entries: entries.token_ids.tolist())
+        return self.rows.column(lambda entries: entries.token_ids.tolist())
 
     @property
     def logprobs(self) -> ColumnView:
         """Log-probability of each entry, nats."""
-        return entry_view(self.rows, lambda entries: entries.logprobs.tolist())
+        return self.rows.column(lambda entries: entries.logprobs.tolist())
 
     @property
     def ranks(self) -> ColumnView:
         """1-based rank of each entry; None where none was given."""
-        return entry_view(self.rows, Entries.rank_list)
+        return self.rows.column(Entries.rank_list)
 
     @property
     def decoded_tokens(self) -> ColumnView:
         """Text of each entry: the one given with it, else the table's, else None."""
-        return entry_view(self.rows, lambda entries: entries.text_list(self.table))
+        return self.rows.column(lambda entries: entries.text_list(self.table))
 
     @property
     def extras(self) -> dict[str, Array]:
@@ -355,7 +350,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def given(self) -> FlatLogprobs | None:
         """Ids that the caller named, position by position; None where there are none."""
-        return None if self._side.given is None else FlatLogprobs.of(self._side.given)
+        return (
+            None
+            if self._side.given is None
+            else FlatLogprobs.of(Parts(self._side.given, {}, None, None, None))
+        )
 
     @property
     def is_valid(self) -> Array:

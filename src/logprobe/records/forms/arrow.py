@@ -1,27 +1,21 @@
-"""Records as Arrow batches and Parquet files, which DuckDB and polars open as they are.
+"""What travels of a record as an Arrow batch, and back.
 
 One row a position: the chosen token's numbers, the k best as lists, byte offsets. Three columns hold what the
 caller named (`given_*`), four hold entries that are not 'chosen + k best' (`entry_*`); both are null where
 there is nothing to say, and both make the way back exact.
-
-Before it: `FlatLogprobs`. After it: files and data sets.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, ParameterError
-from logprobe.records.flat import FlatLogprobs
 from logprobe.records.forms.arrow_validity import (
     as_input_error,
     check_columns,
-    check_counts,
     check_names,
     valid_column,
 )
@@ -30,18 +24,14 @@ from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import narrowed
 from logprobe.records.store.entries import NO_RANK, Entries, StepRows
 from logprobe.records.store.rows import Rows
+from logprobe.records.store.side import Parts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-    from types import TracebackType
-
     import numpy.typing as npt
 
     from logprobe.records.store.columns import Array
 
 INFO_KEY = b"logprobe.info"
-ROWS_A_GROUP = 16_384
 
 _CHOSEN = [
     pa.field("request_id", pa.string(), nullable=False),
@@ -76,7 +66,7 @@ def _fields() -> list[pa.Field]:
     return [*_CHOSEN, first, *_ENTRIES, *later, *_LISTS]
 
 
-def _later() -> set[str]:
+def later_fields() -> set[str]:
     """Columns that older files lack."""
     return {*[*EXTRAS][1:], "kept_ids"}
 
@@ -86,44 +76,45 @@ def schema(info: LogprobsInfo | None = None) -> pa.Schema:
     return pa.schema(_fields(), None if info is None else {INFO_KEY: info.to_json().encode()})
 
 
-def to_arrow(
-    record: FlatLogprobs, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
+def batch_of(
+    parts: Parts, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
 ) -> pa.RecordBatch:
-    """One record as a batch of T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
+    """What travels of a record as T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
 
     Raises:
         ParameterError: byte_offsets of another length.
     """
-    length = len(record)
-    entries, chosen = record.entries(), record.rows.chosen_entries(0, length)
+    rows, length = parts.rows, parts.rows.num_rows
+    entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
     has_wide_ids = entries.token_ids.max(initial=0) > np.iinfo(np.int32).max
-    is_regular = record.rows.is_regular and entries.texts is None and not has_wide_ids
+    is_regular = rows.is_regular and entries.texts is None and not has_wide_ids
+    given = None if parts.given is None else parts.given.entries(0, parts.given.num_rows)
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
         "position": np.arange(length),
         "token_id": _spread(chosen.token_ids, has_chosen),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
-        **{name: pa.array(values, mask=np.isnan(values)) for name, values in record.extras.items()},
-        "other_logprob": pa.array(record.other_logprob, mask=_none_of(entries)),
-        **_top_columns(record, entries),
+        **{name: pa.array(values, mask=np.isnan(values)) for name, values in parts.extras.items()},
+        "other_logprob": pa.array(rows.other_logprobs(0, length), mask=_none_of(entries)),
+        **_top_columns(rows.top_entries(0, length), entries),
         **_byte_columns(byte_offsets, length),
-        **_list_columns("given", None if record.given is None else record.given.entries(), length),
-        **_kept_column(record),
+        **_list_columns("given", given, length),
+        **_kept_column(parts.kept, length),
         **_list_columns("entry", None if is_regular else entries, length),
     }
-    target = schema(record.info)
+    target = schema(parts.info)
     return pa.record_batch([_cast(columns.get(field.name), field, length) for field in target], schema=target)
 
 
-def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
-    """Read the rows of one request back into a record.
+def parts_of(batch: pa.RecordBatch | pa.Table) -> Parts:
+    """What `batch_of` made a batch of, from the rows of one request.
 
     Raises:
         InputError: a column is missing, or the rows belong to several requests.
     """
-    later = _later()
+    later = later_fields()
     fields = [field for field in _fields() if field.name not in later or field.name in batch.schema.names]
     check_names(batch.schema, fields)
     with as_input_error("the record"):
@@ -133,92 +124,7 @@ def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
         raise InputError(f"{len(found)} requests in one batch; read_parquet and iter_parquet tell them apart")
     metadata = batch.schema.metadata or {}
     info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
-    return _record_of(columns, info)
-
-
-def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
-    """Write records by request id into one zstd-compressed Parquet file under the first one's info."""
-    info = next((record.info for record in records.values()), None)
-    with ParquetWriter(path, info) as writer:
-        for request_id, record in records.items():
-            writer.write(request_id, record)
-
-
-def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
-    """All records of a file, by request id.
-
-    Raises:
-        InputError: no such columns, or one request's rows in two places.
-    """
-    records: dict[str, FlatLogprobs] = {}
-    for request_id, record in iter_parquet(path):
-        if request_id in records:
-            raise InputError(f"{path}: the rows of request {request_id!r} stand in two places")
-        records[request_id] = record
-    return records
-
-
-def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
-    """Records of a file one by one, in the memory of a row group and one record.
-
-    Raises:
-        InputError: not such a file, or not such columns.
-    """
-    waiting: list[pa.RecordBatch] = []
-    with as_input_error(path), pq.ParquetFile(path) as file:
-        later = _later()
-        check_names(file.schema_arrow, [field for field in _fields() if field.name not in later])
-        check_counts(file.metadata)
-        for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
-            for request_id, part in _split(batch):
-                if waiting and waiting[0].column("request_id")[0].as_py() != request_id:
-                    yield _joined(waiting)
-                    waiting = []
-                waiting.append(part)
-        if waiting:
-            yield _joined(waiting)
-
-
-class ParquetWriter:
-    """Writes record after record into one zstd-compressed Parquet file, in the memory of one row group."""
-
-    def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
-        self._schema = schema(info)
-        self._file = pq.ParquetWriter(path, self._schema, compression="zstd")
-        self._waiting: list[pa.RecordBatch] = []
-        self._num_waiting = 0
-
-    def write(
-        self, request_id: str, record: FlatLogprobs, *, byte_offsets: npt.ArrayLike | None = None
-    ) -> None:
-        """Add one request's record; a record of no positions leaves no row.
-
-        Raises:
-            ParameterError: byte_offsets of another length than the record's plus one.
-        """
-        batch = to_arrow(record, request_id, byte_offsets=byte_offsets)
-        self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
-        self._num_waiting += len(batch)
-        if self._num_waiting >= ROWS_A_GROUP:
-            self._flush()
-
-    def close(self) -> None:
-        """Write what waits, and the file's footer."""
-        self._flush()
-        self._file.close()
-
-    def _flush(self) -> None:
-        if self._num_waiting:
-            self._file.write_table(pa.Table.from_batches(self._waiting, self._schema))
-        self._waiting, self._num_waiting = [], 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    return _parts_of(columns, info)
 
 
 # -- towards Arrow -------------------------------------------------------------------------------------------
@@ -234,19 +140,18 @@ def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.A
     return pa.array(spread, mask=is_null)
 
 
-def _kept_column(record: FlatLogprobs) -> dict[str, pa.Array]:
-    if record.kept is None:
+def _kept_column(kept: tuple[Array, Array] | None, length: int) -> dict[str, pa.Array]:
+    if kept is None:
         return {}
-    offsets, ids = record.kept.arrays()
-    return {"kept_ids": _lists(offsets, ids.astype(np.int32), np.zeros(len(record), np.bool_))}
+    offsets, ids = kept
+    return {"kept_ids": _lists(offsets, ids.astype(np.int32), np.zeros(length, np.bool_))}
 
 
 def _none_of(entries: Entries) -> Array:
     return np.zeros(len(entries.offsets) - 1, np.bool_) if entries.is_none is None else entries.is_none
 
 
-def _top_columns(record: FlatLogprobs, entries: Entries) -> dict[str, pa.Array]:
-    top = record.top_entries()
+def _top_columns(top: Entries, entries: Entries) -> dict[str, pa.Array]:
     if top.token_ids.max(initial=0) > np.iinfo(np.int32).max:
         return {}  # only the wide entry columns hold such ids
     is_none = _none_of(entries)
@@ -296,15 +201,15 @@ def _cast(column: Any, field: pa.Field, length: int) -> pa.Array:
 # -- from Arrow ----------------------------------------------------------------------------------------------
 
 
-def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatLogprobs:
-    record = FlatLogprobs(info=info)
+def _parts_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> Parts:
+    rows = Rows()
     has_entries = np.asarray(columns["entry_ids"].is_valid())
     is_none = ~has_entries & np.asarray(columns["top_ids"].is_null())
     check_columns(columns, has_entries, is_none)
     if has_entries.any():
-        record.append_entries(_entries_of(columns, "entry", is_none))
+        rows.append_entries(_entries_of(columns, "entry", is_none))
     else:
-        _append_regular(record, columns, is_none)
+        _append_regular(rows, columns, is_none)
     given = kept = None
     if columns["given_ids"].null_count < len(is_none):
         given = Rows()
@@ -318,12 +223,12 @@ def _record_of(columns: dict[str, pa.Array], info: LogprobsInfo | None) -> FlatL
         for name in EXTRAS
         if name in columns and columns[name].null_count < len(columns[name])
     }
-    return FlatLogprobs.of(record.rows, given=given, kept=kept, extras=extras, info=info)
+    return Parts(rows, extras, given, kept, info)
 
 
-def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none: Array) -> None:
+def _append_regular(rows: Rows, columns: dict[str, pa.Array], is_none: Array) -> None:
     num_none = int(np.count_nonzero(is_none))
-    record.extend([None] * num_none)
+    rows.append_none(num_none)
     num_rows = len(is_none) - num_none
     if not num_rows:
         return
@@ -334,7 +239,7 @@ def _append_regular(record: FlatLogprobs, columns: dict[str, pa.Array], is_none:
 
     ids = matrix("token_id", "top_ids").astype(np.int64)
     logprobs = matrix("logprob", "top_logprobs").astype(np.float32)
-    record.rows.append_step(StepRows(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
+    rows.append_step(StepRows(ids, logprobs, np.asarray(columns["rank"])[num_none:].astype(np.int64)))
 
 
 def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> Entries:
@@ -351,16 +256,3 @@ def _entries_of(columns: dict[str, pa.Array], prefix: str, is_none: Array) -> En
         is_none=is_none if is_none.any() else None,
         texts=texts,
     )
-
-
-def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
-    """Runs of rows that belong to one request."""
-    start = 0
-    for request_id, run in groupby(batch.column("request_id").to_pylist()):
-        length = sum(1 for _ in run)
-        yield request_id, batch.slice(start, length)
-        start += length
-
-
-def _joined(parts: list[pa.RecordBatch]) -> tuple[str, FlatLogprobs]:
-    return parts[0].column("request_id")[0].as_py(), from_arrow(pa.Table.from_batches(parts))

@@ -1,7 +1,6 @@
 """Records as tables for people: one row a position, with the texts of tokens, and no column of nulls.
 
-`arrow` holds what travels and comes back exactly; this is what is looked at. Before it: `FlatLogprobs`. After
-it: notebooks, data frames, JSON.
+`arrow` holds what travels and comes back exactly; this is what is looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from logprobe.records.rows import EXTRAS
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from logprobe.records.flat import FlatLogprobs
+    from logprobe.records.store.side import Parts
+    from logprobe.records.values import TokenTable
 
 ALWAYS: Final = ("position", "token_id", "token", "logprob", "rank")
 # Shown behind `EXTRAS` where a position has something there; `entry_*` says the same again for any shape.
@@ -34,21 +34,21 @@ OFTEN: Final = (
 )
 
 
-def table(record: FlatLogprobs) -> pa.Table:
+def table(parts: Parts, tokens: TokenTable | None) -> pa.Table:
     """One row a position: `ALWAYS`, and what there is of `EXTRAS` and `OFTEN`; `info` in the metadata."""
     import pyarrow as pa
 
-    from logprobe.records.forms.arrow import to_arrow
+    from logprobe.records.forms.arrow import batch_of
 
-    batch = to_arrow(record)
+    batch = batch_of(parts)
     columns = {name: batch.column(name) for name in batch.schema.names}
-    columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(record, columns).items()}
+    columns |= {name: pa.array(texts, kind) for name, (texts, kind) in _texts(parts, tokens, columns).items()}
     names = [name for name in (*EXTRAS, *OFTEN) if name in columns and _holds_something(columns[name])]
     shown = pa.table({name: columns[name] for name in (*ALWAYS, *names)})
     return shown.replace_schema_metadata(batch.schema.metadata)
 
 
-def to_pandas(record: FlatLogprobs) -> Any:
+def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
     """`table` as a pandas data frame; whole numbers stay whole beside a missing one."""
     try:
         import pandas as pd
@@ -57,27 +57,27 @@ def to_pandas(record: FlatLogprobs) -> Any:
     import pyarrow as pa
 
     whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
-    return table(record).to_pandas(types_mapper=whole.get)
+    return table(parts, tokens).to_pandas(types_mapper=whole.get)
 
 
-def to_polars(record: FlatLogprobs) -> Any:
+def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
     """`table` as a polars data frame."""
     try:
         import polars as pl
     except ImportError as error:
         raise _missing("polars") from error
-    return pl.from_arrow(table(record))
+    return pl.from_arrow(table(parts, tokens))
 
 
-def to_dict(record: FlatLogprobs) -> dict[str, Any]:
+def to_dict(parts: Parts, tokens: TokenTable | None) -> dict[str, Any]:
     """`info`, and the rows of `table` under `positions`."""
-    info = None if record.info is None else record.info.to_dict()
-    return {"info": info, "positions": table(record).to_pylist()}
+    info = None if parts.info is None else parts.info.to_dict()
+    return {"info": info, "positions": table(parts, tokens).to_pylist()}
 
 
-def to_json(record: FlatLogprobs) -> str:
+def to_json(parts: Parts, tokens: TokenTable | None) -> str:
     """`to_dict` as JSON; -inf is written as the `floor` that stands beside, NaN as null."""
-    values = to_dict(record)
+    values = to_dict(parts, tokens)
     positions = [finite_fields(row) for row in values["positions"]]
     return json.dumps(
         {"info": values["info"], "floor": IMPOSSIBLE, "positions": positions}, ensure_ascii=False
@@ -95,12 +95,13 @@ def _holds_something(column: pa.Array) -> bool:
     return len(column.flatten() if pa.types.is_list(column.type) else column.drop_null()) > 0
 
 
-def _texts(record: FlatLogprobs, columns: dict[str, pa.Array]) -> dict[str, tuple[list[Any], Any]]:
+def _texts(
+    parts: Parts, tokens: TokenTable | None, columns: dict[str, pa.Array]
+) -> dict[str, tuple[list[Any], Any]]:
     """The columns of texts, each with its type; a text that is not known is None."""
     import pyarrow as pa
 
-    known = _known_texts(record)
-    table_of = record.table
+    known = _known_texts(parts, tokens)
     own = [
         texts.get(token_id) for texts, token_id in zip(known, columns["token_id"].to_pylist(), strict=True)
     ]
@@ -111,19 +112,19 @@ def _texts(record: FlatLogprobs, columns: dict[str, pa.Array]) -> dict[str, tupl
     made: dict[str, tuple[list[Any], Any]] = {"token": (own, pa.string())}
     if any(text is not None for text in own):
         made["top_tokens"] = (top, pa.list_(pa.string()))
-    if table_of is not None:
+    if tokens is not None:
         given = [
-            ids and [table_of.token_text(token_id) for token_id in ids]
+            ids and [tokens.token_text(token_id) for token_id in ids]
             for ids in columns["given_ids"].to_pylist()
         ]
         made["given_tokens"] = (given, pa.list_(pa.string()))
     return made
 
 
-def _known_texts(record: FlatLogprobs) -> list[dict[int, str | None]]:
+def _known_texts(parts: Parts, tokens: TokenTable | None) -> list[dict[int, str | None]]:
     """The texts of each position's entries, by id."""
-    entries = record.entries()
-    ids, texts = entries.token_ids.tolist(), record.decoded_tokens.tolist()
+    entries = parts.rows.entries(0, parts.rows.num_rows)
+    ids, texts = entries.token_ids.tolist(), entries.text_list(tokens)
     return [
         dict(zip(ids[start:stop], texts[start:stop], strict=True))
         for start, stop in pairwise(entries.offsets.tolist())

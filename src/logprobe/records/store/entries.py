@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from logprobe.records.store.columns import ColumnView
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from logprobe.records.store.columns import Array
-    from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
 NO_RANK = -1  # in the typed rank columns only; readers see None
@@ -110,19 +107,6 @@ def texts_of(
         return given
     read = table.token_text
     return [read(token_id) if text is None else text for token_id, text in zip(token_ids, given, strict=True)]
-
-
-def entry_view(rows: Rows, pick: Callable[[Entries], list[Any]]) -> ColumnView:
-    """What `pick` takes of the entries of all positions, read when asked for."""
-
-    def read(start: int, stop: int) -> list[Any]:
-        if start == stop:
-            return []
-        first = rows.row_of(start)
-        base = rows.first_entry(first)
-        return pick(rows.entries(first, rows.row_of(stop - 1) + 1))[start - base : stop - base]
-
-    return ColumnView(rows.first_entry(rows.num_rows), read)
 
 
 def with_holes(entries: Entries) -> Entries:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from logprobe.records.store.columns import chunks, narrowed
+from logprobe.records.store.columns import ColumnView, chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists, StepRows
 from logprobe.records.store.inputs import as_step_rows, row_from_columns
 from logprobe.records.store.ragged import Ragged
@@ -304,6 +304,18 @@ class Rows:
         if texts is None:
             return entries
         return replace(entries, texts=texts.read(self.first_entry(start), entries.token_ids.tolist()))
+
+    def column(self, pick: Callable[[Entries], list[Any]]) -> ColumnView:
+        """What `pick` takes of the entries of all positions, read when asked for."""
+
+        def read(start: int, stop: int) -> list[Any]:
+            if start == stop:
+                return []
+            first = self.row_of(start)
+            base = self.first_entry(first)
+            return pick(self.entries(first, self.row_of(stop - 1) + 1))[start - base : stop - base]
+
+        return ColumnView(self.first_entry(self.num_rows), read)
 
     def _texts_of(self, part: Part, first: int, last: int) -> list[str | None] | None:
         if self.texts is None:

@@ -1,0 +1,143 @@
+"""Records as Arrow batches and as Parquet files, which DuckDB and polars open as they are."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from logprobe.errors import InputError
+from logprobe.records.flat import FlatLogprobs
+from logprobe.records.forms.arrow import batch_of, later_fields, parts_of, schema
+from logprobe.records.forms.arrow_validity import as_input_error, check_counts, check_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    import numpy.typing as npt
+
+    from logprobe.records.info import LogprobsInfo
+
+ROWS_A_GROUP = 16_384
+
+
+def to_arrow(
+    record: FlatLogprobs, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
+) -> pa.RecordBatch:
+    """One record as a batch of T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
+
+    Raises:
+        ParameterError: byte_offsets of another length.
+    """
+    return batch_of(record.parts(), request_id, byte_offsets=byte_offsets)
+
+
+def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
+    """Read the rows of one request back into a record.
+
+    Raises:
+        InputError: a column is missing, or the rows belong to several requests.
+    """
+    return FlatLogprobs.of(parts_of(batch))
+
+
+def write_parquet(path: str | Path, records: Mapping[str, FlatLogprobs]) -> None:
+    """Write records by request id into one zstd-compressed Parquet file under the first one's info."""
+    info = next((record.info for record in records.values()), None)
+    with ParquetWriter(path, info) as writer:
+        for request_id, record in records.items():
+            writer.write(request_id, record)
+
+
+def read_parquet(path: str | Path) -> dict[str, FlatLogprobs]:
+    """All records of a file, by request id.
+
+    Raises:
+        InputError: no such columns, or one request's rows in two places.
+    """
+    records: dict[str, FlatLogprobs] = {}
+    for request_id, record in iter_parquet(path):
+        if request_id in records:
+            raise InputError(f"{path}: the rows of request {request_id!r} stand in two places")
+        records[request_id] = record
+    return records
+
+
+def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
+    """Records of a file one by one, in the memory of a row group and one record.
+
+    Raises:
+        InputError: not such a file, or not such columns.
+    """
+    waiting: list[pa.RecordBatch] = []
+    with as_input_error(path), pq.ParquetFile(path) as file:
+        later = later_fields()
+        check_names(file.schema_arrow, [field for field in schema() if field.name not in later])
+        check_counts(file.metadata)
+        for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
+            for request_id, part in _split(batch):
+                if waiting and waiting[0].column("request_id")[0].as_py() != request_id:
+                    yield _joined(waiting)
+                    waiting = []
+                waiting.append(part)
+        if waiting:
+            yield _joined(waiting)
+
+
+class ParquetWriter:
+    """Writes record after record into one zstd-compressed Parquet file, in the memory of one row group."""
+
+    def __init__(self, path: str | Path, info: LogprobsInfo | None = None) -> None:
+        self._schema = schema(info)
+        self._file = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._waiting: list[pa.RecordBatch] = []
+        self._num_waiting = 0
+
+    def write(
+        self, request_id: str, record: FlatLogprobs, *, byte_offsets: npt.ArrayLike | None = None
+    ) -> None:
+        """Add one request's record; a record of no positions leaves no row.
+
+        Raises:
+            ParameterError: byte_offsets of another length than the record's plus one.
+        """
+        batch = to_arrow(record, request_id, byte_offsets=byte_offsets)
+        self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
+        self._num_waiting += len(batch)
+        if self._num_waiting >= ROWS_A_GROUP:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what waits, and the file's footer."""
+        self._flush()
+        self._file.close()
+
+    def _flush(self) -> None:
+        if self._num_waiting:
+            self._file.write_table(pa.Table.from_batches(self._waiting, self._schema))
+        self._waiting, self._num_waiting = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _split(batch: pa.RecordBatch) -> Iterable[tuple[str, pa.RecordBatch]]:
+    """Runs of rows that belong to one request."""
+    start = 0
+    for request_id, run in groupby(batch.column("request_id").to_pylist()):
+        length = sum(1 for _ in run)
+        yield request_id, batch.slice(start, length)
+        start += length
+
+
+def _joined(parts: list[pa.RecordBatch]) -> tuple[str, FlatLogprobs]:
+    return parts[0].column("request_id")[0].as_py(), from_arrow(pa.Table.from_batches(parts))
