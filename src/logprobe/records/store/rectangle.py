@@ -26,6 +26,7 @@ Block: TypeAlias = "tuple[Array, ...]"
 MAX_WIDTH: Final = 65  # up to here the last block is one that single rows are quick to write to
 FLOAT32: Final = np.dtype(np.float32)
 BYTE_ORDER: Final = sys.byteorder
+_INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
 
 
 class OpenBlock(NamedTuple):
@@ -125,9 +126,9 @@ class Rectangle:
         least, most = max(MIN_BLOCK_BYTES // row_bytes, 1), max(MAX_BLOCK_BYTES // row_bytes, 1)
         length = min(max(at, count, least), most)
         if self.width <= MAX_WIDTH and count < length:
-            self._add_open(
-                length, *(np.promote_types(column.dtype, np.int32) for column in (rows.token_ids, rows.ranks))
-            )
+            given = zip(types, (rows.token_ids.dtype, rows.ranks.dtype), strict=True)
+            own = [has if has in _INTEGERS else np.promote_types(needed, np.int32) for needed, has in given]
+            self._add_open(length, *own)
         else:
             shape = (length, self.width)
             block = np.empty(shape, id_type), np.empty(shape, np.float32), np.empty(length, rank_type)

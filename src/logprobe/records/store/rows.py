@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from logprobe.records.store.columns import Array
     from logprobe.records.store.entries import TopLists
 
-_ndarray, _from_bytes, _ONE = (
-    np.ndarray,
-    int.from_bytes,
-    (1,),
-)  # looked up once: `append_one` is called a token
+# Looked up once: `append_one` is called a token.
+_ndarray, _from_bytes, _ONE = np.ndarray, int.from_bytes, (1,)
 _INF: Final = np.float32(np.inf).tobytes()
 MAX_WAITING: Final = 4096  # entries of `append_fast` that wait
 

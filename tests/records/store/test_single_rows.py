@@ -1,4 +1,4 @@
-"""Rows of a step's arrays that come one by one and wait as bytes."""
+"""Rows of a step's arrays that come one by one, each into the block that is open."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def some_rows(count: int, id_type: Any, rank_type: Any) -> tuple[Any, Any, Any]:
     return ids, logprobs, rng.integers(1, 500, count).astype(rank_type)
 
 
-@pytest.mark.parametrize("id_type", [np.int32, np.int64, np.uint16])
-@pytest.mark.parametrize("rank_type", [np.int32, np.int64])
+@pytest.mark.parametrize("id_type", [np.int32, np.int64, np.uint16, np.uint64, ">i4"])
+@pytest.mark.parametrize("rank_type", [np.int32, np.int64, np.uint64])
 @pytest.mark.parametrize("count", [3, 2500])
 def test_rows_one_by_one_are_the_rows_at_once(id_type: Any, rank_type: Any, count: int) -> None:
     ids, logprobs, ranks = some_rows(count, id_type, rank_type)
