@@ -68,8 +68,8 @@ def _span(position: LogprobsOnePosition, *, is_marked: bool) -> str:
 
 
 def shade_of(logprob: float) -> int:
-    """Index of a token's shade: its surprisal in whole nats, at most the last."""
-    return len(SHADES) - 1 if logprob == -math.inf else min(int(-min(logprob, 0.0)), len(SHADES) - 1)
+    """Index of a token's shade: its surprisal in whole nats, at most the last, which NaN has too."""
+    return min(int(-min(logprob, 0.0)), len(SHADES) - 1) if logprob > -math.inf else len(SHADES) - 1
 
 
 def _numbers(logprob: float) -> str:
