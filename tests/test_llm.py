@@ -147,13 +147,13 @@ def bytes_of(llm: LLM, token_ids: list[int]) -> bytes:
 @pytest.fixture
 def spelling_llm(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The tiny model made to say given tokens, whatever its weights think."""
-    sampler = tiny_llm.engine.core.engine.sampler
+    sampler = tiny_llm.engine.core.engine.drawing._sampler
     plain = sampler.draw
 
     def say(text: str, **params: Any) -> Any:
         script = iter(tiny_llm.text.encode(text, add_special_tokens=False).tolist() + [1] * 20)
 
-        def draw(logits: Any, asked: Any, uniforms: Any, changed: Any, forced: Any) -> Any:
+        def draw(logits: Any, asked: Any, uniforms: Any, changed: Any = None, forced: Any = ()) -> Any:
             logits = logits.clone().fill_(-1.0)
             logits[:, next(script)] = 10.0
             return plain(logits, asked, uniforms, changed, forced)
