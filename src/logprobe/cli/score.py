@@ -345,7 +345,7 @@ def _print_data(
     Raises:
         Exit: with 1 where a row was bad.
     """
-    from logprobe.scoring.data.output import json_line
+    from logprobe.scoring.data.journal import json_line
     from logprobe.scoring.data.run import DatasetRun
     from logprobe.scoring.progress import byte_bar
 

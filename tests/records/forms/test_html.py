@@ -25,7 +25,17 @@ def record(*rows: tuple[str, float]) -> FlatLogprobs:
 
 @pytest.mark.parametrize(
     ("logprob", "shade"),
-    [(0.0, 0), (-0.99, 0), (-1.0, 1), (-7.5, 7), (-8.0, 8), (-50.0, 8), (-math.inf, 8), (math.nan, 8), (1e-6, 0)],
+    [
+        (0.0, 0),
+        (-0.99, 0),
+        (-1.0, 1),
+        (-7.5, 7),
+        (-8.0, 8),
+        (-50.0, 8),
+        (-math.inf, 8),
+        (math.nan, 8),
+        (1e-6, 0),
+    ],
 )
 def test_a_shade_is_the_surprisal_in_whole_nats(logprob: float, shade: int) -> None:
     assert shade_of(logprob) == shade

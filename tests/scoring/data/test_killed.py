@@ -85,9 +85,9 @@ DYING = """
 import os, signal, sys
 from logprobe import LLM
 from logprobe.scoring import score_dataset
-from logprobe.scoring.data import output, run
+from logprobe.scoring.data import journal, run
 
-plain, writes = output.pq.write_table, 0
+plain, writes = journal.pq.write_table, 0
 
 def dying(table, path, **options):
     global writes
@@ -97,7 +97,7 @@ def dying(table, path, **options):
         os.truncate(path, 100)
         os.kill(os.getpid(), signal.SIGKILL)
 
-output.pq.write_table, run.ROWS_A_PART, run.SECONDS_A_PART = dying, 256, float("inf")
+journal.pq.write_table, run.ROWS_A_PART, run.SECONDS_A_PART = dying, 256, float("inf")
 with LLM(sys.argv[1], kv_bytes=1 << 20) as llm:
     score_dataset(llm, sys.argv[2], sys.argv[3])
 """

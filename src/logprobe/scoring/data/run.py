@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import pyarrow as pa
 
 from logprobe.errors import InputError
-from logprobe.scoring.data.output import Journal
+from logprobe.scoring.data.journal import Journal
 from logprobe.scoring.data.rows import RowScorer, batches, checked, schema_of
 from logprobe.scoring.data.settings import DataSettings
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows

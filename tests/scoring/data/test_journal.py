@@ -9,7 +9,7 @@ import pytest
 
 from logprobe.errors import InputError
 from logprobe.scoring import DataSettings
-from logprobe.scoring.data.output import Journal
+from logprobe.scoring.data.journal import Journal
 from logprobe.scoring.data.rows import schema_of
 
 if TYPE_CHECKING:
