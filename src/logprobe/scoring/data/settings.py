@@ -19,7 +19,7 @@ HITS = ("acc", "acc_norm", "acc_bytes")
 @strict_keywords
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Which columns hold what, and how rows are read; all of it belongs to a run, which `Journal` resumes with nothing else.
+    """Which columns hold what, and how rows are read; `Journal` resumes a run with the same alone.
 
     Args:
         text_column: the text, or the continuation where there is a context.

@@ -75,7 +75,7 @@ def bad_request(param: str | None, message: str, *, code: str | None = "invalid_
 
 
 def server_full(what: str) -> ApiError:
-    """429 for now, telling what is taken."""
+    """429 for now, which says what is taken and, as Retry-After, when to come back."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(429, f"the server is full ({what}); try again", code="server_full", headers=headers)
 
