@@ -1,7 +1,7 @@
 """A conversation → the text or the ids that the model's own chat template makes of it.
 
-Before it: messages as OpenAI's clients write them. After it: a prompt like any other. Nothing of a message is
-passed over in silence: the template lays it out, or it is refused by its place.
+Messages are as OpenAI's clients write them. Nothing of them is dropped in silence: the template lays it out,
+or it is refused by its path, such as `messages[2].name`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these sa
 MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
 MOST_SHAPE_MESSAGES: Final = 128
 MOST_SHAPE_CHARS: Final = 256  # of the template's variables
-PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they tell of its text
+PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they describe its text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ ANSWER: Final = Layout()
 
 
 def as_conversations(messages: Conversations) -> list[Conversation]:
-    """Each conversation as its messages.
+    """The messages of each conversation; a text, or content parts, are one user's message.
 
     Raises:
         ParameterError: nothing of the kind, or a conversation without a message.
@@ -77,8 +77,8 @@ def as_conversations(messages: Conversations) -> list[Conversation]:
     if not messages:
         return []
     many: list[Any] = list(messages) if are_lists[0] else [messages]
-    for place, conversation in enumerate(many):
-        require(conversation, f"messages[{place}]", "is empty; give at least one message")
+    for index, conversation in enumerate(many):
+        require(conversation, f"messages[{index}]", "is empty; give at least one message")
     if not are_lists[0] and all(isinstance(item, Mapping) and _is_part(item) for item in messages):
         return [[{"role": "user", "content": list(messages)}]]
     return cast("list[Conversation]", many)
@@ -114,7 +114,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
         )
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     require(is_list and messages, "messages", "must be a list of at least one message")
-    plain = [_plain_message(message, place) for place, message in enumerate(messages)]
+    plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
     _check_variables(variables, tokenizer.chat_template)
 
@@ -168,7 +168,7 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
         is_ignored = render_bare() == laid_out
     except Exception:  # noqa: BLE001 - a template that cannot do without tools takes them
         is_ignored = False
-    require(not is_ignored, "tools", "the model's chat template takes none; tell of them in a message")
+    require(not is_ignored, "tools", "the model's chat template takes none; describe them in a message")
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
@@ -193,8 +193,8 @@ def variables_of(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
 
 
-def _plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    where = f"messages[{place}]"
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
     require(isinstance(message, Mapping), where, "must be a dict with role and content", got=message)
     role = message.get("role")
     if not isinstance(role, str):
@@ -207,10 +207,10 @@ def _plain_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
     if not isinstance(content, str):
         raise ParameterError(f"{where}.content", "must be a string or a list of text parts")
     # Clients send back null for what a reply did not have.
-    said = {name: value for name, value in message.items() if value not in EMPTY}
-    if "tool_calls" in said:
-        said["tool_calls"] = _plain_calls(said["tool_calls"], f"{where}.tool_calls")
-    return said | {"role": "system" if role == "developer" else role, "content": content}
+    fields = {name: value for name, value in message.items() if value not in EMPTY}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _plain_calls(fields["tool_calls"], f"{where}.tool_calls")
+    return fields | {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:

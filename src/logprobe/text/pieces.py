@@ -82,7 +82,7 @@ class TextWalk:
 
 
 class Cutter(Generic[C]):
-    """Takes from one completion what may be told: no half character, nothing that may be a stop string.
+    """Takes from one completion what may be published: no half character, nothing that may be a stop string.
 
     `bytes_of` gives the bytes of tokens; before `min_tokens` tokens no stop string counts.
     """
@@ -134,20 +134,20 @@ class Cutter(Generic[C]):
 
     def _fill(self, piece: Piece[C], parts: list[bytes], end: int | None) -> None:
         texts = []
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             shown = part if end is None else part[: max(end - self._num_bytes, 0)]
             self._num_bytes += len(part)
             text, begins_at = self._walk.feed(shown)
             texts.append(text)
             piece.offsets.append(begins_at)
             if shown:
-                piece.text_tokens.append(piece.start + place)
+                piece.text_tokens.append(piece.start + index)
         if piece.finish_reason:
             texts.append(self._walk.feed(b"", final=True)[0])
             # What comes after the last text begins at its end, behind a character that was cut short, too.
             last = max(piece.text_tokens, default=piece.start - 1)
-            for place in range(last + 1 - piece.start, len(parts)):
-                piece.offsets[place] = self._walk.num_chars
+            for index in range(last + 1 - piece.start, len(parts)):
+                piece.offsets[index] = self._walk.num_chars
         piece.text = "".join(texts)
 
     def _num_certain(self) -> int:
@@ -168,9 +168,9 @@ class Cutter(Generic[C]):
 
     def _held_back(self, held: bytes) -> int:
         """Bytes at the end of `held` that are, or may become, part of a stop string."""
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if found and self._num_taken + len(self._held) >= self._min_tokens:
-            return len(held) - min(found)
+        starts = [start for stop in self._stops if (start := held.find(stop)) >= 0]
+        if starts and self._num_taken + len(self._held) >= self._min_tokens:
+            return len(held) - min(starts)
         for start in range(max(len(held) - self._longest, 0), len(held)):
             tail = held[start:]
             if any(stop.startswith(tail) for stop in self._stops):
@@ -190,9 +190,9 @@ class StopMatcher:
         """Add a token's bytes; the stop string that now stands in the text and where it begins, if any."""
         search_from = max(0, len(self._text) - self._longest + 1)
         self._text += piece
-        found = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
-        hits = [(start, stop) for start, stop in found if start >= 0]
-        if not hits:
+        starts = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
+        matches = [(start, stop) for start, stop in starts if start >= 0]
+        if not matches:
             return None
-        start, stop = min(hits)
+        start, stop = min(matches)
         return stop, start
