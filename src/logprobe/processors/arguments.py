@@ -1,8 +1,7 @@
 """What a request asks of its processors: typed arguments, from plain values or from the request's own fields.
 
 The built-in processors' arguments become JSON Schema, and the fields of `SamplingParams` are checked by the
-same types; every default means 'nothing asked'. Before it: keyword arguments or JSON. After it: processors,
-which trust every value.
+same types; every default means 'nothing asked'. Processors trust every value.
 """
 
 from __future__ import annotations
@@ -99,9 +98,9 @@ def _token_ids(kind: Any, value: Any) -> Iterator[int]:
         else:
             yield from _token_ids(kind.type, value)
     elif isinstance(kind, inspect.UnionType):
-        fitting = [one for one in kind.types if _holds_token_ids(one)] if value is not None else []
-        for one in fitting:
-            yield from _token_ids(one, value)
+        members = [member for member in kind.types if _holds_token_ids(member)] if value is not None else []
+        for member in members:
+            yield from _token_ids(member, value)
     elif isinstance(kind, inspect.DictType):
         for key, item in value.items():
             yield from _token_ids(kind.key_type, key)
@@ -133,7 +132,7 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class _Args(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all of them share."""
+    """Frozen, by keyword alone; an unknown key is an error."""
 
 
 class LogitBiasArgs(_Args, frozen=True):
@@ -199,7 +198,7 @@ class CaptureArgs(_Args, frozen=True):
 
 
 class NoArgs(_Args, frozen=True):
-    """It takes none."""
+    """For a processor without arguments."""
 
 
 class RequestParams(Protocol):
@@ -236,9 +235,10 @@ _FIELDS: tuple[tuple[str, type[msgspec.Struct], tuple[str, ...]], ...] = (
     ),
 )
 _DEFAULTS = {name: getattr(kind(), name) for _, kind, names in _FIELDS for name in names}
-given_fields = attrgetter(*_DEFAULTS, "response_format")
+field_values = attrgetter(*_DEFAULTS, "response_format")
 """The values of all these fields of a request."""
-NO_FIELDS = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)  # as requests have it
+DEFAULT_VALUES = (*(_DEFAULTS | {"bad_words": (), "logit_bias": None}).values(), None)
+"""What a request that asks nothing holds in them."""
 _FORMATS = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "ebnf": "ebnf"}
 
 
@@ -248,20 +248,20 @@ def field_args(params: Any) -> list[FieldArgs]:
     Raises:
         ParameterError: a value that no processor takes; it names the field.
     """
-    if given_fields(params) == NO_FIELDS:
+    if field_values(params) == DEFAULT_VALUES:
         return []
-    found = []
+    asked_args = []
     for processor, kind, names in _FIELDS:
-        given = ((name, getattr(params, name)) for name in names)
-        asked = {name: plain(value) for name, value in given if _is_asked(name, value)}
+        values = ((name, getattr(params, name)) for name in names)
+        asked = {name: plain(value) for name, value in values if _is_asked(name, value)}
         if asked:
             parameter = next(iter(asked))
-            found.append(FieldArgs(parameter, processor, _checked(asked, kind)))
+            asked_args.append(FieldArgs(parameter, processor, _checked(asked, kind)))
     if params.response_format is not None:
         grammar = format_args(params.response_format)
         if grammar is not None:
-            found.append(FieldArgs("response_format", "GrammarLogitsProcessor", grammar))
-    return found
+            asked_args.append(FieldArgs("response_format", "GrammarLogitsProcessor", grammar))
+    return asked_args
 
 
 def _checked(asked: dict[str, Any], kind: type[msgspec.Struct]) -> msgspec.Struct:

@@ -1,7 +1,7 @@
 """What masks and truncation keep of a row's raw distribution: its mass, and which ids.
 
-Before it: the raw rows and what was drawn from. After it: the records of processed numbers, of which those
-of the raw distribution at the same temperature follow by one addition.
+From processed log-probabilities and the mass, those of the raw distribution at the same temperature follow by
+one addition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NONE = np.empty(0, np.uint16)
+NO_IDS = np.empty(0, np.uint16)
 
 
 def log_kept_mass(
@@ -34,17 +34,17 @@ def log_kept_mass(
         is_touched: (B,), False where neither masks nor truncation can have taken anything.
     """
     log_mass = np.zeros(len(raw), np.float32)
-    places = np.flatnonzero(is_touched)
-    if not len(places):
+    touched = np.flatnonzero(is_touched)
+    if not len(touched):
         return log_mass
-    rows = torch.from_numpy(places).to(raw.device)
-    scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1).astype(np.float32))[places]
+    rows = torch.from_numpy(touched).to(raw.device)
+    scale = torch.from_numpy(np.where(temperatures > 0, temperatures, 1).astype(np.float32))[touched]
     # From the maximum, so that no temperature makes an infinity of it.
     scaled = raw[rows]
     scaled = scaled.sub_(scaled.amax(dim=1, keepdim=True)).div_(scale.to(raw.device)[:, None])
     whole = _log_normaliser(scaled)
     kept = _log_normaliser(scaled.masked_fill_(processed[rows] == -torch.inf, -torch.inf))
-    log_mass[places] = np.minimum(kept - whole, 0)
+    log_mass[touched] = np.minimum(kept - whole, 0)
     return log_mass
 
 
@@ -52,7 +52,7 @@ def kept_ids(processed: Tensor, is_asked: NDArray[np.bool_]) -> KeptLists:
     """The ids that rows kept, of those rows that ask."""
     dtype = narrowest_id_dtype(processed.shape[1] - 1)
     runs = [
-        (row > -torch.inf).nonzero().view(-1).numpy(force=True).astype(dtype) if asked else NONE
+        (row > -torch.inf).nonzero().view(-1).numpy(force=True).astype(dtype) if asked else NO_IDS
         for row, asked in zip(processed, is_asked.tolist(), strict=True)
     ]
     return KeptLists.of(runs)

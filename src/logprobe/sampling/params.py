@@ -15,11 +15,11 @@ from typing import Any, Final, Literal, cast
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import (
+    DEFAULT_VALUES,
     LARGEST_FLOAT,
-    NO_FIELDS,
     LogitBiasArgs,
     field_args,
-    given_fields,
+    field_values,
     plain,
     to_args,
 )
@@ -176,10 +176,10 @@ class SamplingParams:
         is_object = args is None or (isinstance(args, Mapping) and all(isinstance(key, str) for key in args))
         require(is_object, "logits_processors_args", "must be an object", got=args)
         is_shown = self.logprobs is not None or not self.explain
-        require(is_shown, "explain", "tells of the candidates that logprobs lists; set logprobs too")
+        require(is_shown, "explain", "reports on the candidates that logprobs lists; set logprobs too")
         fits = self.min_tokens <= self.max_tokens
         require(fits, "min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        if given_fields(self) != NO_FIELDS:
+        if field_values(self) != DEFAULT_VALUES:
             field_args(self)
 
     @property
@@ -195,7 +195,7 @@ class SamplingParams:
     @property
     def asks_processors(self) -> bool:
         """Whether it gives arguments to logits processors, by fields of their own or by name."""
-        return self.logits_processors_args is not None or given_fields(self) != NO_FIELDS
+        return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
 
     @property
     def is_greedy(self) -> bool:
@@ -241,12 +241,12 @@ def _plain(name: str, value: Any) -> Any:
         raise ParameterError(name, f"holds a key that is no text and no number: {error}") from error
 
 
-def _biases(given: Any) -> dict[int, float] | None:
+def _biases(by_id: Any) -> dict[int, float] | None:
     """Token id → nats, whether ids are numbers or, as in JSON, texts."""
-    if given is None:
+    if by_id is None:
         return None
-    biases = to_args({"logit_bias": given}, LogitBiasArgs, "logit_bias").logit_bias
-    require(len(biases) == len(given), "logit_bias", "names a token id twice, as a number and as a text")
+    biases = to_args({"logit_bias": by_id}, LogitBiasArgs, "logit_bias").logit_bias
+    require(len(biases) == len(by_id), "logit_bias", "names a token id twice, as a number and as a text")
     return biases
 
 

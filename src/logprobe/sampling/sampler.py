@@ -100,7 +100,7 @@ class Sampler:
     """
 
     def __init__(self) -> None:
-        self._asked = _Asked((), 0)
+        self._settings = _BatchSettings((), 0)
 
     def sample(
         self,
@@ -126,42 +126,42 @@ class Sampler:
         forced: Sequence[int | None] = (),
     ) -> SampledRows:
         """`sample`, of which the raw log-probabilities stay where the logits are."""
-        asked = self._asked
-        if not asked.is_of(params, logits.shape[1]):
-            asked = self._asked = _Asked(params, logits.shape[1])
-        drawn = _draw(logits, changed, DrawParams(*asked.columns, uniforms))
+        settings = self._settings
+        if not settings.is_of(params, logits.shape[1]):
+            settings = self._settings = _BatchSettings(params, logits.shape[1])
+        drawn = _draw(logits, changed, DrawParams(*settings.columns, uniforms))
         for row, token_id in enumerate(forced):
             if token_id is not None:
                 drawn.token_ids[row] = token_id
-        raw = None if asked.raw is None else asked.raw.of(logits, drawn)
+        raw = None if settings.raw is None else settings.raw.of(logits, drawn)
         processed = None
-        if asked.processed is not None:
-            processed = _processed(logits, changed, drawn, asked.processed, asked.columns[0])
+        if settings.processed is not None:
+            processed = _processed(logits, changed, drawn, settings.processed, settings.columns[0])
         return SampledRows(
             sampled_token_ids=drawn.token_ids.tolist(),
             is_valid=drawn.is_valid.tolist(),
-            num_logprobs=asked.num_logprobs,
+            num_logprobs=settings.num_logprobs,
             logprobs=raw,
-            logprobs_rows=asked.raw_places,
+            logprobs_rows=settings.raw_indices,
             processed_logprobs=processed,
-            processed_rows=asked.processed_places,
+            processed_rows=settings.processed_indices,
         )
 
 
-class _Asked:
-    """What rows ask, laid out once as long as the same requests stand in them."""
+class _BatchSettings:
+    """The parameters of a batch by column, made once for as long as its rows are the same requests."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         self._params, self._vocab_size = list(params), vocab_size
         self.columns = _columns(params)  # of `DrawParams`, all but the uniform numbers
-        asked = [one.logprobs or 0 for one in params]
-        self.num_logprobs = [vocab_size if k < 0 else min(k, vocab_size) for k in asked]
-        raw_rows = [row for row, one in enumerate(params) if _wants_raw(one)]
-        processed_rows = [row for row, one in enumerate(params) if _wants_processed(one)]
+        counts = [request.logprobs or 0 for request in params]
+        self.num_logprobs = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
+        raw_rows = [row for row, request in enumerate(params) if _wants_raw(request)]
+        processed_rows = [row for row, request in enumerate(params) if _wants_processed(request)]
         self.raw = _Report(raw_rows, params, vocab_size) if raw_rows else None
         self.processed = _Report(processed_rows, params, vocab_size) if processed_rows else None
-        self.raw_places = _places(raw_rows, len(params))
-        self.processed_places = _places(processed_rows, len(params))
+        self.raw_indices = _indices(raw_rows, len(params))
+        self.processed_indices = _indices(processed_rows, len(params))
 
     def is_of(self, params: Sequence[SamplingParams], vocab_size: int) -> bool:
         """Whether these are the same requests, over as many tokens."""
@@ -175,22 +175,22 @@ class _Report:
     def __init__(self, rows: list[int], params: Sequence[SamplingParams], vocab_size: int) -> None:
         self.rows = rows
         self.is_whole = len(rows) == len(params)  # most steps report every row or none: no copy then
-        self.params = asked = [params[row] for row in rows]
-        given = [one.logprob_token_ids for one in asked]
+        self.params = reported = [params[row] for row in rows]
+        token_ids = [request.logprob_token_ids for request in reported]
         self._requests = check_requests(
             (len(rows), vocab_size),
             np.zeros(len(rows), np.int32),
-            np.array([one.logprobs or 0 for one in asked]),
-            given_ids=given if any(given) else None,
-            **extras_of(*asked),
+            np.array([request.logprobs or 0 for request in reported]),
+            given_ids=token_ids if any(token_ids) else None,
+            **extras_of(*reported),
         )
 
     def of(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """Of a step's logits."""
+        """The rows' numbers, from the logits of all the step's rows."""
         return self.of_own(logits if self.is_whole else logits[self.rows], drawn)
 
     def of_own(self, logits: Tensor, drawn: Drawn) -> DeviceRows:
-        """Of logits of these rows alone."""
+        """The rows' numbers, from the logits of these rows alone."""
         chosen = drawn.token_ids if self.is_whole else drawn.token_ids[self.rows]
         return extract_checked(logits, self._requests.of_tokens(torch.from_numpy(chosen)))
 
@@ -208,7 +208,7 @@ def _processed(
     num_changed = 0 if changed is None else len(changed)
     is_touched = (drawn.cut_logits[rows] > -np.inf) | (rows < num_changed)
     mass = log_kept_mass(logits[report.rows], part, temperatures[rows], is_touched)
-    asks = np.array([one.kept_ids for one in report.params])
+    asks = np.array([request.kept_ids for request in report.params])
     reported = report.of_own(part, drawn).to_host()
     return HostRows(
         reported.token_ids,
@@ -220,12 +220,12 @@ def _processed(
     )
 
 
-def _places(rows: list[int], num_rows: int) -> list[int]:
-    """For each row its place among `rows`, -1 where it is not one of them."""
-    places = [-1] * num_rows
-    for place, row in enumerate(rows):
-        places[row] = place
-    return places
+def _indices(rows: list[int], num_rows: int) -> list[int]:
+    """For each row its index in `rows`, -1 where it is not one of them."""
+    indices = [-1] * num_rows
+    for index, row in enumerate(rows):
+        indices[row] = index
+    return indices
 
 
 def _wants_raw(params: SamplingParams) -> bool:
@@ -263,7 +263,10 @@ def _copied(logits: Tensor, changed: Tensor | None, rows: list[int]) -> Tensor:
 
 def _columns(params: Sequence[SamplingParams]) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
     columns = np.array(
-        [(one.temperature, min(max(one.top_k, 0), LARGEST_K), one.top_p, one.min_p) for one in params],
+        [
+            (request.temperature, min(max(request.top_k, 0), LARGEST_K), request.top_p, request.min_p)
+            for request in params
+        ],
         dtype=np.float32,
     ).reshape(-1, 4)
     temperatures, top_ks, top_ps, min_ps = np.ascontiguousarray(columns.T)
