@@ -207,7 +207,7 @@ def test_a_token_that_a_matcher_does_not_accept_fails_its_request(facts: ModelFa
     assert done.logits[0].isfinite().nonzero().tolist() == [[1]]
 
 
-def test_what_is_no_matcher_is_told() -> None:
+def test_what_is_no_matcher_is_refused() -> None:
     from logprobe.processors.builtin.matchers import as_matcher
 
     with pytest.raises(ParameterError, match="gave object, which is no matcher"):

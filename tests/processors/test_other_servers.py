@@ -150,7 +150,7 @@ def test_the_current_folder_is_searched_and_the_hint_says_so(tmp_path: Path) -> 
     assert f"current folder {tmp_path}" in ended.stdout
 
 
-def test_the_constructor_is_told_the_resolved_dtype_and_device(llm: LLM) -> None:
+def test_the_constructor_gets_the_resolved_dtype_and_device(llm: LLM) -> None:
     assert llm.processors is not None
     made = llm.processors.registered["Untyped"]
     assert (made.config.dtype, made.config.device) == ("float32", "cpu")  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def test_a_failing_processors_own_line_is_in_the_log_and_in_the_causes(
     assert author in caplog.text
 
 
-def test_a_batchs_bad_prompt_is_told_by_its_index(tiny_llm: LLM) -> None:
+def test_a_batchs_bad_prompt_is_refused_by_its_index(tiny_llm: LLM) -> None:
     with pytest.raises(ParameterError, match=r"number 1 of 2 is empty"):
         tiny_llm.generate(["the cat", []])
 

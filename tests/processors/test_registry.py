@@ -105,7 +105,7 @@ def test_an_entry_point_is_found_by_its_name(module: str, monkeypatch: pytest.Mo
         (3, "is no subclass"),
     ],
 )
-def test_what_cannot_be_loaded_is_told_by_name(module: str, given: Any, message: str) -> None:
+def test_what_cannot_be_loaded_is_refused_by_name(module: str, given: Any, message: str) -> None:
     del module
     with pytest.raises(ParameterError) as raised:
         load_processor(given)

@@ -1,6 +1,6 @@
 """Logits → logits, a request at a time: the interface, the built-ins, the registry and the pipeline.
 
-Before it: the model's own logits. After it: the draw. Each name loads when first used.
+Each name loads when first used.
 """
 
 from __future__ import annotations

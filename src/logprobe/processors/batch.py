@@ -1,7 +1,4 @@
-"""Whose logits stand in which row: what a processor is told before each forward pass.
-
-Before it: the engine's samples. After it: a processor's `update_state`.
-"""
+"""Which sample each row of logits belongs to: the argument of a processor's `update_state`."""
 
 from __future__ import annotations
 
@@ -102,7 +99,7 @@ class BatchState(Mapping[str, Any]):
     def added(self) -> list[int]:
         """Rows that were not there at the step before, or were paused then: their history is whole."""
         before = {row.key for row in self._previous}
-        return [place for place, row in enumerate(self.rows) if row.key not in before]
+        return [index for index, row in enumerate(self.rows) if row.key not in before]
 
     @cached_property
     def removed(self) -> list[BatchRow]:
@@ -111,10 +108,10 @@ class BatchState(Mapping[str, Any]):
 
     @cached_property
     def moved(self) -> list[tuple[int, int]]:
-        """(Place before, place now) of the rows that stand elsewhere."""
-        before = {row.key: place for place, row in enumerate(self._previous)}
-        places = [(before.get(row.key, place), place) for place, row in enumerate(self.rows)]
-        return [(old, new) for old, new in places if old != new]
+        """(Index before, index now) of the rows whose index changed."""
+        before = {row.key: index for index, row in enumerate(self._previous)}
+        indices = [(before.get(row.key, index), index) for index, row in enumerate(self.rows)]
+        return [(old, new) for old, new in indices if old != new]
 
     @cached_property
     def is_same(self) -> bool:
@@ -170,8 +167,8 @@ def _first(value: Any) -> Any:
 def _padded(lists: Sequence[Sequence[int]]) -> Tensor:
     longest = max((len(ids) for ids in lists), default=0)
     padded = torch.full((len(lists), longest), -1, dtype=torch.int64)
-    for place, ids in enumerate(lists):
-        padded[place, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
+    for index, ids in enumerate(lists):
+        padded[index, : len(ids)] = torch.as_tensor(ids, dtype=torch.int64)
     return padded
 
 

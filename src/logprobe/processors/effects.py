@@ -1,7 +1,4 @@
-"""What a processor did to one position: the answer to `explain`.
-
-Before it: a row before and after each processor. After it: `CompletionOutput.explanations`.
-"""
+"""What a processor did to one position: the answer to `explain`."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class RowEffect(msgspec.Struct):
     after: Tensor
 
     def among(self, token_ids: Iterable[int]) -> ProcessorEffect:
-        """Its effect, told for these candidates."""
+        """The effect on these candidates; ids may repeat, in any order."""
         import torch
 
         ids = torch.tensor(sorted(set(token_ids)), dtype=torch.int64)

@@ -32,7 +32,7 @@ class Rule(Protocol):
     """One request's instance behind one interface."""
 
     def observe(self, row: BatchRow) -> None:
-        """Learn the tokens observed so far; called once a step."""
+        """Take in the tokens observed so far; called once a step."""
         ...
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def adapt_transformers(
             ids = [*map(int, row.prompt_token_ids), *row.output_token_ids]
             return processor(torch.tensor([ids], device=scores.device), scores)  # type: ignore[no-any-return]
 
-        return _Call(call)
+        return _CallRule(call)
 
     return _adapted(name, args, make)
 
@@ -80,7 +80,7 @@ def adapt_callable(
             changed: Tensor = function(*first, list(row.output_token_ids), scores[0])
             return changed.unsqueeze(0)
 
-        return _Call(call)
+        return _CallRule(call)
 
     return _adapted(name, args, make)
 
@@ -91,7 +91,7 @@ def adapt_matcher(
     """Adapt a bitmask matcher: `llguidance.LLMatcher` or `xgrammar.GrammarMatcher`."""
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
-        return _Match(factory(row.args), model)
+        return _MatcherRule(factory(row.args), model)
 
     return _adapted(name, args, make)
 
@@ -106,10 +106,10 @@ def adapt_vllm(
     """
 
     def make(row: BatchRow, model: ModelFacts) -> Rule:
-        return _Batched(processor(model, torch.device("cpu"), False), row)
+        return _BatchOfOne(processor(model, torch.device("cpu"), False), row)
 
     own_check = getattr(processor, "validate_params", lambda _: None)
-    return _adapted(name or processor.__name__, args, make, lambda given: own_check(_params(given)))
+    return _adapted(name or processor.__name__, args, make, lambda values: own_check(_params(values)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +143,21 @@ def _as_dict(args: Any) -> dict[str, Any]:
 
 
 @final
-class _Call:
+class _CallRule:
     """A rule without a state of its own."""
 
     def __init__(self, call: Callable[[BatchRow, Tensor], Tensor]) -> None:
         self._call = call
 
     def observe(self, row: BatchRow) -> None:
-        """Nothing: the call is given all tokens."""
+        """Nothing: each call gets all tokens."""
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Call it."""
         return self._call(row, scores)
 
 
 @final
-class _Match:
+class _MatcherRule:
     """A bitmask matcher."""
 
     def __init__(self, matcher: Any, model: ModelFacts) -> None:
@@ -186,7 +185,7 @@ class _Match:
 
 
 @final
-class _Batched:
+class _BatchOfOne:
     """An instance of vLLM's batch class that serves a batch of one."""
 
     def __init__(self, processor: Any, row: BatchRow) -> None:
@@ -196,13 +195,12 @@ class _Batched:
         self._update: BatchUpdate | None = BatchUpdate(1, (), (added,), ())
 
     def observe(self, row: BatchRow) -> None:
-        """Tell it of its request once, and of every step after that."""
+        """Announce the request at its first step, and no change at later ones."""
         del row
         self._processor.update_state(self._update)
         self._update = None
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:
-        """Apply it."""
         del row
         return self._processor.apply(scores)  # type: ignore[no-any-return]
 
@@ -228,7 +226,7 @@ class PerRequestProcessor(LogitsProcessor):
         type(self).own_check(args)
 
     def update_state(self, batch: BatchState) -> None:
-        """Make the rules of new rows, and tell every rule what was observed."""
+        """Make the rules of new rows, and pass every rule the tokens observed."""
         assert self._model is not None, "bind comes first"
         known, self._rules, self._rows = self._rules, {}, batch.rows
         for row in batch.rows:
@@ -237,12 +235,12 @@ class PerRequestProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         """Let each rule change its row."""
-        for place, row in enumerate(self._rows):
-            scores = logits[place : place + 1].clone()
+        for index, row in enumerate(self._rows):
+            scores = logits[index : index + 1].clone()
             changed = self._rules[row.key].change(row, scores)
             if changed.shape != scores.shape:
                 raise ValueError(f"gave a row of shape {tuple(changed.shape)}")
-            logits[place : place + 1] = changed
+            logits[index : index + 1] = changed
         return logits
 
 

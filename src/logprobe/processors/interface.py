@@ -1,7 +1,4 @@
-"""`LogitsProcessor`: a rule that changes logits for those requests that ask for it.
-
-Before it: the batch's rows and the model's logits. After it: temperature, truncation and the draw.
-"""
+"""`LogitsProcessor`: a rule that changes logits for those requests that ask for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`Pipeline`: one step's rows of logits through the processors of their requests.
-
-Before it: the rows' raw logits. After it: the draw from what is left.
-"""
+"""`Pipeline`: one step's rows of logits through the processors of their requests."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ class ActiveSample:
     def after(self, token_ids: list[int]) -> ActiveSample:
         """The same sample once these tokens, too, have come."""
         rows = {
-            place: replace(row, output_token_ids=[*row.output_token_ids, *token_ids])
-            for place, row in self.rows.items()
+            index: replace(row, output_token_ids=[*row.output_token_ids, *token_ids])
+            for index, row in self.rows.items()
         }
         return replace(self, rows=rows)
 
@@ -109,26 +106,26 @@ class Pipeline:
         if not args_by_stage:
             return None
         all_args = ArgsView(params.logits_processors_args or {})
-        rows = {place: _row_for(row, args, all_args) for place, args in args_by_stage.items()}
+        rows = {index: _row_for(row, args, all_args) for index, args in args_by_stage.items()}
         shows_processed = params.logprobs is not None and params.logprobs_mode != "raw_logprobs"
         skips = params.is_greedy and not shows_processed and not params.explain
         return ActiveSample(rows, params.explain, skips)
 
     def prepare(self, samples: Sequence[ActiveSample]) -> None:
-        """Tell every processor the rows of the step's logits, in their order; before the forward pass."""
+        """Pass every processor the rows of the step's logits, in their order; before the forward pass."""
         self._samples, self._members, self._broken = samples, {}, set()
-        for place, stage in enumerate(self._stages.ordered):
-            members = [row for row, sample in enumerate(samples) if _concerns(stage, place, sample)]
+        for index, stage in enumerate(self._stages.ordered):
+            members = [row for row, sample in enumerate(samples) if _concerns(stage, index, sample)]
             if not members and not stage.previous:
                 continue
             if members:
-                self._members[place] = members
+                self._members[index] = members
                 stage.counter.num_steps += 1
                 stage.counter.num_rows += len(members)
             try:
-                self._update(stage, [samples[row].rows[place] for row in members])
+                self._update(stage, [samples[row].rows[index] for row in members])
             except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that bring it about
-                self._broken.add(place)
+                self._broken.add(index)
                 if not members:  # there is no request to fail
                     logger.warning("%s failed to let its rows go: %r", stage.name, error)
 
@@ -136,13 +133,13 @@ class Pipeline:
         """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is left as it is."""
         run = ProcessedRows(raw)
         explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
-        for place, members in self._members.items():
-            stage = self._stages.ordered[place]
-            told = [row for row in members if row in explained]
-            before = {row: run.logits[row].clone() for row in told}
+        for index, members in self._members.items():
+            stage = self._stages.ordered[index]
+            explained_members = [row for row in members if row in explained]
+            before = {row: run.logits[row].clone() for row in explained_members}
             with timed(stage.counter):
-                self._run(place, run, raw)
-            for row in told:
+                self._run(index, run, raw)
+            for row in explained_members:
                 effect = RowEffect(stage.name, before[row], run.logits[row].clone())
                 run.effects.setdefault(row, []).append(effect)
         for row in run.errors:
@@ -151,16 +148,16 @@ class Pipeline:
 
     def keeping_state(self, sample: ActiveSample) -> list[str]:
         """The names of a sample's processors that keep state from step to step."""
-        stages = ((place, self._stages.ordered[place]) for place in sample.rows)
+        stages = ((index, self._stages.ordered[index]) for index in sample.rows)
         return [
             stage.name
-            for place, stage in stages
-            if stage.processor.keeps_state and _concerns(stage, place, sample)
+            for index, stage in stages
+            if stage.processor.keeps_state and _concerns(stage, index, sample)
         ]
 
     def names(self, row: int) -> str:
         """The processors that concern a prepared row."""
-        return ", ".join(self._stages.ordered[place].name for place in self._samples[row].rows)
+        return ", ".join(self._stages.ordered[index].name for index in self._samples[row].rows)
 
     def _update(self, stage: Stage, rows: list[BatchRow]) -> None:
         batch = BatchState(rows, stage.previous)
@@ -169,11 +166,11 @@ class Pipeline:
             stage.processor.update_state(batch)
         stage.previous = batch.rows
 
-    def _run(self, place: int, run: ProcessedRows, raw: Tensor) -> None:
+    def _run(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
         """One stage; the logits change only where it succeeds."""
-        stage, members = self._stages.ordered[place], self._members[place]
-        if place in self._broken:
-            self._run_one_by_one(place, run, raw)
+        stage, members = self._stages.ordered[index], self._members[index]
+        if index in self._broken:
+            self._run_one_by_one(index, run, raw)
             return
         if stage.is_own:
             if run.logits is raw:
@@ -183,21 +180,21 @@ class Pipeline:
         try:
             changed = _checked_apply(stage, run.logits, members)
         except BaseException:  # noqa: BLE001 - the rows that bring it about are found one by one
-            self._run_one_by_one(place, run, raw)
+            self._run_one_by_one(index, run, raw)
             return
         _put(run, raw, members, changed)
 
-    def _run_one_by_one(self, place: int, run: ProcessedRows, raw: Tensor) -> None:
-        stage = self._stages.ordered[place]
-        for row in self._members[place]:
-            batch_row = self._samples[row].rows[place]
+    def _run_one_by_one(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
+        stage = self._stages.ordered[index]
+        for row in self._members[index]:
+            batch_row = self._samples[row].rows[index]
             try:
                 self._update(stage, [batch_row])
                 changed = _checked_apply(stage, run.logits, [row])
             except BaseException as error:
                 stage.counter.num_failures += 1
                 if row not in run.errors:
-                    run.errors[row] = _named(stage, batch_row, error)
+                    run.errors[row] = _processor_error(stage, batch_row, error)
                     if not isinstance(error, ParameterError):  # which is the mistake of who asked
                         logger.exception("%s", run.errors[row], exc_info=error)  # with the author's own line
                 continue
@@ -206,7 +203,7 @@ class Pipeline:
 
 @contextmanager
 def timed(counter: ProcessorCounter) -> Iterator[None]:
-    """Add the wall time of a block to a processor's account."""
+    """Add the wall time of a block to a processor's counter."""
     start = time.perf_counter()
     try:
         yield
@@ -227,15 +224,15 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
     )
 
 
-def _concerns(stage: Stage, place: int, sample: ActiveSample) -> bool:
-    return place in sample.rows and not (sample.skips_invariant and stage.is_invariant)
+def _concerns(stage: Stage, index: int, sample: ActiveSample) -> bool:
+    return index in sample.rows and not (sample.skips_invariant and stage.is_invariant)
 
 
-def _named(stage: Stage, row: BatchRow, error: BaseException) -> ProcessorError:
-    said = str(error) if isinstance(error, _UnusableLogitsError) else repr(error)
-    named = ProcessorError(stage.name, f"failed request {row.request_id!r}: {said}")
-    named.__cause__ = error
-    return named
+def _processor_error(stage: Stage, row: BatchRow, error: BaseException) -> ProcessorError:
+    reason = str(error) if isinstance(error, _UnusableLogitsError) else repr(error)
+    failure = ProcessorError(stage.name, f"failed request {row.request_id!r}: {reason}")
+    failure.__cause__ = error
+    return failure
 
 
 class _UnusableLogitsError(Exception):

@@ -1,7 +1,4 @@
-"""Names → processor classes: built-ins, `module:Class`, classes, and entry points of other packages.
-
-Before it: `EngineConfig.logits_processors`. After it: the pipeline, which makes one instance of each.
-"""
+"""Names → processor classes: built-ins, `module:Class`, classes, and entry points of other packages."""
 
 from __future__ import annotations
 
@@ -49,13 +46,13 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
     Raises:
         ParameterError: there is no such thing, or it is no processor; the message says what there is.
     """
-    found = given if not isinstance(given, str) else _named(given)
+    target = given if not isinstance(given, str) else _named(given)
     from logprobe.processors.interface import LogitsProcessor
 
-    is_processor = isinstance(found, type) and issubclass(found, LogitsProcessor)
+    is_processor = isinstance(target, type) and issubclass(target, LogitsProcessor)
     require(is_processor, _WHERE, f"{given!r} is no subclass of logprobe.processors.LogitsProcessor")
-    processor: type[LogitsProcessor] = found
-    lacking = sorted(getattr(found, "__abstractmethods__", ()))
+    processor: type[LogitsProcessor] = target
+    lacking = sorted(getattr(processor, "__abstractmethods__", ()))
     require(not lacking, _WHERE, f"{given!r} does not define {', '.join(lacking)}")
     args = processor.Args
     is_struct = args is None or (isinstance(args, type) and issubclass(args, msgspec.Struct))
@@ -66,40 +63,40 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
     return processor
 
 
-def load_processors(given: Iterable[str | type]) -> dict[str, type[LogitsProcessor]]:
+def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcessor]]:
     """The classes of several specifications by their names, in the order of declaration.
 
     Raises:
         ParameterError: as `load_processor`, or a class is named twice.
     """
     loaded: dict[str, type[LogitsProcessor]] = {}
-    for one in given:
-        found = load_processor(one)
-        name = found.__name__
+    for spec in specs:
+        processor = load_processor(spec)
+        name = processor.__name__
         require(name not in loaded, _WHERE, f"{name} is registered twice; name each processor once")
-        loaded[name] = found
+        loaded[name] = processor
     return loaded
 
 
-def make_processor(found: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
+def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
     """Make an instance; an `__init__` that does not ask for the configuration is not given it."""
-    first = next(iter(inspect.signature(found).parameters.values()), None)
+    first = next(iter(inspect.signature(processor).parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY:
-        return found()  # type: ignore[call-arg]  # an `__init__` of its own
+        return processor()  # type: ignore[call-arg]  # an `__init__` of its own
     is_optional = first.default is not first.empty or first.kind is first.VAR_KEYWORD
     if is_optional and first.name != "config":
-        return found()  # type: ignore[call-arg]
-    return found(config)
+        return processor()  # type: ignore[call-arg]
+    return processor(config)
 
 
 def describe_processor(given: str | type) -> dict[str, Any]:
     """A processor's name, the first paragraph of its documentation, and its arguments as JSON Schema."""
-    found = load_processor(given)
-    doc = (inspect.getdoc(found) or "").split("\n\n", maxsplit=1)[0]
+    processor = load_processor(given)
+    doc = (inspect.getdoc(processor) or "").split("\n\n", maxsplit=1)[0]
     return {
-        "name": found.__name__,
+        "name": processor.__name__,
         "doc": " ".join(doc.split()),
-        "args": None if found.Args is None else _schema(found.Args),
+        "args": None if processor.Args is None else _schema(processor.Args),
     }
 
 
@@ -121,16 +118,16 @@ def _check_names(processor: type[LogitsProcessor], given: object) -> None:
 
 
 def _check_types(args: type[msgspec.Struct], given: object) -> None:
-    """Types that cannot be resolved are told at the start instead of at the first request."""
+    """Types that cannot be resolved are refused at the start instead of at the first request."""
     try:
         msgspec.inspect.type_info(args)
     except (NameError, TypeError, AttributeError) as error:
         raise ParameterError(_WHERE, f"{given!r}: the types of its Args cannot be read: {error}") from error
 
 
-def _args_of(found: type[LogitsProcessor]) -> type[msgspec.Struct]:
-    assert found.Args is not None, "every built-in types its arguments"
-    return found.Args
+def _args_of(processor: type[LogitsProcessor]) -> type[msgspec.Struct]:
+    assert processor.Args is not None, "every built-in types its arguments"
+    return processor.Args
 
 
 def _schema(args: type[msgspec.Struct]) -> dict[str, Any]:
@@ -166,6 +163,6 @@ def _imported(spec: str) -> Any:
     except Exception as error:
         hint = f"; searched the current folder {folder} too" if isinstance(error, ModuleNotFoundError) else ""
         raise ParameterError(_WHERE, f"{spec!r}: cannot import {module_name!r}: {error!r}{hint}") from error
-    found = getattr(module, attribute, None)
-    require(found is not None, _WHERE, f"{spec!r}: module {module_name!r} has no {attribute!r}")
-    return found
+    target = getattr(module, attribute, None)
+    require(target is not None, _WHERE, f"{spec!r}: module {module_name!r} has no {attribute!r}")
+    return target

@@ -1,7 +1,4 @@
-"""The pipeline's stages in their order, and which of them a request's parameters concern.
-
-Before it: `EngineConfig` and `SamplingParams`. After it: the pipeline, which runs the stages.
-"""
+"""The pipeline's stages in their order, and which of them a request's parameters concern."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ NEAR: Final = 0.8  # likeness from which another's key is taken for a typing err
 
 @dataclass(slots=True, eq=False)
 class Stage:
-    """One processor at its place."""
+    """One processor at its place in the order of execution."""
 
     name: str
     processor: LogitsProcessor
@@ -77,8 +74,8 @@ class Stages:
         stages = cls([], model)
         for name in BEFORE_CUSTOM:
             stages._append(registry.load_processor(name), config, is_registered=False)
-        for found in registry.load_processors(config.logits_processors).values():
-            stages._append(found, config, is_registered=True)
+        for processor_type in registry.load_processors(config.logits_processors).values():
+            stages._append(processor_type, config, is_registered=True)
         for name in AFTER_CUSTOM:
             stages._append(registry.load_processor(name), config, is_registered=False)
         return stages
@@ -96,9 +93,9 @@ class Stages:
             ProcessorError: a processor's own check failed otherwise than by a `ValueError`.
         """
         asked = {}
-        for place, args, parameter in self._asked(params):
-            self._check(self.ordered[place], args, parameter)
-            asked[place] = args
+        for index, args, parameter in self._asked(params):
+            self._check(self.ordered[index], args, parameter)
+            asked[index] = args
         return asked
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
@@ -107,59 +104,63 @@ class Stages:
         Each processor checks them here, too, for the sake of what it prepares then. Raises as `admit`.
         """
         taken: dict[int, Any] = {}
-        for place, values in plain.items():
-            stage = self.ordered[place]
+        for index, values in plain.items():
+            stage = self.ordered[index]
             kind = stage.args_type
             args: Any = ArgsView(values) if kind is None else msgspec.convert(values, kind, str_keys=True)
             self._check(stage, args, CUSTOM_PARAMETER)
-            taken[place] = args
+            taken[index] = args
         return taken
 
     def _asked(self, params: Any) -> Iterator[tuple[int, Any, str]]:
         """Index of a stage, its arguments, and the parameter that gave them."""
         if fields := field_args(params):
-            own = {stage.name: place for place, stage in enumerate(self.ordered) if not stage.is_registered}
-            for one in fields:
-                yield own[one.processor], one.args, one.parameter
-        for place, args in self._custom_args(params.logits_processors_args or {}).items():
-            yield place, args, CUSTOM_PARAMETER
+            own = {stage.name: index for index, stage in enumerate(self.ordered) if not stage.is_registered}
+            for asked in fields:
+                yield own[asked.processor], asked.args, asked.parameter
+        for index, args in self._custom_args(params.logits_processors_args or {}).items():
+            yield index, args, CUSTOM_PARAMETER
 
-    def _append(self, found: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool) -> None:
-        name = found.__name__
+    def _append(
+        self, processor_type: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool
+    ) -> None:
+        name = processor_type.__name__
         try:
-            processor = registry.make_processor(found, config)
+            processor = registry.make_processor(processor_type, config)
             processor.bind(self.model)
             is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
             raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
-        # Both uses of a built-in, by field and by registration, are one in the books.
+        # Both uses of a built-in, by field and by registration, share a counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
-        is_own = name in registry.BUILT_INS and registry.load_processor(name) is found
-        self.ordered.append(Stage(name, processor, found.Args, is_registered, is_own, is_invariant, counter))
+        is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
+        self.ordered.append(
+            Stage(name, processor, processor_type.Args, is_registered, is_own, is_invariant, counter)
+        )
 
-    def _custom_args(self, given: dict[str, Any]) -> dict[int, Any]:
+    def _custom_args(self, arguments: dict[str, Any]) -> dict[int, Any]:
         registered = self.registered
-        if not given and not any(stage.processor.applies_to_all for stage in registered):
+        if not arguments and not any(stage.processor.applies_to_all for stage in registered):
             return {}
-        values = {key: value for key, value in given.items() if value is not None}
+        values = {key: value for key, value in arguments.items() if value is not None}
         named = {key for stage in registered for key in stage.keys}
         free = values.keys() - named
         is_taken = any(stage.takes_any for stage in registered)
         for key in sorted(free):
             if not is_taken or closest(key, named, NEAR):
                 raise ParameterError(CUSTOM_PARAMETER, self._unknown(key))
-        found: dict[int, Any] = {}
-        for place, stage in enumerate(self.ordered):
+        args_by_stage: dict[int, Any] = {}
+        for index, stage in enumerate(self.ordered):
             if not stage.is_registered:
                 continue
             own = {key: values[key] for key in stage.keys if key in values}
             if not (own or stage.processor.applies_to_all or (stage.takes_any and free)):
                 continue
             if stage.args_type is not None:
-                found[place] = to_args(own, stage.args_type, CUSTOM_PARAMETER)
+                args_by_stage[index] = to_args(own, stage.args_type, CUSTOM_PARAMETER)
             else:
-                found[place] = ArgsView(values if stage.takes_any else own)
-        return found
+                args_by_stage[index] = ArgsView(values if stage.takes_any else own)
+        return args_by_stage
 
     def _check(self, stage: Stage, args: Any, parameter: str) -> None:
         if stage.args_type is not None:

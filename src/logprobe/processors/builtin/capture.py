@@ -51,37 +51,37 @@ class CaptureLogitsProcessor(LogitsProcessor):
         self._rows: OrderedDict[str, dict[int, FloatArray]] = OrderedDict()
         self._last: list[FloatArray] = []
         self._num_bytes = 0
-        self._places: list[tuple[int, str, int]] = []  # row of the logits, name, position
+        self._targets: list[tuple[int, str, int]] = []  # row of the logits, name, position
 
     def update_state(self, batch: BatchState) -> None:
         """Note whose rows come next, and which positions they are."""
         batch = as_batch(batch, CaptureArgs)
-        self._places = [
+        self._targets = [
             (
-                place,
+                index,
                 row.args.capture if isinstance(row.args.capture, str) else row.name,
                 len(row.output_token_ids),
             )
-            for place, row in enumerate(batch.rows)
+            for index, row in enumerate(batch.rows)
             if row.args.capture
         ]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Keep the rows and hand the logits on untouched."""
-        if not self._places:
+        if not self._targets:
             return logits
-        part = logits[[place for place, _, _ in self._places]].float()
+        part = logits[[index for index, _, _ in self._targets]].float()
         normalisers = extract(part, [0] * len(part), 0).lse
         rows = [(row - lse).numpy(force=True) for row, lse in zip(part, normalisers, strict=True)]
         with self._lock:
             self._last = rows
-            for (_, name, position), row in zip(self._places, rows, strict=True):
+            for (_, name, position), row in zip(self._targets, rows, strict=True):
                 self._keep(name, position, row)
             self._drop_oldest()
         return logits
 
     def get_logprobs(self, batch_index: int = 0) -> FloatArray | None:
-        """One row of the latest step, (V,) nats, by its place among the captured ones; None: no such row."""
+        """One row of the latest step, (V,) nats, by its index among the captured ones; None: no such row."""
         with self._lock:
             return self._last[batch_index] if 0 <= batch_index < len(self._last) else None
 
@@ -102,7 +102,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
             return list(self._rows)
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Drop all rows."""
         with self._lock:
             self._rows.clear()
             self._last, self._num_bytes = [], 0
@@ -141,7 +141,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never written to
 
     def update_state(self, batch: BatchState | None = None) -> None:
-        """Nothing: rows are known by their place alone."""
+        """Nothing: rows are known by their index alone."""
 
     def apply(self, logits: Tensor) -> Tensor:
         """Keep the step and hand the logits on untouched."""
@@ -167,7 +167,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
         return torch.stack([_own(row) for row in latest]) if len(latest) else None
 
     def clear(self) -> None:
-        """Forget the latest step."""
+        """Drop the latest step."""
         with self._lock:
             self._captured_batch = ()
 

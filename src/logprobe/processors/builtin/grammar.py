@@ -80,12 +80,12 @@ class GrammarLogitsProcessor(LogitsProcessor):
         """Advance by the tokens observed and work out which may come next."""
         batch = as_batch(batch, GrammarArgs)
         self._states = {row.key: self._states.get(row.key) or self._new_state(row) for row in batch.rows}
-        self._masks = [(place, self._states[row.key].next_mask(row)) for place, row in enumerate(batch.rows)]
+        self._masks = [(index, self._states[row.key].next_mask(row)) for index, row in enumerate(batch.rows)]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Put -inf on the tokens that the grammar does not allow."""
-        for place, forbidden in self._masks:
-            logits[place].masked_fill_(forbidden.to(logits.device), -torch.inf)
+        for index, forbidden in self._masks:
+            logits[index].masked_fill_(forbidden.to(logits.device), -torch.inf)
         return logits
 
     def _new_state(self, row: BatchRow) -> GrammarState:
@@ -148,9 +148,9 @@ def grammar_of(args: GrammarArgs) -> str:
     Raises:
         ParameterError: none or several forms are asked for, or the schema is no JSON.
     """
-    given = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
-    require(len(given) == 1, "grammar", f"needs exactly one form, got {', '.join(given) or 'none'}")
-    _check_size(given[0], getattr(args, given[0]))
+    forms = [name for name in GrammarArgs.__struct_fields__ if getattr(args, name) not in (None, False)]
+    require(len(forms) == 1, "grammar", f"needs exactly one form, got {', '.join(forms) or 'none'}")
+    _check_size(forms[0], getattr(args, forms[0]))
     matcher = _llguidance().LLMatcher
     if args.regex is not None:
         return str(matcher.grammar_from_regex(args.regex))

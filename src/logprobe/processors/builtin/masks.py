@@ -63,16 +63,16 @@ class AllowedTokensLogitsProcessor(LogitsProcessor):
         """Note which tokens each row may use."""
         batch = as_batch(batch, AllowedTokensArgs)
         if not batch.is_same:
-            asked = [(place, row.args.allowed_token_ids) for place, row in enumerate(batch.rows)]
-            self._allowed = [(place, torch.tensor(ids)) for place, ids in asked if ids is not None]
+            asked = [(index, row.args.allowed_token_ids) for index, row in enumerate(batch.rows)]
+            self._allowed = [(index, torch.tensor(ids)) for index, ids in asked if ids is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Fill the rows with -inf, keeping the logits of the allowed tokens."""
-        for place, ids in self._allowed:
+        for index, ids in self._allowed:
             ids_here = ids.to(logits.device)
-            kept = logits[place, ids_here]
-            logits[place] = -torch.inf
-            logits[place, ids_here] = kept
+            kept = logits[index, ids_here]
+            logits[index] = -torch.inf
+            logits[index, ids_here] = kept
         return logits
 
 

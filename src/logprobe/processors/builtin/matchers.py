@@ -1,7 +1,4 @@
-"""Bitmask matchers (llguidance's, xgrammar's): one interface, and the mask of a row.
-
-Before them: the tokens observed. After them: the grammar processor, and those of others.
-"""
+"""Bitmask matchers (llguidance's, xgrammar's): one interface, and the mask of a row."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ MAX_PROBLEM_CHARS = 200
 
 
 class Matcher(Protocol):
-    """Follows a text token by token and tells which tokens may come next."""
+    """Follows a text token by token and reports which tokens may come next."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; False where the matcher does not allow it."""
@@ -39,7 +36,7 @@ class LlguidanceMatcher:
         self._matcher = matcher
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token."""
+        """Advance by a token; after the end of the text any token is accepted."""
         return self._matcher.is_stopped() or bool(self._matcher.consume_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
@@ -64,7 +61,7 @@ class XgrammarMatcher:
         self._bits = torch.empty((1, -(-vocab_size // BITS)), dtype=torch.int32)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token."""
+        """Advance by a token; after the end of the text any token is accepted."""
         return self._matcher.is_terminated() or bool(self._matcher.accept_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:

@@ -74,7 +74,7 @@ class SeenTokens:
     def __init__(self, row: BatchRow) -> None:
         # Prompt tokens count for repetition alone.
         prompt = np.unique(np.asarray(row.prompt_token_ids)) if row.args.repetition_penalty != 1 else ()
-        self._places = {int(token_id): place for place, token_id in enumerate(prompt)}
+        self._indices = {int(token_id): index for index, token_id in enumerate(prompt)}
         self._ids = np.empty(max(64, 2 * len(prompt)), dtype=np.int64)
         self._ids[: len(prompt)] = prompt
         self._counts = np.zeros(len(self._ids), dtype=np.float32)
@@ -83,20 +83,20 @@ class SeenTokens:
     @property
     def ids(self) -> NDArray[Any]:
         """The different tokens, (n,) int64."""
-        return self._ids[: len(self._places)]
+        return self._ids[: len(self._indices)]
 
     @property
     def counts(self) -> NDArray[Any]:
         """How often each was generated, (n,) float32."""
-        return self._counts[: len(self._places)]
+        return self._counts[: len(self._indices)]
 
     def observe(self, output: Sequence[int]) -> None:
         """Count the tokens that were not counted yet."""
         for token_id in output[self._num_observed :]:
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._ids):
+            index = self._indices.setdefault(token_id, len(self._indices))
+            if index == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._ids[place] = token_id
-            self._counts[place] += 1
+            self._ids[index] = token_id
+            self._counts[index] += 1
         self._num_observed = len(output)

@@ -137,17 +137,17 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         for row in rows:
             self._states[row.key].observe(row.output_token_ids)
         forced = [
-            (place, self._states[row.key].next_forced)
-            for place, row in enumerate(batch.rows)
+            (index, self._states[row.key].next_forced)
+            for index, row in enumerate(batch.rows)
             if row.key in self._states
         ]
-        self._forced = [(place, token_id) for place, token_id in forced if token_id is not None]
+        self._forced = [(index, token_id) for index, token_id in forced if token_id is not None]
 
     def apply(self, logits: Tensor) -> Tensor:
         """Leave only the forced token of each row in which one is forced."""
-        for place, token_id in self._forced:
-            logits[place] = -torch.inf
-            logits[place, token_id] = 0.0
+        for index, token_id in self._forced:
+            logits[index] = -torch.inf
+            logits[index, token_id] = 0.0
         return logits
 
     def _state(self, row: BatchRow) -> Thinking:
@@ -159,8 +159,8 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         return state
 
     def _markers(self, args: ThinkingBudgetArgs) -> Markers:
-        def ids(given: list[int], text: str | None) -> Ids:
-            return tuple(given) or (self._encode(text) if text else ())
+        def ids(token_ids: list[int], text: str | None) -> Ids:
+            return tuple(token_ids) or (self._encode(text) if text else ())
 
         return Markers(
             ids(args.think_start_token_ids, args.think_start),
