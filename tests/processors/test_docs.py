@@ -34,17 +34,19 @@ def test_the_table_names_every_built_in_with_its_arguments() -> None:
     assert list(rows) == list(BUILT_INS)
     for name, cell in rows.items():
         keys = describe_processor(name)["args"]["properties"]
-        told = re.findall(r"`(\w+)`", cell)
-        assert set(told) <= set(keys)
-        assert {key for key in keys if not key.endswith("_token_ids")} <= set(told)
+        documented = re.findall(r"`(\w+)`", cell)
+        assert set(documented) <= set(keys)
+        assert {key for key in keys if not key.endswith("_token_ids")} <= set(documented)
 
 
 @pytest.mark.parametrize("doc", [Pipeline.__doc__, Sampler.__doc__], ids=["Pipeline", "Sampler"])
-def test_page_pipeline_and_sampler_tell_the_same_order(doc: str | None) -> None:
+def test_page_pipeline_and_sampler_list_the_same_order(doc: str | None) -> None:
     steps = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", PAGE.split("## The order")[1], re.MULTILINE)]
-    told = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", doc or "", re.MULTILINE)]
+    documented = [line[:12] for line in re.findall(r"^ *\d+\. (.*)", doc or "", re.MULTILINE)]
     assert len(steps) == 11
-    assert [re.split(r"[:;.,]", one)[0] for one in told] == [re.split(r"[:;.,]", one)[0] for one in steps]
+    assert [re.split(r"[:;.,]", one)[0] for one in documented] == [
+        re.split(r"[:;.,]", one)[0] for one in steps
+    ]
 
 
 @pytest.mark.real_model

@@ -22,16 +22,16 @@ def logits_of(num_rows: int, seed: int = 0) -> torch.Tensor:
 def report(rows: Any, row: int, stage: str) -> dict[str, Any] | None:
     """What one row of a step reports at one stage."""
     is_raw = stage == "raw"
-    places = rows.logprobs_rows if is_raw else rows.processed_rows
-    found = rows.logprobs if is_raw else rows.processed_logprobs
-    place = int(places[row])
-    if place < 0:
+    indices = rows.logprobs_rows if is_raw else rows.processed_rows
+    numbers = rows.logprobs if is_raw else rows.processed_logprobs
+    index = int(indices[row])
+    if index < 0:
         return None
     width = int(rows.num_logprobs[row]) + 1
     return {
-        "ids": found.token_ids[place, :width].tolist(),
-        "logprobs": found.logprobs[place, :width].tolist(),
-        "rank": int(found.ranks[place]),
+        "ids": numbers.token_ids[index, :width].tolist(),
+        "logprobs": numbers.logprobs[index, :width].tolist(),
+        "rank": int(numbers.ranks[index]),
     }
 
 

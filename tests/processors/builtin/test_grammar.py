@@ -163,7 +163,7 @@ def test_the_longest_chain_that_is_let_through_is_compiled(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (GrammarArgs(json_schema=chain(MAX_GRAMMAR_PARTS)), "parts"),
         (GrammarArgs(json_schema=json.dumps(chain(MAX_GRAMMAR_PARTS))), "characters"),
@@ -176,7 +176,7 @@ def test_the_longest_chain_that_is_let_through_is_compiled(
     ],
 )
 def test_a_grammar_too_large_is_refused_before_it_is_compiled(
-    make: Callable[..., Any], args: GrammarArgs, told: str
+    make: Callable[..., Any], args: GrammarArgs, message: str
 ) -> None:
-    with pytest.raises(ParameterError, match=told):
+    with pytest.raises(ParameterError, match=message):
         make(GrammarLogitsProcessor).check_args(args)
