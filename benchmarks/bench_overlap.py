@@ -51,7 +51,7 @@ class Race:
         with closing(engine):
             first_s, _ = asyncio.run(self._time(engine, ids, 1, is_streamed))
             all_s, seconds = asyncio.run(self._time(engine, ids, self._num_tokens, is_streamed))
-        hidden = (seconds["tell"] + seconds["publish"]) / sum(seconds.values())
+        hidden = (seconds["to_host"] + seconds["publish"]) / sum(seconds.values())
         self.hidden.setdefault("overlapped" if overlap else OURS, []).append(100 * hidden)
         return self._batch * (self._num_tokens - 1) / (all_s - first_s)
 

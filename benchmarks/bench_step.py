@@ -81,8 +81,8 @@ class Race:
         return 1e6 * seconds / self._num_steps
 
     def _step(self, folds: dict[str, Fold]) -> None:
-        for news in self._engine.step():
-            folds[news.request_id].add(news)
+        for event in self._engine.step():
+            folds[event.request_id].add(event)
 
 
 def figures(options: Options) -> list[Figure]:

@@ -121,8 +121,8 @@ def channel_ways() -> Iterator[dict[str, Way]]:
     file = unnamed_file()
     context: zmq.Context[Any] = zmq.Context()
     with tempfile.TemporaryDirectory() as folder, own, others:
-        news: Codec[Any] = Codec(list[Delta], reader=PageReader(file))
-        link = Channel.bind(context, Path(folder), news, own)
+        events: Codec[Any] = Codec(list[Delta], reader=PageReader(file))
+        link = Channel.bind(context, Path(folder), events, own)
         with worker(transport_worker.send_by_channel, folder, others, FileHandle(file)) as orders:
             link.wait_for_peer()
             sizes = {OURS: SHARED_BYTES, MESSAGES: sys.maxsize, SHARED: 0}

@@ -72,8 +72,8 @@ def send_by_channel(folder: str, lifeline: Any, file: Any, orders: Any) -> None:
     while (order := orders.get()) is not None:
         num_rows, k, num_steps, shared_bytes = order
         codecs.SHARED_BYTES = shared_bytes
-        news = step(num_rows, k)
+        events = step(num_rows, k)
         for _ in range(num_steps):
-            link.send(news)
+            link.send(events)
     link.close()
     context.term()

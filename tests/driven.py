@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.overlap import Overlapped
     from logprobe.engine.request import RequestOutput
-    from logprobe.transport.messages import Command, News
+    from logprobe.transport.messages import Command, Event
 
 LETTERS = {97: 9.0, 98: 9.0, 99: 8.0}  # a, b and c come often
 KINDS: list[dict[str, Any]] = [
@@ -57,12 +57,12 @@ class Driven:
         self.engine = Engine(config, self.forward, _text(), frozenset([257]))
         self._describer = Describer(LogprobsInfo(engine="fake"), 258, _text().vocabulary)
         self._folds: dict[str, Fold] = {}
-        self.news: list[News] = []
+        self.events: list[Event] = []
         self.num_steps = 0
         self.loop = loop(self.engine, self.publish)
 
-    def publish(self, news: Sequence[News]) -> None:
-        self.news += news
+    def publish(self, events: Sequence[Event]) -> None:
+        self.events += events
 
     def submit(self, name: str, ids: Sequence[int], **params: Any) -> None:
         asked = {"max_tokens": 8, "ignore_eos": True} | params
@@ -93,13 +93,13 @@ class Driven:
         self.engine.check_integrity()
         assert not self.engine.scheduler.running
         ended: set[tuple[str, int]] = set()
-        for one in self.news:
-            assert isinstance(one, Delta)
-            place = (one.request_id, one.index)
-            assert place not in ended, "something is told of a sample that has ended"
-            if one.finish is not None:
-                ended.add(place)
-            self._folds[one.request_id].add(one)
+        for delta in self.events:
+            assert isinstance(delta, Delta)
+            sample = (delta.request_id, delta.index)
+            assert sample not in ended, "something is published of a sample that has ended"
+            if delta.finish is not None:
+                ended.add(sample)
+            self._folds[delta.request_id].add(delta)
         return {name: fold.output for name, fold in self._folds.items()}
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.protocol import StepBatch
     from logprobe.engine.request import RequestOutput
-    from logprobe.transport.messages import News
+    from logprobe.transport.messages import Event
 
 TOLERANCE = 1e-4  # nats, on the tiny models
 SMALL: dict[str, Any] = {
@@ -116,13 +116,13 @@ class SteppedEngine:
         self.num_steps += 1
         self.scheduler.check_integrity()
 
-    def take(self, news: Iterable[News]) -> None:
+    def take(self, events: Iterable[Event]) -> None:
         """Fold what is new, and count how often each request ends."""
-        for one in news:
-            fold = self.folds[one.request_id]
+        for event in events:
+            fold = self.folds[event.request_id]
             was_finished = fold.output.is_finished
-            fold.add(one)
-            self.num_ends[one.request_id] += fold.output.is_finished and not was_finished
+            fold.add(event)
+            self.num_ends[event.request_id] += fold.output.is_finished and not was_finished
 
     def run(self, max_steps: int = 5000) -> None:
         while self.engine.has_work:

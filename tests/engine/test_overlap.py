@@ -18,7 +18,7 @@ from logprobe.transport.messages import Abort, Pause, Resume
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.transport.messages import News
+    from logprobe.transport.messages import Event
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
 PROMPTS = st.lists(st.integers(2, 5), min_size=1, max_size=20)
@@ -72,20 +72,20 @@ def test_both_loops_say_the_same(
 
 
 @pytest.mark.parametrize("loop", [Plain, Overlapped])
-def test_a_step_that_cannot_be_told_fails_its_requests_and_no_other(
+def test_a_step_that_cannot_be_published_fails_its_requests_and_no_other(
     loop: type[Plain | Overlapped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = Driven(loop)
-    tell, calls = driven.engine.tell, 0
+    events_of, calls = driven.engine.events_of, 0
 
-    def fail_third(news: Any) -> Any:
+    def fail_third(step: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise MemoryError("no room for rows")
-        return tell(news)
+        return events_of(step)
 
-    monkeypatch.setattr(driven.engine, "tell", fail_third)
+    monkeypatch.setattr(driven.engine, "events_of", fail_third)
     driven.submit("ends then", [5, 6], max_tokens=3, logprobs=1)
     driven.submit("ends after", [7, 8], max_tokens=4, logprobs=1)
     driven.submit("goes on", [9, 10], max_tokens=9, logprobs=1)
@@ -104,20 +104,20 @@ def test_a_step_that_cannot_be_told_fails_its_requests_and_no_other(
         assert len(one.token_ids) == 2, "nothing of a later step is seen"
 
 
-def test_the_next_step_runs_while_the_last_one_is_told() -> None:
+def test_the_next_step_runs_while_the_last_one_is_published() -> None:
     driven = Driven(Overlapped)
-    is_telling, go = threading.Event(), threading.Event()
+    is_publishing, go = threading.Event(), threading.Event()
     publish = driven.publish
 
-    def slow(news: Sequence[News]) -> None:
-        is_telling.set()
+    def slow(events: Sequence[Event]) -> None:
+        is_publishing.set()
         assert go.wait(LIMIT_S)
-        publish(news)
+        publish(events)
 
     driven.loop._publish = slow
     driven.submit("r", [5, 6], max_tokens=3, logprobs=1)
     driven.step()
-    assert is_telling.wait(LIMIT_S)
+    assert is_publishing.wait(LIMIT_S)
     run, has_run = driven.forward.run, threading.Event()
 
     def watched(batch: Any) -> None:
@@ -128,7 +128,7 @@ def test_the_next_step_runs_while_the_last_one_is_told() -> None:
     stepping = threading.Thread(target=driven.step)
     stepping.start()
     assert has_run.wait(LIMIT_S), "the second step waited for the first to be told"
-    assert driven.news == []
+    assert driven.events == []
     go.set()
     stepping.join(LIMIT_S)
     assert len(driven.finish()["r"].outputs[0].token_ids) == 3
@@ -139,7 +139,7 @@ def test_what_cannot_be_published_stops_the_engine() -> None:
     driven = Driven(Overlapped)
     driven.submit("r", [5, 6], max_tokens=3)
 
-    def broken(_: Sequence[News]) -> None:
+    def broken(_: Sequence[Event]) -> None:
         raise ZeroDivisionError("a bug")
 
     driven.loop._publish = broken

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import RequestOutput
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import News
+    from logprobe.transport.messages import Event
 
 TOLERANCE = 2e-4  # nats
 TOP = 4
@@ -99,9 +99,9 @@ class Driven:
                 raise output.error
         return outputs
 
-    def _take(self, news: Iterable[News]) -> None:
-        for one in news:
-            self._folds[one.request_id].add(one)
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._folds[event.request_id].add(event)
 
 
 IN_CHUNKS = functools.partial(attention.plan_attention, is_short=lambda *_: False)

@@ -12,7 +12,7 @@ import zmq
 from logprobe.errors import EngineError
 from logprobe.transport.channel import Channel, PeerGoneError
 from logprobe.transport.codec import Codec
-from logprobe.transport.messages import Abort, Failure, News, Submit
+from logprobe.transport.messages import Abort, Event, Failure, Submit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 LIMIT_S = 120  # nothing takes as long, also on a busy machine
 commands: Codec[Any] = Codec(Submit | Abort)  # type: ignore[arg-type]
-news: Codec[Any] = Codec(list[News])  # type: ignore[misc]  # a union as an argument
+events: Codec[Any] = Codec(list[Event])  # type: ignore[misc]  # a union as an argument
 
 
 @pytest.fixture
 def sides(tmp_path: Path) -> Iterator[tuple[Channel[Any], Channel[Any]]]:
     context: zmq.Context[Any] = zmq.Context()
     own, others = socket.socketpair()
-    front = Channel.bind(context, tmp_path, news, own)
+    front = Channel.bind(context, tmp_path, events, own)
     engine = Channel.connect(context, tmp_path, commands, others)
     yield front, engine
     front.close()
@@ -91,7 +91,7 @@ def test_a_front_never_waits_to_send(sides: tuple[Channel[Any], Channel[Any]]) -
 def test_a_peer_that_ends_before_it_comes_is_noticed(tmp_path: Path) -> None:
     context: zmq.Context[Any] = zmq.Context()
     own, others = socket.socketpair()
-    front = Channel.bind(context, tmp_path, news, own)
+    front = Channel.bind(context, tmp_path, events, own)
     others.close()
     with pytest.raises(PeerGoneError):
         front.wait_for_peer()

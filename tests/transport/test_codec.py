@@ -21,9 +21,9 @@ from logprobe.transport.messages import (
     Admitted,
     Delta,
     Drafts,
+    Event,
     Failure,
     Finish,
-    News,
     Request,
     Submit,
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 commands: Codec[Any] = Codec(Submit | Abort)  # type: ignore[arg-type]
-news: Codec[Any] = Codec(list[News])  # type: ignore[misc]  # a union as an argument
+events: Codec[Any] = Codec(list[Event])  # type: ignore[misc]  # a union as an argument
 
 
 DELTA = {"type": "Delta", "request_id": "r", "index": 0}
@@ -85,7 +85,7 @@ def test_what_is_new_crosses_whole() -> None:
     finish, drafts = Finish("stop", "the", 12), Drafts(num_drafted=5, num_accepted=3)
     more = {"effects": [[effect]], "finish": finish, "drafts": drafts, "weights_number": 3}
     delta = Delta(request_id="r", index=1, token_ids=[5], **more)
-    [got] = news.decode(news.encode([delta]))
+    [got] = events.decode(events.encode([delta]))
     assert (got.effects, got.token_ids, got.raw, got.row) == ([[effect]], [5], None, None)
     assert (got.drafts, got.weights_number) == (drafts, 3)
     assert (got.finish.reason, got.finish.stop_reason, got.finish.num_text_bytes) == ("stop", "the", 12)
@@ -101,21 +101,21 @@ def test_what_is_new_crosses_whole() -> None:
 )
 def test_an_error_crosses_as_its_class_its_message_and_its_fields(kind: type[LogprobeError]) -> None:
     made = errors.remade(kind, ("top_k: is wrong",), {"parameter": "top_k"})
-    [got] = news.decode(news.encode([Failure("r", made)]))
+    [got] = events.decode(events.encode([Failure("r", made)]))
     assert type(got.error) is kind
     assert str(got.error) == str(made)
     assert vars(got.error) == {"parameter": "top_k"}
 
 
 def test_an_error_of_a_processor_keeps_its_name() -> None:
-    [got] = news.decode(news.encode([Failure("r", ProcessorError("P", "failed"))]))
+    [got] = events.decode(events.encode([Failure("r", ProcessorError("P", "failed"))]))
     assert (got.error.processor, str(got.error)) == ("P", "P failed")
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "require", "threading", "TYPE_CHECKING", "__builtins__"])
 def test_a_class_that_is_none_of_ours_is_not_made(name: str) -> None:
     told = {"type": "Failure", "request_id": "r", "error": [name, ["x"], {}, None]}
-    [got] = news.decode(message(told))
+    [got] = events.decode(message(told))
     assert type(got.error) is EngineError
 
 
@@ -123,7 +123,7 @@ def test_an_error_crosses_with_what_caused_it() -> None:
     sent = ProcessorError("P", "failed")
     sent.__cause__ = ParameterError("response_format", "asks for too much")
     sent.__cause__.__cause__ = ValueError("foreign")
-    [got] = news.decode(news.encode([Failure("r", sent)]))
+    [got] = events.decode(events.encode([Failure("r", sent)]))
     cause = got.error.__cause__
     assert (type(cause), cause.parameter) == (ParameterError, "response_format")
     assert str(cause) == "response_format: asks for too much"
@@ -134,7 +134,7 @@ def test_an_error_crosses_with_what_caused_it() -> None:
 def test_an_error_that_is_its_own_cause_crosses() -> None:
     sent = EngineError("x")
     sent.__cause__ = sent
-    [got] = news.decode(news.encode([Failure("r", sent)]))
+    [got] = events.decode(events.encode([Failure("r", sent)]))
     assert str(got.error.__cause__) == "x"
 
 
@@ -159,7 +159,7 @@ def test_an_error_that_is_its_own_cause_crosses() -> None:
 )
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     with pytest.raises(EngineError):
-        news.decode(data)
+        events.decode(data)
 
 
 class Strange:

@@ -58,9 +58,9 @@ class Stepped:
             self.take(self.engine.step())
             self.engine.scheduler.check_integrity()
 
-    def take(self, news: Any) -> None:
-        for one in news:
-            self.folds[one.request_id].add(one)
+    def take(self, events: Any) -> None:
+        for event in events:
+            self.folds[event.request_id].add(event)
 
     def finish(self) -> None:
         while self.engine.has_work:

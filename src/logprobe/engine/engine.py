@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from logprobe.records.rows import HostRows, Send
     from logprobe.records.values import IntArray
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Command, News, Request
+    from logprobe.transport.messages import Command, Event, Request
 
 
-PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "tell", "publish")
+PARTS = ("schedule", "forward", "prompt_rows", "sample", "record", "to_host", "publish")
 
 
 class StepClock:
@@ -108,7 +108,7 @@ class Engine:
             vocabulary=text.vocabulary,
         )
         self.drawing = Drawing(config, facts)
-        self.send: Send | None = None  # begins to copy a device's rows to the host; None: `tell` copies them
+        self.send: Send | None = None  # begins to copy rows to the host; None: `events_of` copies them
         self._swap = WeightSwap()
         self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
         self._counter = itertools.count()
@@ -160,11 +160,11 @@ class Engine:
         """Whether a load of weights waits for `TakeWeights`; from any thread."""
         return number in self._swap.ready
 
-    def handle(self, command: Command | TakeWeights) -> list[News]:
-        """Do what a message asks; what it ends is told at once."""
+    def handle(self, command: Command | TakeWeights) -> list[Event]:
+        """Do what a message asks; the ends that it brings about."""
         match command:
             case Submit(requests):
-                return [news for admitted in requests for news in self._add(admitted)]
+                return [event for admitted in requests for event in self._add(admitted)]
             case Abort(request_id):
                 return self._abort(request_id)
             case Pause(request_id, by):
@@ -185,16 +185,16 @@ class Engine:
                 return [*self._end_all(paused_only=finishes), *self._swap_weights()]
         return []
 
-    def step(self) -> list[News]:
+    def step(self) -> list[Event]:
         """Advance every running request; what is new of each."""
-        news = self.advance()
+        step = self.advance()
         try:
-            return self.tell(news)
+            return self.events_of(step)
         except BaseException as error:  # noqa: BLE001 - as in `advance`
-            return self.fail_step(news, error)
+            return self.fail_step(step, error)
 
     def advance(self) -> StepDeltas:
-        """All of a step that the next one rests on; what it found is for `tell`."""
+        """All of a step that the next one rests on; `events_of` gives what is published of it."""
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
         try:
@@ -209,29 +209,29 @@ class Engine:
             with self.clock.part("sample"):
                 drawn = self._draw(plan.draws, batch.draw_slots)
             with self.clock.part("record"):
-                news = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
+                step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
-            news = self._fail(plan, error)
-            news.others = self._swap_weights()
-            return news
+            step = self._fail(plan, error)
+            step.others = self._swap_weights()
+            return step
         self.scheduler.settle(plan)
         self._retire(plan.touched)
-        news.others = self._swap_weights()
-        return news
+        step.others = self._swap_weights()
+        return step
 
-    def tell(self, news: StepDeltas) -> list[News]:
-        """What a step found, whole; once for each step, in their order, on any thread."""
-        with self.clock.part("tell"):
-            return [*news.arrived(), *news.others]
+    def events_of(self, step: StepDeltas) -> list[Event]:
+        """What a step gave, with its rows on the host; once for each step, in their order, on any thread."""
+        with self.clock.part("to_host"):
+            return [*step.arrived(), *step.others]
 
-    def fail_step(self, news: StepDeltas, error: BaseException) -> list[News]:
-        """End the requests of a step that could not be told, in place of what it found."""
+    def fail_step(self, step: StepDeltas, error: BaseException) -> list[Event]:
+        """End the requests of a step that could not be published, in place of what it gave."""
         reason = _as_reason(error)
-        for sample in news.deltas:
+        for sample in step.deltas:
             if not sample.is_finished:
                 self.scheduler.remove(sample)
             sample.end = Finish("error", error=reason)
-        return [*self.recorder.end(news.deltas), *news.others, *self._swap_weights()]
+        return [*self.recorder.end(step.deltas), *step.others, *self._swap_weights()]
 
     def check_integrity(self) -> None:
         """Assert that every slot has exactly one owner."""
@@ -264,28 +264,28 @@ class Engine:
             on_free=self.scorer.forget,
         )
 
-    def _swap_weights(self) -> list[News]:
+    def _swap_weights(self) -> list[Event]:
         """Let the next forward pass take over where one is waiting and nothing runs; then go on with it."""
         if self._swap.next is None:
             return []
-        news: list[News] = [*self._end_all(paused_only=True)]
+        events: list[Event] = [*self._end_all(paused_only=True)]
         if any(self.scheduler.samples()):
-            return news
+            return events
         self.forward, held = self._swap.end()
         for lora in list(self._loras.values()):
             self.forward.make_room(lora)
         self.scorer = PromptScorer(self.forward)
         self.scheduler = self._new_scheduler()
-        return [*news, *(one for admitted in held for one in self._add(admitted))]
+        return [*events, *(event for admitted in held for event in self._add(admitted))]
 
     def _end_all(self, *, paused_only: bool) -> list[Delta]:
-        samples = [one for one in self.scheduler.samples() if one.is_paused or not paused_only]
+        samples = [sample for sample in self.scheduler.samples() if sample.is_paused or not paused_only]
         for sample in samples:
             sample.fail(WeightsReplacedError("the model's weights were replaced; ask again for the new ones"))
             self.scheduler.remove(sample)
         return self.recorder.end(samples)
 
-    def _add(self, admitted: Admitted) -> list[News]:
+    def _add(self, admitted: Admitted) -> list[Event]:
         if self._swap.next is not None:
             self._swap.held.append(admitted)
             return []
@@ -315,7 +315,7 @@ class Engine:
                 self.scheduler.add(sample)
         return [*self.recorder.end(sample for sample in samples if sample.is_finished)]
 
-    def _abort(self, request_id: str) -> list[News]:
+    def _abort(self, request_id: str) -> list[Event]:
         held = self._swap.take(request_id)
         if held is not None:
             return [
@@ -328,7 +328,8 @@ class Engine:
         return [*self.recorder.end(samples), *self._swap_weights()]
 
     def _samples_of(self, request_id: str) -> list[Sample]:
-        return [one for one in self.scheduler.samples() if one.request.request_id == request_id]
+        samples = self.scheduler.samples()
+        return [sample for sample in samples if sample.request.request_id == request_id]
 
     @torch.inference_mode()
     def _draw(self, draws: list[Draw], slots: IntArray) -> list[Drawn]:

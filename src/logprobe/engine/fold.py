@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from logprobe.records.info import Stage
     from logprobe.records.rows import HostRows
     from logprobe.sampling import SamplingParams
-    from logprobe.transport.messages import Delta, Finish, News, Request
+    from logprobe.transport.messages import Delta, Event, Finish, Request
 
 STAGES: dict[str, tuple[Stage, ...]] = {
     "raw_logprobs": ("raw",),
@@ -139,7 +139,7 @@ class Fold:
             k == -1 or k >= width for k in (self._params.logprobs or 0, self._params.prompt_logprobs or 0)
         )
 
-    def add(self, event: News) -> None:
+    def add(self, event: Event) -> None:
         """Grow by what one message says."""
         if isinstance(event, Failure):
             end_with_error(self.output, event.error)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from logprobe.errors import LogprobeError
     from logprobe.models.loading import State
     from logprobe.records import LogprobsInfo, TokenTable
-    from logprobe.transport.messages import Admitted, News, Request
+    from logprobe.transport.messages import Admitted, Event, Request
 
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
@@ -66,7 +66,7 @@ class Front:
         self._describer = Describer(own.source(), own.vocab_size, table)
         self._numbers = itertools.count(1)  # of loads: of LoRA weights, and of others of the model's own
         self._loading = threading.Lock()  # weights of the model's own, one load after the other
-        self._collector: StreamingLogprobsCollector[News] = StreamingLogprobsCollector(
+        self._collector: StreamingLogprobsCollector[Event] = StreamingLogprobsCollector(
             BUFFER_ROWS,
             pause=lambda request_id: core.send(Pause(request_id, "reader")),
             resume=lambda request_id: core.send(Resume(request_id, "reader")),
@@ -276,9 +276,9 @@ class Front:
             return admitted
         return replace(admitted, lora_number=self._loras.number(name))
 
-    def _publish(self, news: Iterable[News]) -> None:
-        """Hand on what the core tells; what comes for a request that nobody opened is dropped."""
-        for request_id in self._collector.add_many(map(_parcel, news)):
+    def _publish(self, events: Iterable[Event]) -> None:
+        """Hand on what the core publishes; events of a request that nobody opened are dropped."""
+        for request_id in self._collector.add_many(map(_parcel, events)):
             # Its reader's event loop was closed: nobody can come back.
             self._collector.unregister(request_id)
             self.core.send(Abort(request_id))
@@ -298,9 +298,9 @@ class Front:
             min_rows = 1 if every_step or fold.is_wide(WIDE) else WAKE_ROWS
             messages = self._collector.stream(request_id, buffer_size=buffer_rows, min_rows=min_rows)
             async with aclosing(messages) as batches:
-                async for news in batches:
-                    for one in news:
-                        fold.add(one)
+                async for events in batches:
+                    for event in events:
+                        fold.add(event)
                     is_finished = fold.output.is_finished
                     yield fold.output
                     if is_finished:
@@ -329,8 +329,8 @@ class Front:
         self._drop(gone)
 
 
-def _parcel(news: News) -> Parcel[News]:
+def _parcel(event: Event) -> Parcel[Event]:
     # A prompt's rows are bounded by the prompt, and a reader must not hold up the chunks that follow.
-    num_rows = len(news.token_ids) if isinstance(news, Delta) else 0
-    is_urgent = isinstance(news, Failure) or news.finish is not None or news.prompt is not None
-    return Parcel(news.request_id, news, num_rows, is_urgent)
+    num_rows = len(event.token_ids) if isinstance(event, Delta) else 0
+    is_urgent = isinstance(event, Failure) or event.finish is not None or event.prompt is not None
+    return Parcel(event.request_id, event, num_rows, is_urgent)

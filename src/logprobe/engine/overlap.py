@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.engine import Engine
     from logprobe.engine.recorder import StepDeltas
-    from logprobe.transport.messages import News
+    from logprobe.transport.messages import Event
 
 
 class Overlapped:
@@ -31,7 +31,7 @@ class Overlapped:
     def __init__(
         self,
         engine: Engine,
-        publish: Callable[[Sequence[News]], None],
+        publish: Callable[[Sequence[Event]], None],
         transfer: AsyncCPUTransfer | None = None,
     ) -> None:
         """`transfer` copies what lies on a device; it is closed with this."""
@@ -76,11 +76,11 @@ class Overlapped:
     def _publish_step(self, step: StepDeltas) -> BaseException | None:
         """Publish what a step gave; or give the error to the engine's thread."""
         try:
-            deltas = self._engine.tell(step)
+            events = self._engine.events_of(step)
         except BaseException as error:  # noqa: BLE001 - it ends the requests of this step, and not the engine
             return error
         with self._engine.clock.part("publish"):
-            self._publish(deltas)
+            self._publish(events)
         return None
 
     def _send(self, tensor: Tensor) -> Callable[[], Tensor]:

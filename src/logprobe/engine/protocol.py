@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
-    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class EngineStats:
 class Core(Protocol):
     """What computes behind a `Front`; all may be called on any thread."""
 
-    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+    def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Serve, from here on: `publish` takes what is new of requests, `end` why nothing more will follow.
 
         Every request that was sent ends by what is published, or else by `end`; `close` leads to it, too.

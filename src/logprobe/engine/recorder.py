@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.scheduler import Span
     from logprobe.sampling.sampler import SampledRows
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import News
+    from logprobe.transport.messages import Event
 
 
 class Drawn(NamedTuple):
@@ -40,7 +40,7 @@ class StepDeltas:
     deltas: dict[Sample, Delta] = field(default_factory=dict)
     # Of each token whose numbers are asked for, in order.
     rows: list[tuple[Delta, SampledRows, int]] = field(default_factory=list)
-    others: Sequence[News] = ()  # of requests that were not in the step
+    others: Sequence[Event] = ()  # of requests that were not in the step
 
     def arrived(self) -> list[Delta]:
         """The deltas with the rows of their tokens; waits until these are on the host."""

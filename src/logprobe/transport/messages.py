@@ -159,4 +159,5 @@ class Failure(msgspec.Struct, tag=True, frozen=True, eq=False):
     error: LogprobeError
 
 
-News: TypeAlias = Delta | Failure
+Event: TypeAlias = Delta | Failure
+"""What an engine publishes of a request."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from logprobe.engine.engine import Engine
     from logprobe.engine.protocol import Capabilities, EngineStats, Layout
     from logprobe.errors import LogprobeError
-    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
 CHECK_AFTER_IDLE_S = 1.0
 EXIT_WAIT_S = 5.0  # for the step in progress when the interpreter ends
@@ -39,15 +39,15 @@ SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others 
 class Plain:
     """Each step is published before the next one begins."""
 
-    def __init__(self, engine: Engine, publish: Callable[[Sequence[News]], None]) -> None:
+    def __init__(self, engine: Engine, publish: Callable[[Sequence[Event]], None]) -> None:
         self._engine = engine
         self._publish = publish
 
     def step(self) -> None:
         """Run a step and publish what it gave."""
-        deltas = self._engine.step()
+        events = self._engine.step()
         with self._engine.clock.part("publish"):
-            self._publish(deltas)
+            self._publish(events)
 
     def settle(self) -> None:
         """Wait until every step is published: it is."""
@@ -59,12 +59,12 @@ class Plain:
 class EngineThread:
     """Implements `Core`: takes messages from any thread, and publishes what is new on its own."""
 
-    _publish: Callable[[Iterable[News]], None]
+    _publish: Callable[[Iterable[Event]], None]
     _end: Callable[[LogprobeError], None]
     _loop: Overlapped | Plain
 
     def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
-        """`overlap`: the next step runs while what the one before found is published, on a second thread."""
+        """`overlap`: the next step runs while the one before is published, on a second thread."""
         self.engine = engine
         self._capabilities = capabilities
         self._overlap = overlap
@@ -76,8 +76,8 @@ class EngineThread:
         self._turn_began: float | None = None  # by the monotonic clock; None while it waits for work
         self._thread = threading.Thread(target=self._run, name="logprobe-engine", daemon=True)
 
-    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
-        """Serve; `end` is told why it has stopped, once, after all that `publish` was told."""
+    def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
+        """Serve; `end` takes why it has stopped, once, after all that `publish` took."""
         self._publish, self._end = publish, end
         self._loop = (Overlapped if self._overlap else Plain)(self.engine, publish)
         # The caller's event loop would wait so long for each of the threads that answer it.
@@ -179,7 +179,7 @@ class EngineThread:
                     self._loop.step()
                     if not self.engine.has_work:
                         self._loop.settle()
-                    self._tell_taken()
+                    self._end_taking()
                     self._turn_began = None
         except BaseException as error:  # noqa: BLE001 - a bug of ours must end every request, not hang it
             reason = EngineError(f"the engine stopped: {error!r}; please report this")
@@ -187,11 +187,11 @@ class EngineThread:
         with self._wake:
             self._is_closed = True
             taking, self._taking = self._taking, {}
-        for one in taking.values():
-            one.set_exception(EngineClosedError(CLOSED))
+        for waiting in taking.values():
+            waiting.set_exception(EngineClosedError(CLOSED))
         self._end(reason)
 
-    def _tell_taken(self) -> None:
+    def _end_taking(self) -> None:
         """End the wait for weights that have taken over."""
         if self._taking:
             with self._wake:
@@ -202,17 +202,17 @@ class EngineThread:
     def _take_commands(self) -> bool:
         """Wait for work and do what the messages ask; False once closed."""
         with self._wake:
-            if not self._wake.wait_for(self._has_news, timeout=CHECK_AFTER_IDLE_S):
+            if not self._wake.wait_for(self._should_wake, timeout=CHECK_AFTER_IDLE_S):
                 self.engine.check_integrity()
-                self._wake.wait_for(self._has_news)
+                self._wake.wait_for(self._should_wake)
             if self._is_closed:
                 return False
             commands, self._commands = self._commands, deque()
         self._turn_began = time.monotonic()
         if commands:
-            self._loop.settle()  # what they end is told after what was found before
-        self._publish([news for command in commands for news in self.engine.handle(command)])
+            self._loop.settle()  # what they end is published after what the last step gave
+        self._publish([event for command in commands for event in self.engine.handle(command)])
         return True
 
-    def _has_news(self) -> bool:
+    def _should_wake(self) -> bool:
         return bool(self._commands) or self._is_closed or self.engine.has_work

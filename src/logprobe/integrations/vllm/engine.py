@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
     from logprobe.engine.protocol import Capabilities
-    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
 logger = logging.getLogger("logprobe")
 
@@ -53,7 +53,7 @@ class VllmEngine:
     `end_ids` are the tokens that end a text.
     """
 
-    _publish: Callable[[Iterable[News]], None]
+    _publish: Callable[[Iterable[Event]], None]
     _end: Callable[[LogprobeError], None]
 
     def __init__(
@@ -80,7 +80,7 @@ class VllmEngine:
         self._num_cached, self._num_pauses = 0, 0
         self._told_at = time.monotonic()
 
-    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+    def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
         self._publish, self._end = publish, end
 

@@ -60,7 +60,7 @@ class Follow:
 
 
 class Fetcher:
-    """Asks the workers what they found: one call at a time, for all samples of which there is news."""
+    """Asks the workers what they found: one call at a time, for all samples that went on."""
 
     def __init__(
         self,

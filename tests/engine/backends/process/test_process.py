@@ -110,10 +110,10 @@ def test_a_front_counts_an_end_before_it_sees_figures_of_it_and_tells_it_then(
     one, order = engine.core._replicas[0], []
 
     def noted(what: str, does: Callable[[Any], None]) -> Callable[[Any], None]:
-        def do(news: Any) -> None:
-            if any(getattr(report, "finish", None) for report in news):
+        def do(events: Any) -> None:
+            if any(getattr(report, "finish", None) for report in events):
                 order.append((what, one._pulse))
-            does(news)
+            does(events)
 
         return do
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import Layout
     from logprobe.errors import LogprobeError
     from logprobe.transport.channel import Channel
-    from logprobe.transport.messages import Admitted, LoadLora, LoadWeights, News, TakeWeights
+    from logprobe.transport.messages import Admitted, Event, LoadLora, LoadWeights, TakeWeights
 
 PULSE_S: Final = 0.2
 CHECK_FRONT_S: Final = 1.0
@@ -223,11 +223,11 @@ class Child:
         else:  # it was started while they were read; it is started again with them
             self._end(EngineError("an engine process lacks the weights that the others have"))
 
-    def _publish(self, news: Iterable[News]) -> None:
+    def _publish(self, batch: Iterable[Event]) -> None:
         from logprobe.errors import EngineError, ParameterError
         from logprobe.transport.messages import Abort, Delta, Failure
 
-        if not (events := list(news)):
+        if not (events := list(batch)):
             return
         # Whoever reads the end of a request reads figures that count it.
         has_ends = any(isinstance(event, Delta) and event.finish is not None for event in events)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import Capabilities, Layout
     from logprobe.errors import LogprobeError
     from logprobe.text.edge import TextEdge
-    from logprobe.transport.messages import Admitted, Asked, Command, News, Request
+    from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
 
 class ProcessEngine:
@@ -55,7 +55,7 @@ class ProcessEngine:
         EngineError: a process ended before it took requests.
     """
 
-    _publish: Callable[[Iterable[News]], None]
+    _publish: Callable[[Iterable[Event]], None]
     _end: Callable[[LogprobeError], None]
 
     def __init__(self, config: EngineConfig, text: TextEdge) -> None:
@@ -97,7 +97,7 @@ class ProcessEngine:
         told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
         self._admission = Admission(told, own, facts)
 
-    def start(self, publish: Callable[[Iterable[News]], None], end: Callable[[LogprobeError], None]) -> None:
+    def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
         self._publish, self._end = publish, end
 
@@ -234,9 +234,9 @@ class ProcessEngine:
         weights = [] if self._weights is None else [self._weights]
         return Start(self._settings, [*weights, *self._loras.values()])
 
-    def _take(self, news: Iterable[News]) -> None:
+    def _take(self, events: Iterable[Event]) -> None:
         """What a replica says of requests, of which there are none before `start`."""
-        self._publish(news)
+        self._publish(events)
 
     def _close_replicas(self) -> None:
         for replica in self._replicas:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from logprobe.engine.backends.process.orders import Order
-    from logprobe.transport.messages import Admitted, Asked, News
+    from logprobe.transport.messages import Admitted, Asked, Event
 
 THREAD_NUMBERS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MAIN: Final = "from logprobe.engine.backends.process.child import main; main()"
@@ -45,7 +45,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S, STEADY_S = (
 )  # of starting again; after which the delay is short
 STDERR: Final = 2
 LATE_S: Final = 2.0  # without a pulse: the process is held up
-LOOK_S: Final = 1.0  # between two looks at whether it still tells of itself
+LOOK_S: Final = 1.0  # between two looks at whether it still sends its pulse
 SILENT_S: Final = 60.0  # without a pulse: it hangs
 STUCK_S: Final = 600.0  # of one step: so does its engine
 
@@ -68,7 +68,7 @@ class Load:
 class Replica:
     """One engine process after another under one name.
 
-    `starting` says what a process that starts is told first; `publish` takes what it says of requests.
+    `starting` gives the first message to a process that starts; `publish` takes the events of its requests.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Replica:
         context: Any,
         threads: int,
         starting: Callable[[Replica], Start],
-        publish: Callable[[Iterable[News]], None],
+        publish: Callable[[Iterable[Event]], None],
     ) -> None:
         self.name = name
         self.ready: Future[Ready] = Future()  # of the first start
@@ -111,13 +111,13 @@ class Replica:
         """Whether its engine takes requests now; else they wait for it."""
         return self._channel is not None
 
-    def submit(self, admitted: Sequence[Admitted]) -> None:
+    def submit(self, requests: Sequence[Admitted]) -> None:
         """Take requests over; each will end, whatever becomes of the process."""
         with self._lock:
-            for one in admitted:
-                load = self._loads[one.request.request_id] = Load(one)
+            for admitted in requests:
+                load = self._loads[admitted.request.request_id] = Load(admitted)
                 self.num_queued_tokens += load.num_tokens
-            self._send(Submit(tuple(admitted)))
+            self._send(Submit(tuple(requests)))
 
     def has(self, request_id: str) -> bool:
         """Whether a request runs or waits here."""
@@ -183,8 +183,8 @@ class Replica:
         except ParameterError:
             if not isinstance(order, Submit) or len(order.requests) == 1:
                 raise
-            for one in order.requests:  # together they are too large for a message
-                self._send(Submit((one,)))
+            for admitted in order.requests:  # together they are too large for a message
+                self._send(Submit((admitted,)))
 
     def _run(self) -> None:
         delay_s = FIRST_DELAY_S
@@ -215,44 +215,44 @@ class Replica:
         own, others = socket.socketpair()
         codec: Codec[list[Report]] = Codec(list[Report], reader=PageReader(rows))
         channel = Channel.bind(self._context, folder, codec, own)
-        told: LogprobeError | None = None
+        reason: LogprobeError | None = None
         try:
             with others:
                 process = self._process = self._spawn(folder, others, rows)
             channel.wait_for_peer()
             channel.send(self._starting(self))
-            told = self._follow(channel, folder)
+            reason = self._follow(channel, folder)
             channel.send(Stop())
             process.wait(CLOSE_S)
         except (PeerGoneError, subprocess.TimeoutExpired) as error:
             logger.debug("%s: %s", self.name, error)
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            told = EngineError(f"{self.name} cannot be followed: {error!r}")
+            reason = EngineError(f"{self.name} cannot be followed: {error!r}")
         finally:
             self._go_down(channel)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(rows)
-        return self._why(told)
+        return self._why(reason)
 
     def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
-        """Act on what the process tells until it must end; why it must.
+        """Act on what the process reports until it must end; why it must.
 
         Raises:
             PeerGoneError: it has ended.
         """
-        num_silent, told = 0, None
-        while told is None:
+        num_silent, reason = 0, None
+        while reason is None:
             reports = channel.receive(LOOK_S)
             if reports is not None:
                 if not self.is_up:
                     shutil.rmtree(folder, ignore_errors=True)  # both sockets are connected
-                num_silent, told = 0, self._take(channel, reports)
+                num_silent, reason = 0, self._take(channel, reports)
             elif self.is_up:
                 # Looks are counted and no clock is read: this process may have been stopped itself.
                 num_silent += 1
                 if num_silent * LOOK_S >= SILENT_S:
-                    told = self._kill(f"has not answered for {SILENT_S:.0f} s")
-        return told
+                    reason = self._kill(f"has not answered for {SILENT_S:.0f} s")
+        return reason
 
     def _kill(self, why: str) -> EngineError:
         """End a process that hangs."""
@@ -274,8 +274,8 @@ class Replica:
 
     def _take(self, channel: Channel[Any], reports: list[Report]) -> LogprobeError | None:
         """Act on one message; why the process must end, where it must."""
-        news = [report for report in reports if isinstance(report, Delta | Failure)]
-        self._account(news)  # before figures that count it are seen
+        events = [report for report in reports if isinstance(report, Delta | Failure)]
+        self._account(events)  # before figures that count them are seen
         for report in reports:
             match report:
                 case Ready():
@@ -290,8 +290,8 @@ class Replica:
                     with self._lock:
                         answer = self._asked.pop(number)
                     answer.set_result(report)
-        if news:
-            self._publish(news)
+        if events:
+            self._publish(events)
         return None
 
     def _go_up(self, channel: Channel[Any], ready: Ready) -> None:
@@ -313,10 +313,10 @@ class Replica:
             self._process.wait()
         channel.close()
 
-    def _why(self, told: LogprobeError | None) -> LogprobeError:
-        """What to tell of a process that has ended."""
-        if told is not None:
-            return told
+    def _why(self, reason: LogprobeError | None) -> LogprobeError:
+        """What the requests of a process that has ended fail with."""
+        if reason is not None:
+            return reason
         if self._process is None:
             return EngineError(f"{self.name} could not be started")
         code = self._process.returncode
@@ -326,20 +326,20 @@ class Replica:
             how += " (out of memory?)" if -code == signal.SIGKILL else ""
         return EngineError(f"{self.name} (pid {self._process.pid}) {how}")
 
-    def _account(self, news: Iterable[News]) -> None:
+    def _account(self, events: Iterable[Event]) -> None:
         """Note what of the requests is done."""
         with self._lock:
-            for one in news:
-                load = self._loads.get(one.request_id)
+            for event in events:
+                load = self._loads.get(event.request_id)
                 if load is None:
                     continue
                 num_done = 0
-                if isinstance(one, Delta):
-                    num_done = len(one.token_ids)
-                    load.num_samples -= one.finish is not None
-                if isinstance(one, Failure) or load.num_samples == 0:
+                if isinstance(event, Delta):
+                    num_done = len(event.token_ids)
+                    load.num_samples -= event.finish is not None
+                if isinstance(event, Failure) or load.num_samples == 0:
                     num_done = load.num_tokens
-                    del self._loads[one.request_id]
+                    del self._loads[event.request_id]
                 load.num_tokens -= num_done
                 self.num_queued_tokens -= num_done
 
