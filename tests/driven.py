@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.config import EngineConfig
-from logprobe.engine.backends.thread import Plain
+from logprobe.engine.backends.thread import SerialLoop
 from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer, Fold
 from logprobe.records import LogprobsInfo
@@ -19,7 +19,7 @@ from logprobe.transport.messages import Delta, Request, Submit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.engine.overlap import Overlapped
+    from logprobe.engine.overlap import OverlappedLoop
     from logprobe.engine.request import RequestOutput
     from logprobe.transport.messages import Command, Event
 
@@ -47,7 +47,7 @@ class Driven:
 
     def __init__(
         self,
-        loop: type[Plain | Overlapped] = Plain,
+        loop: type[SerialLoop | OverlappedLoop] = SerialLoop,
         num_slots: int = 300,
         forward: FakeForward | None = None,
         **settings: Any,

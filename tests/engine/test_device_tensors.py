@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from logprobe.engine.engine import Engine
-from logprobe.engine.overlap import Overlapped
+from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import ProcessorError
 from logprobe.processors import LogitsProcessor
 from logprobe.transport import AsyncCPUTransfer
@@ -280,7 +280,7 @@ def test_rows_come_to_the_host_beside_the_next_step(
     plain.run()
     stepped = new_device_engine()
     copies = LateCopies(stepped.forward)
-    loop = Overlapped(stepped.engine, stepped.take, AsyncCPUTransfer(device=copies))
+    loop = OverlappedLoop(stepped.engine, stepped.take, AsyncCPUTransfer(device=copies))
     got = [stepped.submit(title, PROMPT, **ask) for title, ask in ASKS.items()]
     with Device():
         while stepped.engine.has_work:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driven import KINDS, Driven, told
-from logprobe.engine.backends.thread import Plain
-from logprobe.engine.overlap import Overlapped
+from logprobe.engine.backends.thread import SerialLoop
+from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import ForwardError
 from logprobe.transport.messages import Abort, Pause, Resume
 
@@ -45,7 +45,7 @@ def test_both_loops_say_the_same(
 ) -> None:
     """Requests that come, stop, wait and go at any step, in a pool that is too small for all."""
 
-    def outputs_of(loop: type[Plain | Overlapped]) -> dict[str, Any]:
+    def outputs_of(loop: type[SerialLoop | OverlappedLoop]) -> dict[str, Any]:
         driven, number = Driven(loop, **sizes), 0
         run = driven.forward.run
 
@@ -68,12 +68,12 @@ def test_both_loops_say_the_same(
             driven.handle(Resume(str(place)))
         return {name: told(output) for name, output in driven.finish().items()}
 
-    assert outputs_of(Overlapped) == outputs_of(Plain)
+    assert outputs_of(OverlappedLoop) == outputs_of(SerialLoop)
 
 
-@pytest.mark.parametrize("loop", [Plain, Overlapped])
+@pytest.mark.parametrize("loop", [SerialLoop, OverlappedLoop])
 def test_a_step_that_cannot_be_published_fails_its_requests_and_no_other(
-    loop: type[Plain | Overlapped], monkeypatch: pytest.MonkeyPatch
+    loop: type[SerialLoop | OverlappedLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driven = Driven(loop)
     events_of, calls = driven.engine.events_of, 0
@@ -105,7 +105,7 @@ def test_a_step_that_cannot_be_published_fails_its_requests_and_no_other(
 
 
 def test_the_next_step_runs_while_the_last_one_is_published() -> None:
-    driven = Driven(Overlapped)
+    driven = Driven(OverlappedLoop)
     is_publishing, go = threading.Event(), threading.Event()
     publish = driven.publish
 
@@ -136,7 +136,7 @@ def test_the_next_step_runs_while_the_last_one_is_published() -> None:
 
 def test_what_cannot_be_published_stops_the_engine() -> None:
     """That is a bug of ours, and no request's fault: it must not pass unseen."""
-    driven = Driven(Overlapped)
+    driven = Driven(OverlappedLoop)
     driven.submit("r", [5, 6], max_tokens=3)
 
     def broken(_: Sequence[Event]) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driven import KINDS, Driven, told
-from logprobe.engine.backends.thread import Plain
-from logprobe.engine.overlap import Overlapped
+from logprobe.engine.backends.thread import SerialLoop
+from logprobe.engine.overlap import OverlappedLoop
 from logprobe.testing import FakeForward
 from logprobe.transport.messages import Abort, Pause, Resume
 
@@ -83,7 +83,7 @@ def test_rows_of_drafts_that_lie_in_two_chunks_come_together(
 
 
 @pytest.mark.parametrize("params", LONG)
-@pytest.mark.parametrize("loop", [Plain, Overlapped])
+@pytest.mark.parametrize("loop", [SerialLoop, OverlappedLoop])
 def test_a_request_alone_ends_the_same_and_sooner(params: dict[str, Any], loop: Any) -> None:
     got, want = speculating(loop=loop), speculating(speculate=False)
     for driven in (got, want):
@@ -121,7 +121,7 @@ SIZES = st.fixed_dictionaries(
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=5),
     orders=st.lists(ORDERS, max_size=5),
     sizes=SIZES,
-    loop=st.sampled_from([Plain, Overlapped]),
+    loop=st.sampled_from([SerialLoop, OverlappedLoop]),
 )
 def test_many_requests_end_the_same(
     arrivals: list[Any], orders: list[Any], sizes: dict[str, int], loop: Any

@@ -1,9 +1,8 @@
-"""`Overlapped`: the next step runs while the one before it is still being published.
+"""`OverlappedLoop`: the next step runs while the one before it is still being published.
 
-Before it: the thread that runs an engine. After it: whoever publishes. What the next step rests on (tokens,
-ends, slots) is settled by `Engine.advance` before it begins; the rest of a step's work, from the copy of its
-rows to the readers that are woken, goes on beside it on a thread of its own. It says the same as the plain
-loop of `thread`.
+What the next step rests on (tokens, ends, slots) is settled by `Engine.advance` before it begins; the rest of
+a step's work, from the copy of its rows to the readers that are woken, goes on beside it on a thread of its
+own. It publishes the same as the `SerialLoop` of `thread`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Event
 
 
-class Overlapped:
+class OverlappedLoop:
     """A step is published beside the next one; messages keep their order."""
 
     def __init__(

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
-from logprobe.engine.overlap import Overlapped
+from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models.quiet import quiet_transformers
@@ -36,7 +36,7 @@ CLOSED: Final = "the engine was closed before the new weights answered"
 SWITCH_S: Final = 0.001  # that a thread keeps the interpreter for while others want it; Python's own is 5 ms
 
 
-class Plain:
+class SerialLoop:
     """Each step is published before the next one begins."""
 
     def __init__(self, engine: Engine, publish: Callable[[Sequence[Event]], None]) -> None:
@@ -61,7 +61,7 @@ class EngineThread:
 
     _publish: Callable[[Iterable[Event]], None]
     _end: Callable[[LogprobeError], None]
-    _loop: Overlapped | Plain
+    _loop: OverlappedLoop | SerialLoop
 
     def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
         """`overlap`: the next step runs while the one before is published, on a second thread."""
@@ -79,7 +79,7 @@ class EngineThread:
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Serve; `end` takes why it has stopped, once, after all that `publish` took."""
         self._publish, self._end = publish, end
-        self._loop = (Overlapped if self._overlap else Plain)(self.engine, publish)
+        self._loop = (OverlappedLoop if self._overlap else SerialLoop)(self.engine, publish)
         # The caller's event loop would wait so long for each of the threads that answer it.
         if sys.getswitchinterval() > SWITCH_S:
             sys.setswitchinterval(SWITCH_S)

@@ -1,7 +1,7 @@
 """The scheduler: which tokens run in the next step, in whose slots, and whose logits are wanted.
 
 Every step mixes one token of each generating sample with chunks of prompts, oldest samples first,
-up to `max_batch_tokens`; `Shares` says what each call may take while others wait. What a prompt
+up to `max_batch_tokens`; `FairShares` says what each call may take while others wait. What a prompt
 shares with the radix tree is not run again; runs of prompt tokens enter the tree when they are
 *planned*, so that two prompts of one step share their prefix too (attention writes all keys of a
 step before it reads any). A full pool first loses what nobody uses, then preempts the youngest
@@ -20,7 +20,7 @@ import numpy as np
 from logprobe.engine.plan.drafts import PromptLookup, least_chance
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
 from logprobe.engine.plan.sample import Draw
-from logprobe.engine.plan.shares import Shares, StepShare
+from logprobe.engine.plan.shares import FairShares, StepShare
 from logprobe.engine.protocol import StepBatch
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         # Each running sample can take one token a step, so that none waits for ever.
         self.max_running = min(max_batch_rows, max_batch_tokens)
-        self.shares = Shares(self.max_running, num_slots)
+        self.shares = FairShares(self.max_running, num_slots)
         self._rope_boundary = rope_boundary  # texts longer than this run under other rotary frequencies
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first

@@ -9,8 +9,6 @@ call takes by force only up to its share and loses only what is beyond it, so tw
 Callers are who calls: a server tells its clients apart, whatever each of them calls. Places and slots are
 shared between callers first, then what a caller has between its calls; in a step, the prompts of a caller
 that has less to run come first.
-
-Before it: the scheduler's samples. After it: the scheduler.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class _Level(NamedTuple):
     num_slots: int
 
 
-class Shares:
+class FairShares:
     """Counts callers and calls, and finds who gives way."""
 
     def __init__(self, max_running: int, num_slots: int) -> None:
