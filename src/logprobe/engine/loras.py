@@ -1,6 +1,6 @@
 """`LoraTable`: the names of LoRA weights, and how long each load of one must last.
 
-Before it: `Front`, which guards it. After it: a core, which knows loads by their numbers alone.
+`Front` guards it; a core knows loads by their numbers alone.
 """
 
 from __future__ import annotations

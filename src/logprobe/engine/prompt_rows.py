@@ -1,8 +1,7 @@
 """Log-probabilities of prompt tokens: the output head on hidden rows, and the rows known already.
 
 A prompt position's numbers depend on its prefix alone, so they are kept beside the prefix's slot: the
-same prompt scored again costs neither the model nor the head. Before it: the scheduler's prompt rows.
-After it: the request's records.
+same prompt scored again costs neither the model nor the head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What does not fit a model's context: its end alone, or windows that slide, each token's numbers once.
-
-Before it: the client's prompts and pairs. After it: requests that fit, and one output of several.
-"""
+"""What does not fit a model's context: its end alone, or windows that slide, each token's numbers once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`WeightSwap`: one forward pass takes another's place, as when a model in training gets new weights.
 
-Before it: a forward pass that is ready, and the command to take it. After it: the engine runs that one, and
-no number that the old one gave is left in a cache.
+No number that the old one gave is left in a cache.
 """
 
 from __future__ import annotations

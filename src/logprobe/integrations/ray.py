@@ -3,8 +3,6 @@
 A task beside the driver reads and checks the rows, actors score them batch by batch, and the driver writes
 them in order. An actor that dies is started again, and its batches are scored again. What crosses is msgpack
 of known types in Arrow tables; how Ray itself moves them, and names of classes, is Ray's.
-
-Before it: `logprobe score --engine ray`, Python callers. After it: `data.run`, which writes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`Router`: which of several engines takes a request.
-
-Before it: an admitted request, and how much each engine has to do. After it: the engine that should run its
-prompt first.
-"""
+"""`Router`: which of several engines takes a request."""
 
 from __future__ import annotations
 

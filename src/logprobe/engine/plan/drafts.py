@@ -1,8 +1,8 @@
 """`PromptLookup`: drafts of a request's next tokens, read off its own text.
 
-Before it: the tokens that the request has so far. After it: the scheduler, which lets the model verify the
-drafts beside the next token. (The idea is prompt lookup decoding, Saxena 2023.) Each new token tells whether
-the lookup would have been right, drafted or not, so that what a draft is worth costs nothing to learn.
+The scheduler lets the model verify the drafts beside the next token. (The idea is prompt lookup decoding,
+Saxena 2023.) Each new token shows whether the lookup would have been right, drafted or not, so that what a
+draft is worth costs nothing to learn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Link`: exchanges with one server, its failures as this library's errors.
 
-Before it: `ServerRows`. After it: the network. A link belongs to one event loop.
+A link belongs to one event loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`RemoteLM`: the async front door to a model behind HTTP, with the interface of `AsyncLM`.
 
-After it: `next_token`, which holds rows and asks, and whose source is a server started by `logprobe serve`.
+It is `next_token`, which holds rows and asks, with a server started by `logprobe serve` as its source.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ServerRows`: a server of this library as what begins rows and samples.
 
-Before it: `Batcher`. After it: `link`. Every exchange runs on the batcher's loop. A few with rows are on
-their way at once; what comes meanwhile is gathered for the next.
+Every exchange runs on the loop of `Batcher`. A few with rows are on their way at once; what comes meanwhile
+is gathered for the next.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`WorkerDraw`: this library's draw on rows of logits that vLLM computed.
 
-Before it: `worker`, which knows whose row is which. After it: the front, which asks for what is new. vLLM
-may throw a draw away (the rows of a prompt that is only partly computed, a request that it puts off): a draw
-counts once the next token of its sample is asked for, or the front has seen it; until then the same token
-may be drawn again, from the same random number.
+vLLM may throw a draw away (the rows of a prompt that is only partly computed, a request that it puts off): a
+draw counts once the next token of its sample is asked for, or the front has seen it; until then the same
+token may be drawn again, from the same random number.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`VllmEngine`: vLLM's `AsyncLLM` as a `Core`.
 
-Before it: a `Front`. After it: one request of vLLM's for each sample, whose tokens the draw in vLLM's
-workers picks (`worker`), and what that found, fetched by one call for all samples that went on. A paused
-sample leaves vLLM and comes back with its tokens in the prompt, of which vLLM's prefix cache knows most.
+Each sample is one request of vLLM's, whose tokens the draw in vLLM's workers picks (`worker`); the deltas of
+all samples that went on are fetched by one call. A paused sample leaves vLLM and comes back with its tokens
+in the prompt, of which vLLM's prefix cache knows most.
 """
 
 from __future__ import annotations

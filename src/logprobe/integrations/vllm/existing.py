@@ -1,7 +1,4 @@
-"""An engine of vLLM's that somebody else has started: what it is started with, and how it is taken in.
-
-Before it: `AsyncVirtualLM`. After it: `adopt`, which takes it for `VllmEngine`.
-"""
+"""An engine of vLLM's that somebody else has started: what it is started with, and how it is taken in."""
 
 from __future__ import annotations
 

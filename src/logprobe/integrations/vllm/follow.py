@@ -1,7 +1,4 @@
-"""One sample of a request while vLLM runs it, and `Fetcher`, which brings what the workers found for many.
-
-Before it: what vLLM tells of its requests. After it: deltas, in their order.
-"""
+"""One sample of a request while vLLM runs it, and `Fetcher`, which brings the deltas of many."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class Follow:
 
 
 class Fetcher:
-    """Asks the workers what they found: one call at a time, for all samples that went on."""
+    """Asks the workers for deltas: one call at a time, for all samples that went on."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""LoRA weights of vLLM: loads here, `LoRARequest`s there.
-
-Before it: the core, which is told of loads by their numbers. After it: vLLM.
-"""
+"""LoRA weights of vLLM: loads here, `LoRARequest`s there."""
 
 from __future__ import annotations
 

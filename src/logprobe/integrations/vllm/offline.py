@@ -1,6 +1,6 @@
 """`OfflineClient`: a `vllm.LLM`, which blocks its caller, behind the few async methods of vLLM's `AsyncLLM`.
 
-Before it: `VllmEngine`, which calls either alike. After it: vLLM's own engine, stepped by one thread.
+`VllmEngine` calls either alike; one thread steps vLLM's own engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What crosses between the front and the draw in vLLM's workers, as bytes in what vLLM carries anyway.
-
-Before it: `VllmEngine`. After it: `WorkerDraw`, and back.
-"""
+"""What crosses between the front and the draw in vLLM's workers, as bytes in what vLLM carries anyway."""
 
 from __future__ import annotations
 

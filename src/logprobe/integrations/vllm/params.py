@@ -1,7 +1,4 @@
-"""What vLLM is asked for one sample: a greedy token at a time, of whatever row the worker's draw has left.
-
-Before it: admitted requests. After it: `AsyncLLM.generate`.
-"""
+"""What vLLM is asked for one sample: a greedy token at a time, of whatever row the worker's draw has left."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Prompt positions: vLLM's flat record → this library's rows.
 
-Before it: vLLM's `RequestOutput.prompt_logprobs`, of raw log-probabilities, k a position or the whole
-vocabulary. After it: the request's record. Named ids, further columns and the distribution drawn from are
-computed from whole rows: vLLM's own given ids carry no true ranks.
+vLLM's `RequestOutput.prompt_logprobs` has raw log-probabilities, k a position or the whole vocabulary. Named
+ids, further columns and the distribution drawn from are computed from whole rows: vLLM's own given ids carry
+no true ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`AsyncVirtualLM`: next-token distributions from vLLM's engine, as genlm-backend's users ask for them.
 
-After it: `next_token`, which holds rows and asks, and the engine on vLLM, which has the one scheduler.
+`next_token` holds rows and asks; the engine on vLLM has the one scheduler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM's workers load: a logits processor for both of its model runners, and a worker's one more method.
 
-Before it: vLLM's logits, and how it tells whose they are. After it: `WorkerDraw`. The first runner moves rows
-about and tells of it (`update_state`); the second gives each request a slot and each step a map (`ctx`).
+The logits go to `WorkerDraw`. The first runner moves rows about and reports it (`update_state`); the second
+gives each request a slot and each step a map (`ctx`).
 """
 
 from __future__ import annotations

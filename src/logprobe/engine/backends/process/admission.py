@@ -1,6 +1,6 @@
 """What it takes to say yes to a request for another process: its engine's limits, and processors' arguments.
 
-Before it: requests. After it: messages to engine processes, which take what was admitted as it is.
+The engine processes take what was admitted as it is.
 """
 
 from __future__ import annotations

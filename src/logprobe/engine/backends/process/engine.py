@@ -1,7 +1,6 @@
 """`ProcessEngine`: the native engine in one process of its own, or in several of which each has its requests.
 
-Before it: a `Front` in this process. After it: replicas, each behind a channel. Admission is on this side,
-once for all replicas.
+Each is a replica behind a channel; admission is on this side, once for all of them.
 """
 
 from __future__ import annotations

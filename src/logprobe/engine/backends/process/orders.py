@@ -1,6 +1,6 @@
 """What crosses the wall beside `transport.messages`: an engine process's start, its health and its answers.
 
-Before it: `Replica`, on the front's side. After it: `child`, on the engine's, and back.
+`Replica` speaks on the front's side, `child` on the engine's.
 """
 
 from __future__ import annotations

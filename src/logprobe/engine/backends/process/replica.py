@@ -1,7 +1,6 @@
 """`Replica`: one engine process as its front sees it: started, followed, and started again when it dies.
 
-Before it: `ProcessEngine`, on any thread. After it: `child`, over a channel. A thread of its own follows the
-process from start to end.
+`ProcessEngine` calls it on any thread; a thread of its own follows the process from start to end.
 """
 
 from __future__ import annotations
