@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -95,21 +96,22 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids, one = self._as_ids(many[row]), asked[row]
-            parts = cut_prompt(ids, one, truncation, limit) if may_cut else [(ids, one, 1)]
-            return ids, [requests.admit(part, one, first_scored=first) for part, one, first in parts]
+            ids, own = self._as_ids(many[row]), asked[row]
+            parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
+            return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
 
         admitted = _each(admit, len(many), on_error)
-        work = [one for each in admitted if not isinstance(each, LogprobeError) for one in each[1]]
+        work = [part for reply in admitted if not isinstance(reply, LogprobeError) for part in reply[1]]
         ended = iter(await self.run(work, watch))
         outputs = []
-        for prompt, each in zip(many, admitted, strict=True):
-            if isinstance(each, LogprobeError):
-                output = _refused(each)
+        for prompt, reply in zip(many, admitted, strict=True):
+            if isinstance(reply, LogprobeError):
+                output = _refused(reply)
             else:
-                output, *windows = (next(ended) for _ in each[1])
+                ids, parts = reply
+                output, *windows = (next(ended) for _ in parts)
                 if windows:
-                    output = joined_output(output, windows, each[0])
+                    output = joined_output(output, windows, ids)
             output.prompt = prompt if isinstance(prompt, str) else None
             outputs.append(output)
         return checked(outputs, on_error)
@@ -161,15 +163,15 @@ class Client:
             return AskedPair(splits, admit_splits(splits), admit_splits(alone))
 
         admitted = _each(admit, len(pairs), on_error)
-        good = [one for one in admitted if not isinstance(one, LogprobeError)]
+        good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
         # One batch: what is scored after nothing joins the same steps.
-        work = [one.parts for one in good] + [one.alone for one in good]
-        ended = iter(await self.run([one for each in work for one in each], watch))
-        groups = [[next(ended) for _ in each] for each in work]
+        work = [pair.parts for pair in good] + [pair.alone for pair in good]
+        ended = iter(await self.run([*chain.from_iterable(work)], watch))
+        groups = [[next(ended) for _ in parts] for parts in work]
         results = iter(zip(good, groups[: len(good)], groups[len(good) :], strict=True))
         scores = [
-            Score.failed(one) if isinstance(one, LogprobeError) else self._score_of(*next(results))
-            for one in admitted
+            Score.failed(pair) if isinstance(pair, LogprobeError) else self._score_of(*next(results))
+            for pair in admitted
         ]
         return checked(scores, on_error)
 
@@ -177,7 +179,7 @@ class Client:
         error = next((output.error for output in parts + alone if output.error is not None), None)
         if error is not None:
             return Score.failed(error)
-        scores = [self.as_score(*each) for each in zip(asked.splits, parts, strict=True)]
+        scores = [self.as_score(split, part) for split, part in zip(asked.splits, parts, strict=True)]
         unconditional = measures.total([_scored_total(output) for output in alone]) if alone else None
         if len(scores) == 1:
             return replace(scores[0], unconditional_logprob=unconditional)
@@ -205,13 +207,13 @@ class Client:
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
         require(len(prompts) == 1, "prompt", "must be one text or one list of ids", got=prompt)
         require(not asked.picks_best, "best_of", "compares whole completions; a stream cannot")
-        [one] = prompts
+        [text_or_ids] = prompts
         cutters: list[Cutter[CompletionOutput]] = [
             Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
         ]
-        async with aclosing(self._grow(self._as_ids(one), asked)) as outputs:
+        async with aclosing(self._grow(self._as_ids(text_or_ids), asked)) as outputs:
             async for output in outputs:
-                output.prompt = one if isinstance(one, str) else None
+                output.prompt = text_or_ids if isinstance(text_or_ids, str) else None
                 for completion in output.outputs:
                     piece = cutters[completion.index].take(completion)
                     completion.text += "" if piece is None else piece.text
@@ -228,10 +230,10 @@ class Client:
 
     async def run(self, admitted: Sequence[Admitted], watch: Watch | None = None) -> list[RequestOutput]:
         """The outputs of requests once all have ended, with their texts; giving up the wait gives them up."""
-        requests = [one.request for one in admitted]
+        requests = [admission.request for admission in admitted]
         with nullcontext() if watch is None else watch(requests) as advance:
             self.engine.submit(admitted)
-            return await asyncio.gather(*(self._follow(one.request_id, advance) for one in requests))
+            return await asyncio.gather(*(self._follow(request.request_id, advance) for request in requests))
 
     def split(self, pair: tuple[Prompt, Prompt]) -> Split:
         """A (context, continuation) pair as one sequence; see `TextEdge.encode_pair` for texts.
@@ -294,10 +296,10 @@ class Client:
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [self._on_lora(params or SamplingParams())] * count
-        is_list = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
+        is_list = isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params)
         require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
         require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
-        return params if self.lora is None else [self._on_lora(one) for one in params]
+        return params if self.lora is None else [self._on_lora(item) for item in params]
 
     def _on_lora(self, params: SamplingParams) -> SamplingParams:
         if self.lora is None or params.lora == self.lora:
@@ -346,13 +348,13 @@ def _admit_forced(
 def _each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:
     """What each admission gives; one that is refused is raised with its number, or returned."""
     admitted: list[T | LogprobeError] = []
-    for place in range(count):
+    for index in range(count):
         try:
-            admitted.append(admit(place))
+            admitted.append(admit(index))
         except ParameterError as error:
             if count > 1:
                 said = str(error).removeprefix(f"{error.parameter}: ")
-                error.args = (f"{error.parameter}: number {place} of {count} {said}",)
+                error.args = (f"{error.parameter}: number {index} of {count} {said}",)
             if on_error == "raise":
                 raise
             admitted.append(error)

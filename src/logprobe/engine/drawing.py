@@ -97,7 +97,7 @@ class Drawing:
         output = self._sampler.draw(
             logits, params, uniforms, None if changed is None else changed.logits, forced
         )
-        if any(one.explain for one in params):
+        if any(asked.explain for asked in params):
             output = output.to_host()  # an explanation names the tokens that the rows list
         self._note_processed(chunk, logits, changed, output)
         output.whole_rows.update(_whole_rows(chunk, logits))
@@ -140,11 +140,11 @@ def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[
     listed = {output.sampled_token_ids[row]}
     width = output.num_logprobs[row] + 1
     reports = ((output.logprobs, output.logprobs_rows), (output.processed_logprobs, output.processed_rows))
-    for rows, places in reports:
-        if isinstance(rows, HostRows) and (place := places[row]) >= 0:
-            listed.update(rows.token_ids[place, :width].tolist())
+    for rows, indices in reports:
+        if isinstance(rows, HostRows) and (index := indices[row]) >= 0:
+            listed.update(rows.token_ids[index, :width].tolist())
             if rows.given is not None:
-                listed.update(rows.given.rows(place, place + 1).token_ids.tolist())
+                listed.update(rows.given.rows(index, index + 1).token_ids.tolist())
     return [effect.among(listed) for effect in effects]
 
 

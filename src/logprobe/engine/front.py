@@ -195,14 +195,14 @@ class Front:
             ParameterError: the engine is not the native one.
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
-        given = weights if isinstance(weights, Mapping) else str(Path(weights).absolute())
+        source = weights if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)
-            layout = self.core.ask(LoadWeights(number, given))
+            layout = self.core.ask(LoadWeights(number, source))
             assert layout is not None, "other weights give theirs"
             try:
                 # Once, here, and not in every process.
-                version = version or digest_of(given if isinstance(given, Mapping) else read_state(given))
+                version = version or digest_of(source if isinstance(source, Mapping) else read_state(source))
             except BaseException:
                 self.core.send(DropWeights(number))
                 raise
@@ -252,7 +252,9 @@ class Front:
             self.core.send(DropLora(lora_number))
 
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
-        folds = {one.request.request_id: Fold(one.request, self._describer) for one in admitted}
+        folds = {
+            accepted.request.request_id: Fold(accepted.request, self._describer) for accepted in admitted
+        }
         with self._lock:
             self._check_open()
             require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
@@ -260,10 +262,10 @@ class Front:
                 is_new = request_id not in self._folds
                 require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
             bound = tuple(map(self._bound, admitted))
-            for one in bound:
-                if one.lora_number:
-                    self._loras.hold(one.lora_number)
-                    self._held[one.request.request_id] = one.lora_number
+            for accepted in bound:
+                if accepted.lora_number:
+                    self._loras.hold(accepted.lora_number)
+                    self._held[accepted.request.request_id] = accepted.lora_number
             for request_id in folds:
                 self._collector.open(request_id)
             self._folds |= folds

@@ -123,13 +123,15 @@ class PromptScorer:
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
-        given = [ids for span in spans for ids in [span.sample.request.params.logprob_token_ids] * len(span)]
+        named_ids = [
+            ids for span in spans for ids in [span.sample.request.params.logprob_token_ids] * len(span)
+        ]
         tensors = head_extract(
             self._forward.hidden_rows(slots),
             self._forward.head,
             np.concatenate([_next_ids(span) for span in spans]),
             np.repeat(widths, lengths),
-            given_ids=given if any(given) else None,
+            given_ids=named_ids if any(named_ids) else None,
             **extras_of(*(span.sample.request.params for span in spans)),
         )
         whole = tensors.to_host()

@@ -68,8 +68,8 @@ class Recorder:
         step = StepDeltas()
         for span, rows in scored:
             self._add_prompt_rows(_delta_in(step, span.sample), span, rows)
-        for one in drawn:
-            self._add_row(_delta_in(step, one.draw.sample), one, step)
+        for token in drawn:
+            self._add_row(_delta_in(step, token.draw.sample), token, step)
         for sample, delta in step.deltas.items():
             delta.finish = sample.end
             delta.drafts = sample.drafts if sample.is_finished else None

@@ -120,14 +120,14 @@ class RequestOutput:
     def _repr_html_(self) -> str | None:
         """The text of the prompt and of each completion, as far as log-probabilities were asked."""
         prompt = [] if self.prompt_logprobs is None else [self.prompt_logprobs]
-        completions = [one.logprobs for one in self.outputs if one.logprobs is not None]
-        texts = [shaded([*prompt, one], num_marked=1) for one in completions] or [shaded(prompt)]
+        completions = [output.logprobs for output in self.outputs if output.logprobs is not None]
+        texts = [shaded([*prompt, record], num_marked=1) for record in completions] or [shaded(prompt)]
         return "<hr>".join(texts) if prompt or completions else None
 
     @property
     def error(self) -> LogprobeError | None:
         """The first error of its completions, if any."""
-        return next((one.error for one in self.outputs if one.error is not None), None)
+        return next((output.error for output in self.outputs if output.error is not None), None)
 
     @property
     def is_finished(self) -> bool:

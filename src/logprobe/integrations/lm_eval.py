@@ -144,8 +144,8 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         del disable_tqdm
         texts = [request.args[0] for request in requests]
         windows = [list(self._windows(text)) for text in texts]
-        scores = iter(self._score([window for one in windows for window in one]))
-        sums = [sum(next(scores)[0] for _ in one) for one in windows]
+        scores = iter(self._score([window for text_windows in windows for window in text_windows]))
+        sums = [sum(next(scores)[0] for _ in text_windows) for text_windows in windows]
         for text, logprob in zip(texts, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), logprob)
         return sums
@@ -163,8 +163,8 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         """Completions up to their stop strings; all requests of a task at once."""
         del disable_tqdm
         prompts, params, stops = [], [], []
-        for context, given in (request.args for request in requests):
-            kwargs = normalize_gen_kwargs(given, self.max_gen_toks)
+        for context, settings in (request.args for request in requests):
+            kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
             stops.append(handle_stop_sequences(kwargs.get("until"), eos=None))
             room = self.max_length - kwargs["max_gen_toks"]
             prompts.append(self.tok_encode(context)[-room:])

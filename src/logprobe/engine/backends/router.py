@@ -58,4 +58,4 @@ def _blocks(admitted: Admitted) -> Iterator[int]:
 
 def _num_known(known: LRUCache[int, None], blocks: Sequence[int]) -> int:
     """How many blocks from the first on are known."""
-    return next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
+    return next((index for index, block in enumerate(blocks) if block not in known), len(blocks))

@@ -75,8 +75,8 @@ class PromptLookup:
     def _compare(self, token_id: int) -> None:
         """Learn from the token that came in the expected one's place."""
         is_right = self._ids[self._source] == token_id
-        place = min(self._num_matched, LONGEST)
-        self._rates[place] += STEP * (is_right - self._rates[place])
+        num_matched = min(self._num_matched, LONGEST)
+        self._rates[num_matched] += STEP * (is_right - self._rates[num_matched])
         if is_right:
             self._source += 1
             self._num_matched += 1

@@ -128,7 +128,9 @@ class Scheduler:
         active = share.in_turn(active)
         prompts = [sample for sample in active if not sample.is_decoding]
         num_decoding = len(active) - len(prompts)
-        budget = share.split(self.max_batch_tokens - num_decoding, prompts, lambda one: one.num_remaining)
+        budget = share.split(
+            self.max_batch_tokens - num_decoding, prompts, lambda sample: sample.num_remaining
+        )
         for sample in active:
             if sample.node is None:  # an older one preempted it
                 continue
@@ -145,9 +147,11 @@ class Scheduler:
         if any(sample.drafts is not None for sample in drawn):
             self._plan_drafts(plan, drawn)
         if plan.drafts:
-            plan.draws = [Draw(one, ahead) for one in drawn for ahead in range(len(one.draft_ids) + 1)]
+            plan.draws = [
+                Draw(sample, ahead) for sample in drawn for ahead in range(len(sample.draft_ids) + 1)
+            ]
         else:
-            plan.draws = [Draw(one) for one in drawn]
+            plan.draws = [Draw(sample) for sample in drawn]
         return plan
 
     def settle(self, plan: StepPlan) -> None:
@@ -328,7 +332,7 @@ class Scheduler:
 
     def _plan_prompt_rows(self, scored: Sequence[Sample], plan: StepPlan, share: StepShare) -> None:
         """Plan prompt rows of samples that have some left to be scored."""
-        budget = share.split(self.max_batch_tokens, scored, lambda one: one.num_ready_rows)
+        budget = share.split(self.max_batch_tokens, scored, lambda sample: sample.num_ready_rows)
         for sample in scored:
             if sample.node is None:  # preempted
                 continue
@@ -356,7 +360,7 @@ class Scheduler:
             self.max_running - len(drawn),
             self.num_available,
         )
-        for place, span in enumerate(plan.tokens):
+        for index, span in enumerate(plan.tokens):
             # The end of a prompt may be attended in another way than single tokens, and get other bits.
             if span.sample not in drafting or len(span) > 1:
                 continue
@@ -365,7 +369,7 @@ class Scheduler:
                 self._evict_for(len(drafts))
                 span.sample.take_drafts(drafts, self.pool.allocate(len(drafts)))
                 end = span.end + len(drafts)
-                plan.tokens[place] = Span(span.sample, span.start, end)
+                plan.tokens[index] = Span(span.sample, span.start, end)
                 plan.drafts.append(Span(span.sample, span.end, end))
                 room -= len(drafts)
 

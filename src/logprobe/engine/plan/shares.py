@@ -126,30 +126,32 @@ class FairShares:
 
     def next_in_line(self, waiting: Iterable[Sample], running: Sequence[Sample]) -> Sample | None:
         """The first that waits; where its caller, or call, holds its share already, the first of another."""
-        first = next((one for one in waiting if not one.is_paused), None)
+        first = next((sample for sample in waiting if not sample.is_paused), None)
         if first is None or not self.is_shared:
             return first
-        active = [one for one in running if not one.is_paused]
-        first = _in_turn(first, (one for one in waiting if not one.is_paused), active, self._callers())
+        active = [sample for sample in running if not sample.is_paused]
+        first = _in_turn(
+            first, (sample for sample in waiting if not sample.is_paused), active, self._callers()
+        )
         first = self._next_of(first, waiting, active)
         is_alone = len(self._by_caller) == 1
         if is_alone or len(active) < self._max_running or self.gives_place(active, first):
             return first
         # Its caller has its share, but the calls of another caller may not share alike what that one has.
         seen = {first.caller}
-        for one in waiting:
-            if one.is_paused or one.caller in seen:
+        for sample in waiting:
+            if sample.is_paused or sample.caller in seen:
                 continue
-            seen.add(one.caller)
-            other = self._next_of(one, waiting, active)
+            seen.add(sample.caller)
+            other = self._next_of(sample, waiting, active)
             if self.gives_place(active, other):
                 return other
         return first
 
     def _next_of(self, first: Sample, waiting: Iterable[Sample], active: Iterable[Sample]) -> Sample:
         """`first`; where its call holds its share of what their caller has, the first of another one."""
-        line = (one for one in waiting if not one.is_paused and one.caller == first.caller)
-        own = [one for one in active if one.caller == first.caller]
+        line = (sample for sample in waiting if not sample.is_paused and sample.caller == first.caller)
+        own = [sample for sample in active if sample.caller == first.caller]
         return _in_turn(first, line, own, self._calls(first.caller))
 
     def gives_place(self, running: Sequence[Sample], sample: Sample) -> Sample | None:
@@ -157,7 +159,7 @@ class FairShares:
         if not self.is_shared:
             return None
         callers, calls = self._callers(), self._calls(sample.caller)
-        active = [one for one in running if not one.is_paused]
+        active = [other for other in running if not other.is_paused]
         return _giver(active, sample, 1, ((callers, callers.num_places), (calls, calls.num_places)), _one)
 
     def gives_slots(self, running: Sequence[Sample], sample: Sample, need: int) -> Sample | None:
@@ -181,7 +183,9 @@ class FairShares:
         most, of_call = _largest(holders, attrgetter("call"), size)
         if not is_over and most <= self._num_slots // self.num_calls:
             return running[-1]
-        return next((one for one in reversed(of_call) if size(one) and one not in touched), running[-1])
+        return next(
+            (sample for sample in reversed(of_call) if size(sample) and sample not in touched), running[-1]
+        )
 
 
 def _places(total: int, parties: int) -> int:
@@ -195,7 +199,7 @@ def _in_turn(first: Sample, line: Iterable[Sample], active: Sequence[Sample], le
     waits = any(held[name] < min(level.num_places, count) for name, count in level.num_samples.items())
     if held[level.name(first)] < level.num_places or not waits:
         return first
-    return next((one for one in line if held[level.name(one)] < level.num_places), first)
+    return next((sample for sample in line if held[level.name(sample)] < level.num_places), first)
 
 
 def _giver(
@@ -207,12 +211,12 @@ def _giver(
 ) -> Sample | None:
     """The youngest of what holds over a share, where `sample` would hold one at most; None: nobody."""
     for level, share in shares:
-        own = sum(size(one) for one in holders if level.name(one) == level.name(sample))
+        own = sum(size(holder) for holder in holders if level.name(holder) == level.name(sample))
         most, largest = _largest(holders, level.name, size)
         if own + need <= share < most:
             _, of_call = _largest(largest, attrgetter("call"), size)
-            return next(one for one in reversed(of_call) if size(one))
-        holders = [one for one in holders if one.caller == sample.caller]
+            return next(holder for holder in reversed(of_call) if size(holder))
+        holders = [holder for holder in holders if holder.caller == sample.caller]
     return None
 
 
@@ -221,10 +225,10 @@ def _largest(
 ) -> tuple[int, list[Sample]]:
     """What the party that holds most has, and its samples; the oldest of equals."""
     held: Counter[str] = Counter()
-    for one in holders:
-        held[name(one)] += size(one)
+    for holder in holders:
+        held[name(holder)] += size(holder)
     party, most = max(held.items(), key=lambda item: item[1], default=("", 0))
-    return most, [one for one in holders if name(one) == party]
+    return most, [holder for holder in holders if name(holder) == party]
 
 
 def _one(_: Sample) -> int:

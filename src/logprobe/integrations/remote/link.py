@@ -41,8 +41,8 @@ T = TypeVar("T")
 FULL: Final = 429
 RETRY_AFTER_S: Final = 1.0
 LEAST_WAIT_S: Final = 0.05
-ERROR_BYTES: Final = 1 << 16  # of a reply that tells a failure
-FACTS_BYTES: Final = 1 << 20  # of a reply that tells about the server; of what stands around others
+ERROR_BYTES: Final = 1 << 16  # of a reply that reports a failure
+FACTS_BYTES: Final = 1 << 20  # of a reply about the server; of what stands around others
 TOKENIZER_BYTES: Final = 1 << 28
 TOKEN_BYTES: Final = 256  # of one token of a sample: its id and its text as JSON
 MOST_OF_ANY: Final = 1 << 48  # no size is as large
@@ -193,17 +193,17 @@ def retry_after_s(header: str | None) -> float:
 def as_error(status: int, content: bytes, what: str) -> LogprobeError:
     """What a reply other than 2xx means to the caller."""
     try:
-        told = msgspec.json.decode(content, type=Failure).error
+        failure = msgspec.json.decode(content, type=Failure).error
     except (ValueError, RecursionError):
         return ServerError(f"{what}: status {status}, and no word of this library's server; is it one?")
-    message, param = printable(told.message), told.param and printable(told.param)
+    message, param = printable(failure.message), failure.param and printable(failure.param)
     if status in {401, 403}:
         return ParameterError("api_key", message)
     if status == 503:
         return EngineClosedError(f"{what}: {message}")
     if status not in {400, 404} or param is None:
         return ServerError(f"{what}: status {status}: {message}")
-    kind = PromptTooLongError if told.code == "context_length_exceeded" else ParameterError
+    kind = PromptTooLongError if failure.code == "context_length_exceeded" else ParameterError
     return kind(param, message.removeprefix(f"{param}: "))
 
 
@@ -289,11 +289,11 @@ async def meet(link: Link) -> ServerFacts:
         ParameterError: it refuses the key.
         ServerError: it cannot be reached, or is another kind of server.
     """
-    told, listed = await asyncio.gather(
+    facts, listed = await asyncio.gather(
         link.get("/v1/capabilities", FACTS_BYTES), link.get("/v1/models", FACTS_BYTES)
     )
-    capabilities = decoded(told, Capabilities, link.url)
-    limits = decoded(told, _Settings, link.url).limits
+    capabilities = decoded(facts, Capabilities, link.url)
+    limits = decoded(facts, _Settings, link.url).limits
     models = decoded(listed, _Models, link.url).data
     for name, size in {
         "vocab_size": capabilities.vocab_size,

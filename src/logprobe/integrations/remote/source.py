@@ -117,7 +117,7 @@ class ServerRows:
         asked = [Asked(prefix, loop.create_future()) for prefix in prefixes]
         self._gathered += asked
         self._send_gathered()
-        return [one.begun for one in asked]
+        return [request.begun for request in asked]
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
         """Draw by an exchange of its own.
@@ -139,8 +139,8 @@ class ServerRows:
 
     async def _end_all(self) -> None:
         self._is_closed = True
-        for one in chain(self._gathered, *self._exchanges.values()):
-            settle(one.begun, _closed())
+        for request in chain(self._gathered, *self._exchanges.values()):
+            settle(request.begun, _closed())
         self._gathered.clear()
         tasks = [task for task in (*self._exchanges, *self._samples) if task is not None]
         for task in tasks:
@@ -154,7 +154,7 @@ class ServerRows:
 
     def _send_gathered(self) -> None:
         """Fill the exchanges that may be on their way, each with rows under the same weights."""
-        self._gathered = [one for one in self._gathered if not one.begun.done()]
+        self._gathered = [request for request in self._gathered if not request.begun.done()]
         while self._gathered and len(self._exchanges) < ROW_EXCHANGES:
             self._send(self._take_portion())
 
@@ -162,11 +162,11 @@ class ServerRows:
         taken: list[Asked] = []
         left: list[Asked] = []
         num_tokens = 0
-        for one in self._gathered:
-            num_tokens += len(one.prefix.token_ids) + 1
-            is_alike = one.prefix.lora == self._gathered[0].prefix.lora
+        for request in self._gathered:
+            num_tokens += len(request.prefix.token_ids) + 1
+            is_alike = request.prefix.lora == self._gathered[0].prefix.lora
             fits = len(taken) < self._most_rows and num_tokens <= self._most_tokens
-            (taken if not taken or (is_alike and fits) else left).append(one)
+            (taken if not taken or (is_alike and fits) else left).append(request)
         self._gathered = left
         return taken
 
@@ -174,8 +174,8 @@ class ServerRows:
         exchange = asyncio.get_running_loop().create_task(self._exchange(asked))
         self._exchanges[exchange] = asked
         exchange.add_done_callback(self._on_ended)
-        for one in asked:
-            one.begun.add_done_callback(partial(_give_up_unwanted, exchange, asked))
+        for request in asked:
+            request.begun.add_done_callback(partial(_give_up_unwanted, exchange, asked))
 
     def _on_ended(self, exchange: asyncio.Task[None]) -> None:
         del self._exchanges[exchange]
@@ -184,14 +184,14 @@ class ServerRows:
     async def _exchange(self, asked: list[Asked]) -> None:
         ends: Sequence[tuple[Prefix, Row] | Exception]
         try:
-            ends = await self._rows([one.prefix for one in asked])
+            ends = await self._rows([request.prefix for request in asked])
         except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             ends = [error] * len(asked)
-        for one, end in zip(asked, ends, strict=True):
-            if isinstance(end, ParameterError) and len(asked) > 1 and not one.begun.done():
-                self._send([one])  # alone, so that only the one at fault hears of it
+        for request, end in zip(asked, ends, strict=True):
+            if isinstance(end, ParameterError) and len(asked) > 1 and not request.begun.done():
+                self._send([request])  # alone, so that only the one at fault hears of it
             else:
-                settle(one.begun, end)
+                settle(request.begun, end)
 
     async def _rows(self, prefixes: Sequence[Prefix]) -> list[tuple[Prefix, Row]]:
         rows, version = await ask_rows(self._link, prefixes, self.capabilities().vocab_size)
@@ -219,7 +219,7 @@ def _closed() -> EngineClosedError:
 
 
 def _give_up_unwanted(exchange: asyncio.Task[None], asked: Sequence[Asked], _: BegunRow) -> None:
-    if all(one.begun.cancelled() for one in asked):
+    if all(request.begun.cancelled() for request in asked):
         exchange.cancel()  # the server sees its client leave, and gives the rows up
 
 

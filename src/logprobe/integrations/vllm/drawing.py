@@ -107,12 +107,12 @@ class WorkerDraw:
     def _draw(self, logits: Tensor, live: Mapping[int, Run]) -> None:
         for run in live.values():
             run.drawn = None
-        places = {Draw(run.sample): (row, run) for row, run in live.items()}
-        draws = self._drawing.prepare(list(places))
+        live_of = {Draw(run.sample): (row, run) for row, run in live.items()}
+        draws = self._drawing.prepare(list(live_of))
         tokens: dict[int, int] = {}
         for rows_of_chunk in self._drawing.chunks(draws):
             chunk = draws[rows_of_chunk]
-            own = [places[draw] for draw in chunk]
+            own = [live_of[draw] for draw in chunk]
             rows = [row for row, _ in own]
             # Most steps hold our requests alone, in their order: no copy then.
             is_all = rows == list(range(len(logits)))

@@ -78,7 +78,7 @@ class VllmEngine:
         self._fetcher = Fetcher(llm, self._receive, self._fail_all)
         self._thread_id: int | None = None
         self._num_cached, self._num_pauses = 0, 0
-        self._told_at = time.monotonic()
+        self._heard_at = time.monotonic()
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
@@ -141,13 +141,13 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """What it is doing and has done, as far as vLLM shows it; read while it runs."""
-        active = [one for many in list(self._follows.values()) for one in many if not one.is_over]
-        running = [one for one in active if one.vllm_request is not None]
-        held = sum(one.num_running for one in running)
+        active = [follow for many in list(self._follows.values()) for follow in many if not follow.is_over]
+        running = [follow for follow in active if follow.vllm_request is not None]
+        held = sum(follow.num_running for follow in running)
         return EngineStats(
             waiting=len(active) - len(running),
             running=len(running),
-            paused=sum(bool(one.paused_by) for one in active),
+            paused=sum(bool(follow.paused_by) for follow in active),
             free_slots=max(self._capabilities.num_slots - held, 0),
             cached_tokens=self._num_cached,
             preempted=0,
@@ -161,9 +161,9 @@ class VllmEngine:
         if self._is_closed or self._llm.errored:
             return math.inf
         is_waiting = any(
-            one.vllm_request is not None for many in list(self._follows.values()) for one in many
+            follow.vllm_request is not None for many in list(self._follows.values()) for follow in many
         )
-        return time.monotonic() - self._told_at if is_waiting else 0.0
+        return time.monotonic() - self._heard_at if is_waiting else 0.0
 
     def close(self) -> None:
         """End vLLM's processes; a second call does nothing."""
@@ -180,36 +180,38 @@ class VllmEngine:
         match command:
             case Abort(request_id):
                 ended = [
-                    Delta(request_id=request_id, index=one.index, finish=Finish("abort"))
-                    for one in follows
-                    if not one.is_over
+                    Delta(request_id=request_id, index=follow.index, finish=Finish("abort"))
+                    for follow in follows
+                    if not follow.is_over
                 ]
                 self._drop(follows)
                 self._publish(ended)
             case Pause(_, by):
                 self._num_pauses += by == "reader"
-                for one in follows:
-                    one.paused_by.add(by)
-                    one.may_run.clear()
-                    one.leave_vllm()
+                for follow in follows:
+                    follow.paused_by.add(by)
+                    follow.may_run.clear()
+                    follow.leave_vllm()
             case Resume(_, by):
-                for one in follows:
-                    one.paused_by.discard(by)
-                    if not one.paused_by:
-                        one.may_run.set()
+                for follow in follows:
+                    follow.paused_by.discard(by)
+                    if not follow.paused_by:
+                        follow.may_run.set()
                 self._flush(follows)
 
-    def _begin(self, admitted: Sequence[Admitted]) -> None:
+    def _begin(self, requests: Sequence[Admitted]) -> None:
         self._thread_id = threading.get_ident()
-        for each in admitted:
-            request, number = each.request, next(self._numbers)
-            follows = [self._new_follow(each, index, number) for index in range(request.params.num_samples)]
+        for admitted in requests:
+            request, number = admitted.request, next(self._numbers)
+            follows = [
+                self._new_follow(admitted, index, number) for index in range(request.params.num_samples)
+            ]
             self._follows[request.request_id] = follows
-            for one in follows:
-                if one.is_scored_only and one.has_prompt_rows:
-                    self._finish(one, Finish("length"))
+            for follow in follows:
+                if follow.is_scored_only and follow.has_prompt_rows:
+                    self._finish(follow, Finish("length"))
                 else:
-                    one.runner = asyncio.ensure_future(self._run(one))
+                    follow.runner = asyncio.ensure_future(self._run(follow))
             self._flush(follows)
 
     def _new_follow(self, admitted: Admitted, index: int, number: int) -> Follow:
@@ -221,131 +223,131 @@ class VllmEngine:
         )
         has_rows = asked_of_vllm(request) is not None and index == 0 and len(request.prompt_token_ids) > 1
         tag = f"{self._prefix}-{number}-{index}"
-        one = Follow(admitted, index, tag, work, has_prompt_rows=not has_rows)
-        one.may_run.set()
-        return one
+        follow = Follow(admitted, index, tag, work, has_prompt_rows=not has_rows)
+        follow.may_run.set()
+        return follow
 
-    async def _run(self, one: Follow) -> None:
+    async def _run(self, follow: Follow) -> None:
         """Run a sample to its end; while it is paused vLLM does not have it."""
         try:
-            while not one.is_done:
-                await one.may_run.wait()
-                if one.is_done:  # it was given up meanwhile
+            while not follow.is_done:
+                await follow.may_run.wait()
+                if follow.is_done:  # it was given up meanwhile
                     break
-                one.vllm_request = asyncio.ensure_future(self._run_in_vllm(one))
-                await asyncio.wait([one.vllm_request])
-                has_ended = not one.vllm_request.cancelled() and one.vllm_request.result()
-                one.vllm_request = None
-                if not (one.is_done or one.is_scored_only):
-                    await self._fetcher.note(one)
-                if has_ended and not one.is_done:
-                    early = EngineError(f"vLLM ended a text of request {one.request_id!r} before its end")
-                    self._fail_all([one], early)
+                follow.vllm_request = asyncio.ensure_future(self._run_in_vllm(follow))
+                await asyncio.wait([follow.vllm_request])
+                has_ended = not follow.vllm_request.cancelled() and follow.vllm_request.result()
+                follow.vllm_request = None
+                if not (follow.is_done or follow.is_scored_only):
+                    await self._fetcher.note(follow)
+                if has_ended and not follow.is_done:
+                    early = EngineError(f"vLLM ended a text of request {follow.request_id!r} before its end")
+                    self._fail_all([follow], early)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this request by name
-            self._fail_all([one], error)
+            self._fail_all([follow], error)
 
-    async def _run_in_vllm(self, one: Follow) -> bool:
+    async def _run_in_vllm(self, follow: Follow) -> bool:
         """Follow one request of vLLM's to its end."""
-        request, num_before = one.admitted.request, len(one.token_ids)
-        prompt = [*request.prompt_token_ids.tolist(), *one.token_ids]
-        if one.is_scored_only:
+        request, num_before = follow.admitted.request, len(follow.token_ids)
+        prompt = [*request.prompt_token_ids.tolist(), *follow.token_ids]
+        if follow.is_scored_only:
             params = scoring_params(request)
         else:
-            is_first = not one.has_prompt_rows
+            is_first = not follow.has_prompt_rows
             params = drawing_params(
-                request, one.tag, one.work, num_before, end_ids=self._end_ids, is_first=is_first
+                request, follow.tag, follow.work, num_before, end_ids=self._end_ids, is_first=is_first
             )
-        one.num_seen, one.num_running = num_before, len(prompt)
+        follow.num_seen, follow.num_running = num_before, len(prompt)
         is_new = True
         outputs = self._llm.generate(
             {"prompt_token_ids": prompt},
             params,
-            f"{one.tag}-{next(self._runs)}",
-            lora_request=self._loras.request_of(one.admitted),
+            f"{follow.tag}-{next(self._runs)}",
+            lora_request=self._loras.request_of(follow.admitted),
         )
         async for output in outputs:
-            self._told_at = time.monotonic()
+            self._heard_at = time.monotonic()
             if is_new:
                 self._num_cached += output.num_cached_tokens or 0
                 is_new = False
-            await self._see(one, output)
+            await self._see(follow, output)
         return True
 
-    async def _see(self, one: Follow, output: Any) -> None:
+    async def _see(self, follow: Follow, output: Any) -> None:
         """Take in what vLLM shows: a prompt's rows, and that there are tokens."""
         num_tokens = len(output.outputs[0].token_ids)
-        one.num_seen += num_tokens
-        one.num_running += num_tokens
-        if output.prompt_logprobs and not one.has_prompt_rows:
-            one.has_prompt_rows = True
-            request, vocab_size = one.admitted.request, self._capabilities.vocab_size
+        follow.num_seen += num_tokens
+        follow.num_running += num_tokens
+        if output.prompt_logprobs and not follow.has_prompt_rows:
+            follow.has_prompt_rows = True
+            request, vocab_size = follow.admitted.request, self._capabilities.vocab_size
             flat = output.prompt_logprobs
             if asked_of_vllm(request) == -1:
                 rows = await asyncio.to_thread(prompt_rows, flat, request, vocab_size)
             else:
                 rows = prompt_rows(flat, request, vocab_size)
-            finish = Finish("length") if one.is_scored_only else None
-            one.outbox.append(Delta(request_id=one.request_id, index=0, prompt=rows, finish=finish))
-            one.is_done = one.is_done or one.is_scored_only
-            self._flush([one])
-        if num_tokens and not one.is_scored_only:
-            self._fetcher.note(one)
+            finish = Finish("length") if follow.is_scored_only else None
+            follow.outbox.append(Delta(request_id=follow.request_id, index=0, prompt=rows, finish=finish))
+            follow.is_done = follow.is_done or follow.is_scored_only
+            self._flush([follow])
+        if num_tokens and not follow.is_scored_only:
+            self._fetcher.note(follow)
 
-    def _receive(self, found: dict[str, tuple[Follow, list[Delta]]]) -> None:
-        for one, deltas in found.values():
-            if one.is_done:
+    def _receive(self, replies: dict[str, tuple[Follow, list[Delta]]]) -> None:
+        for follow, deltas in replies.values():
+            if follow.is_done:
                 continue
-            one.outbox += deltas
+            follow.outbox += deltas
             for delta in deltas:
-                one.token_ids += delta.token_ids
-                one.is_done = one.is_done or delta.finish is not None
-            if one.is_done:
-                one.leave_vllm()
-                self._fetcher.forget(one.tag)
-        self._flush([one for one, _ in found.values()])
+                follow.token_ids += delta.token_ids
+                follow.is_done = follow.is_done or delta.finish is not None
+            if follow.is_done:
+                follow.leave_vllm()
+                self._fetcher.forget(follow.tag)
+        self._flush([follow for follow, _ in replies.values()])
 
     def _flush(self, follows: Iterable[Follow]) -> None:
-        """Tell what waits of samples that are not paused, a step at a time: telling may pause them."""
+        """Publish what waits of samples that are not paused, a step at a time: a reader may pause them."""
         follows = list(follows)
-        while ready := [one for one in follows if one.outbox and not one.paused_by]:
-            self._publish([one.outbox.popleft() for one in ready])
-        for one in follows:
-            if one.is_over:
-                self._forget_request(one.request_id)
+        while ready := [follow for follow in follows if follow.outbox and not follow.paused_by]:
+            self._publish([follow.outbox.popleft() for follow in ready])
+        for follow in follows:
+            if follow.is_over:
+                self._forget_request(follow.request_id)
 
-    def _finish(self, one: Follow, finish: Finish) -> None:
-        one.is_done = True
-        one.outbox.append(Delta(request_id=one.request_id, index=one.index, finish=finish))
+    def _finish(self, follow: Follow, finish: Finish) -> None:
+        follow.is_done = True
+        follow.outbox.append(Delta(request_id=follow.request_id, index=follow.index, finish=finish))
 
     def _fail_all(self, follows: Iterable[Follow], error: BaseException) -> None:
         """End the requests of samples by name, at once."""
         reason = _as_ours(error)
-        for request_id in {one.request_id for one in follows if not one.is_over}:
+        for request_id in {follow.request_id for follow in follows if not follow.is_over}:
             self._drop(self._follows.get(request_id, []))
             self._publish([Failure(request_id, reason)])
 
     def _drop(self, follows: Iterable[Follow]) -> None:
-        for one in list(follows):
-            one.is_done = True
-            one.outbox.clear()
-            one.leave_vllm()
-            one.may_run.set()  # its runner finds that it is done
-            self._fetcher.forget(one.tag)
-            self._forget_request(one.request_id)
+        for follow in list(follows):
+            follow.is_done = True
+            follow.outbox.clear()
+            follow.leave_vllm()
+            follow.may_run.set()  # its runner finds that it is done
+            self._fetcher.forget(follow.tag)
+            self._forget_request(follow.request_id)
 
     def _forget_request(self, request_id: str) -> None:
-        if all(one.is_over for one in self._follows.get(request_id, [])):
+        if all(follow.is_over for follow in self._follows.get(request_id, [])):
             self._follows.pop(request_id, None)
 
     def _reset_prefixes(self) -> None:
         """Let go of every cached prefix; vLLM keeps them while any request runs."""
-        self._resets = [one for one in self._resets if not one.done()]
+        self._resets = [reset for reset in self._resets if not reset.done()]
         self._resets.append(asyncio.ensure_future(self._llm.reset_prefix_cache()))
 
     async def _shut_down(self) -> None:
-        follows = [one for many in self._follows.values() for one in many]
+        follows = [follow for many in self._follows.values() for follow in many]
         self._drop(follows)
-        await asyncio.gather(*(one.runner for one in follows if one.runner), return_exceptions=True)
+        await asyncio.gather(*(follow.runner for follow in follows if follow.runner), return_exceptions=True)
         await self._fetcher.close()
         # What vLLM was asked beside requests would wait for ever for an answer after this.
         await asyncio.gather(*self._loras.removals, *self._resets, return_exceptions=True)

@@ -27,8 +27,8 @@ class Follow:
     token_ids: list[int] = field(default_factory=list)  # drawn, as far as they were fetched
     num_seen: int = 0  # tokens that vLLM has shown
     num_running: int = 0  # tokens that vLLM holds for it now
-    has_prompt_rows: bool = False  # they were told, or are not asked
-    is_done: bool = False  # its end is told, or waits in the outbox
+    has_prompt_rows: bool = False  # they were published, or are not asked
+    is_done: bool = False  # its end is published, or waits in the outbox
     paused_by: set[PausedBy] = field(default_factory=set)
     may_run: asyncio.Event = field(default_factory=asyncio.Event)
     vllm_request: asyncio.Future[bool] | None = None  # while vLLM runs it
@@ -47,7 +47,7 @@ class Follow:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to tell."""
+        """Whether nothing is left to publish."""
         return self.is_done and not self.outbox
 
     def leave_vllm(self) -> None:
@@ -75,9 +75,9 @@ class Fetcher:
         self.processors: dict[str, ProcessorCounter] = {}
         self.num_calls = 0
 
-    def note(self, one: Follow) -> asyncio.Future[None]:
+    def note(self, follow: Follow) -> asyncio.Future[None]:
         """Ask for what is new of a sample, soon; what is returned is done once that was received."""
-        self._dirty[one.tag] = one
+        self._dirty[follow.tag] = follow
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         if self._task is None:
@@ -109,7 +109,7 @@ class Fetcher:
         self._task = None
 
     async def _ask(self, dirty: dict[str, Follow], forget: list[str]) -> None:
-        ask = ASKS.encode(Ask({tag: one.num_seen for tag, one in dirty.items()}, forget))
+        ask = ASKS.encode(Ask({tag: follow.num_seen for tag, follow in dirty.items()}, forget))
         self.num_calls += 1
         replies = await self._llm.collective_rpc("logprobe_take", args=(ask,))
         answer = ANSWERS.decode(next(reply for reply in replies if reply))

@@ -57,7 +57,7 @@ class VllmLoras:
 
     def drop(self, number: int) -> None:
         """Let vLLM drop what no request names any more."""
-        self.removals = [one for one in self.removals if not one.done()]
+        self.removals = [removal for removal in self.removals if not removal.done()]
         request = self._request(self._loads.pop(number))
         self.removals.append(asyncio.ensure_future(self._llm.remove_lora(request.lora_int_id)))
 

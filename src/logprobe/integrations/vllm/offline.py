@@ -28,7 +28,7 @@ class Sink:
     loop: asyncio.AbstractEventLoop
     items: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)  # outputs, or the error that ended it
 
-    def tell(self, item: Any) -> None:
+    def put(self, item: Any) -> None:
         """Hand an item over; from any thread."""
         self.loop.call_soon_threadsafe(self.items.put_nowait, item)
 
@@ -135,7 +135,7 @@ class OfflineClient:
             if self._sinks:
                 self._step()
         for request_id in list(self._sinks):
-            self._sinks[request_id].tell(EngineClosedError("the engine was closed before this request ended"))
+            self._sinks[request_id].put(EngineClosedError("the engine was closed before this request ended"))
             self._give_up(request_id)
 
     def _take_orders(self) -> bool:
@@ -153,12 +153,12 @@ class OfflineClient:
 
     def _open(self, request_id: str, sink: Sink, add: Callable[[], Any]) -> None:
         if self.dead_error is not None:
-            sink.tell(self.dead_error)
+            sink.put(self.dead_error)
             return
         try:
             add()
         except Exception as error:  # noqa: BLE001 - a request that vLLM refuses ends alone
-            sink.tell(error)
+            sink.put(error)
             return
         self._sinks[request_id] = sink
 
@@ -173,12 +173,12 @@ class OfflineClient:
             self.dead_error = error
             sinks, self._sinks = self._sinks, {}
             for sink in sinks.values():
-                sink.tell(error)
+                sink.put(error)
             return
         for output in outputs:
             if output.request_id not in self._sinks:
                 continue  # given up
-            self._sinks[output.request_id].tell(output)
+            self._sinks[output.request_id].put(output)
             if output.finished:
                 del self._sinks[output.request_id]
 

@@ -123,11 +123,11 @@ def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: Sam
         assert output.processed_logprobs is not None
         return output.processed_logprobs
     assert params.prompt_logprobs is not None
-    given = params.logprob_token_ids
+    named_ids = params.logprob_token_ids
     return extract(
         dense,
         chosen,
         params.prompt_logprobs,
-        given_ids=[given] * count if given else None,
+        given_ids=[named_ids] * count if named_ids else None,
         **extras_of(params),
     ).to_host()

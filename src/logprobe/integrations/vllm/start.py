@@ -218,12 +218,12 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
         tokenizer=text.tokenizer,
         vocabulary=text.vocabulary,
     )
-    told = replace(config, dtype=capabilities.dtype)  # what processors are told
+    resolved = replace(config, dtype=capabilities.dtype)  # what processors are told
     core = VllmEngine(
         llm,
         bridge,
         capabilities=capabilities,
-        admission=Admission(told, capabilities, facts),
+        admission=Admission(resolved, capabilities, facts),
         end_ids=sorted(ends),
     )
     engine = Front(core, text.vocabulary)
@@ -241,13 +241,13 @@ def check_routes(engine: Front, llm: Any, bridge: LoopThread) -> float:
     Raises:
         EngineError: they are rows of two distributions.
     """
-    told = engine.capabilities()
-    ids = np.array(CHECKED_PROMPT, dtype=np.int32) % told.vocab_size
+    capabilities = engine.capabilities()
+    ids = np.array(CHECKED_PROMPT, dtype=np.int32) % capabilities.vocab_size
     captured = bridge.run(captured_row(engine, ids))
-    own = bridge.run(own_row(llm, ids, told.vocab_size))
+    own = bridge.run(own_row(llm, ids, capabilities.vocab_size))
     is_finite = np.isfinite(own)
     difference = float(np.abs(captured[is_finite] - own[is_finite]).max())
-    if not difference <= TOLERANCES.get(told.dtype, COARSE):
+    if not difference <= TOLERANCES.get(capabilities.dtype, COARSE):
         raise EngineError(
             f"a row captured in vLLM's worker differs by {difference:.2g} nats from vLLM's own; this version "
             "of vLLM changes logits before its logits processors: please report it"
@@ -259,11 +259,11 @@ async def captured_row(engine: Front, ids: Array) -> Array:
     """The next-token distribution, through the logits processor and `collective_rpc`."""
     admitted = Requests(engine).admit(ids, SamplingParams(max_tokens=1), wants_row=True)
     engine.submit([admitted])
-    [one] = (await engine.result(admitted.request.request_id)).outputs
-    if one.error is not None:
-        raise one.error
-    assert one.row is not None
-    return one.row
+    [completion] = (await engine.result(admitted.request.request_id)).outputs
+    if completion.error is not None:
+        raise completion.error
+    assert completion.row is not None
+    return completion.row
 
 
 async def own_row(llm: Any, ids: Array, vocab_size: int) -> Array:

@@ -71,7 +71,7 @@ def _at_fault(params: SamplingParams) -> str | None:
     return None
 
 
-def processor_names(given: tuple[str | type, ...] | list[str | type]) -> tuple[str, ...]:
+def processor_names(processors: tuple[str | type, ...] | list[str | type]) -> tuple[str, ...]:
     """Processors as another process finds them.
 
     Raises:
@@ -80,17 +80,17 @@ def processor_names(given: tuple[str | type, ...] | list[str | type]) -> tuple[s
     from logprobe.processors.builtin.capture import CaptureLogitsProcessor, GlobalLogprobsCapture
 
     where, names = "logits_processors", []
-    for one in given:
-        found = load_processor(one)
-        is_readable = not issubclass(found, CaptureLogitsProcessor | GlobalLogprobsCapture)
-        own = f"{found.__name__} keeps rows in the engine's process; use it without process"
+    for processor in processors:
+        cls = load_processor(processor)
+        is_readable = not issubclass(cls, CaptureLogitsProcessor | GlobalLogprobsCapture)
+        own = f"{cls.__name__} keeps rows in the engine's process; use it without process"
         require(is_readable, where, own)
-        if isinstance(one, str):
-            names.append(one)
+        if isinstance(processor, str):
+            names.append(processor)
             continue
-        is_named = found.__module__ != "__main__" and found.__qualname__.isidentifier()
+        is_named = cls.__module__ != "__main__" and cls.__qualname__.isidentifier()
         if not is_named:
             remedy = "write it in a module and give module.path:ClassName"
-            raise ParameterError(where, f"{found.__qualname__} has no name in another process; {remedy}")
-        names.append(f"{found.__module__}:{found.__qualname__}")
+            raise ParameterError(where, f"{cls.__qualname__} has no name in another process; {remedy}")
+        names.append(f"{cls.__module__}:{cls.__qualname__}")
     return tuple(names)

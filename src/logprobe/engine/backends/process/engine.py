@@ -93,8 +93,8 @@ class ProcessEngine:
             tokenizer=text.tokenizer,
             vocabulary=text.vocabulary,
         )
-        told = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
-        self._admission = Admission(told, own, facts)
+        resolved = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
+        self._admission = Admission(resolved, own, facts)
 
     def start(self, publish: Callable[[Iterable[Event]], None], end: Callable[[LogprobeError], None]) -> None:
         """Hand what comes of requests to `publish`, and why nothing more will to `end`."""
@@ -128,15 +128,15 @@ class ProcessEngine:
                     if replica.has(command.request_id):
                         replica.send(command)
 
-    def _submit(self, admitted: Sequence[Admitted]) -> None:
+    def _submit(self, requests: Sequence[Admitted]) -> None:
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
             is_up = [replica.is_up for replica in self._replicas]
             portions: list[list[Admitted]] = [[] for _ in self._replicas]
-            for one in admitted:
-                chosen = self._router.choose(one, queued, is_up)
-                queued[chosen] += Load(one).num_tokens
-                portions[chosen].append(one)
+            for admitted in requests:
+                chosen = self._router.choose(admitted, queued, is_up)
+                queued[chosen] += Load(admitted).num_tokens
+                portions[chosen].append(admitted)
             # All of a call come before other weights in each process, or behind them in each.
             for replica, portion in zip(self._replicas, portions, strict=True):
                 if portion:
@@ -196,7 +196,7 @@ class ProcessEngine:
 
     def _ask_all(self, order: Asked, undo: Order) -> list[Answer]:
         """Have every process do something; where one cannot, the others undo it."""
-        answers = [one.result() for one in [replica.ask(order) for replica in self._replicas]]
+        answers = [answer.result() for answer in [replica.ask(order) for replica in self._replicas]]
         for error in (answer.error for answer in answers if answer.error is not None):
             self._send_all(undo)
             raise error

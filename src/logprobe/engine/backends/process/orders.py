@@ -74,7 +74,7 @@ class _Submit(msgspec.Struct, tag="Submit"):
 def request_ids(message: bytes) -> list[str]:
     """The requests of a `Submit` of which more cannot be read; none of anything else."""
     try:
-        found = msgspec.msgpack.decode(message, type=_Submit)
+        submit = msgspec.msgpack.decode(message, type=_Submit)
     except msgspec.DecodeError:
         return []
-    return [one.request.request_id for one in found.requests]
+    return [request.request.request_id for request in submit.requests]
