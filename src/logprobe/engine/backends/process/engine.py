@@ -19,7 +19,7 @@ import zmq
 
 from logprobe.engine.backends.process.admission import Admission, processor_names
 from logprobe.engine.backends.process.orders import Start
-from logprobe.engine.backends.process.replica import Load, Replica
+from logprobe.engine.backends.process.replica import Backlog, Replica
 from logprobe.engine.backends.router import Router
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
@@ -135,7 +135,7 @@ class ProcessEngine:
             portions: list[list[Admitted]] = [[] for _ in self._replicas]
             for admitted in requests:
                 chosen = self._router.choose(admitted, queued, is_up)
-                queued[chosen] += Load(admitted).num_tokens
+                queued[chosen] += Backlog(admitted).num_tokens
                 portions[chosen].append(admitted)
             # All of a call come before other weights in each process, or behind them in each.
             for replica, portion in zip(self._replicas, portions, strict=True):

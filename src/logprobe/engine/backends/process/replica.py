@@ -53,8 +53,8 @@ NOTHING: Final = EngineStats.of_replicas({})
 logger = logging.getLogger("logprobe")
 
 
-class Load:
-    """What of a request is still to be done."""
+class Backlog:
+    """What of a request is still to be done, by which the router chooses a process."""
 
     __slots__ = ("num_samples", "num_tokens")
 
@@ -89,10 +89,10 @@ class Replica:
         # All below is guarded by `_lock`.
         self._channel: Channel[Any] | None = None  # while the engine takes requests
         self._waiting: list[Order] = []  # for the engine to take requests
-        self._loads: dict[str, Load] = {}  # of the requests that have not ended
+        self._backlogs: dict[str, Backlog] = {}  # of the requests that have not ended
         self._asked: dict[int, Future[Answer]] = {}  # orders that are answered, by their numbers
         self._ended: LogprobeError | None = None  # why no process will come any more
-        self.num_queued_tokens = 0  # of all loads; may be read at any time
+        self.num_queued_tokens = 0  # of all of them; may be read at any time
         self._is_closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._pulse: tuple[float, Pulse] | None = None  # the latest, and when it came; read at any time
@@ -114,13 +114,13 @@ class Replica:
         """Take requests over; each will end, whatever becomes of the process."""
         with self._lock:
             for admitted in requests:
-                load = self._loads[admitted.request.request_id] = Load(admitted)
-                self.num_queued_tokens += load.num_tokens
+                backlog = self._backlogs[admitted.request.request_id] = Backlog(admitted)
+                self.num_queued_tokens += backlog.num_tokens
             self._send(Submit(tuple(requests)))
 
     def has(self, request_id: str) -> bool:
         """Whether a request runs or waits here."""
-        return request_id in self._loads
+        return request_id in self._backlogs
 
     def send(self, order: Order) -> None:
         """Tell the engine; where it does not run, once it does."""
@@ -329,23 +329,23 @@ class Replica:
         """Note what of the requests is done."""
         with self._lock:
             for event in events:
-                load = self._loads.get(event.request_id)
-                if load is None:
+                backlog = self._backlogs.get(event.request_id)
+                if backlog is None:
                     continue
                 num_done = 0
                 if isinstance(event, Delta):
                     num_done = len(event.token_ids)
-                    load.num_samples -= event.finish is not None
-                if isinstance(event, Failure) or load.num_samples == 0:
-                    num_done = load.num_tokens
-                    del self._loads[event.request_id]
-                load.num_tokens -= num_done
+                    backlog.num_samples -= event.finish is not None
+                if isinstance(event, Failure) or backlog.num_samples == 0:
+                    num_done = backlog.num_tokens
+                    del self._backlogs[event.request_id]
+                backlog.num_tokens -= num_done
                 self.num_queued_tokens -= num_done
 
     def _end_all(self, reason: LogprobeError) -> None:
         """End every request that the process had, and whoever waits for an answer of it."""
         with self._lock:
-            request_ids, self._loads = list(self._loads), {}
+            request_ids, self._backlogs = list(self._backlogs), {}
             asked, self._asked = self._asked, {}
             self._waiting, self.num_queued_tokens = [], 0
         for number, answer in asked.items():
