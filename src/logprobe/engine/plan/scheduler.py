@@ -4,8 +4,8 @@ Every step mixes one token of each generating sample with chunks of prompts, old
 up to `max_batch_tokens`; `FairShares` says what each call may take while others wait. What a prompt
 shares with the radix tree is not run again; runs of prompt tokens enter the tree when they are
 *planned*, so that two prompts of one step share their prefix too (attention writes all keys of a
-step before it reads any). A full pool first loses what nobody uses, then preempts the youngest
-sample, which starts again later from its tokens. What is left of a step verifies drafts.
+step before it reads any). A full pool first loses what nobody uses, then a paused sample, then the one
+that `FairShares` names; it starts again later from its tokens. What is left of a step verifies drafts.
 """
 
 from __future__ import annotations
