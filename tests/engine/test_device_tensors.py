@@ -293,6 +293,66 @@ def test_rows_come_to_the_host_beside_the_next_step(
         assert_same(mine, theirs)
 
 
+def host_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def copied_at_once(tensor: torch.Tensor, target: torch.Tensor, _after: int) -> Any:
+    target.copy_(tensor)
+    return SimpleNamespace(synchronize=lambda: None)
+
+
+def run_overlapped(stepped: Any) -> AsyncCPUTransfer:
+    """Run all there is with both loops' threads; the transfer, which holds nothing then."""
+    device: Any = SimpleNamespace(host_memory=host_memory, mark=lambda _: 0, copy=copied_at_once)
+    transfer = AsyncCPUTransfer(device=device)
+    loop = OverlappedLoop(stepped.engine, stepped.take, transfer)
+    with Device():
+        while stepped.engine.has_work:
+            loop.step()
+        loop.settle()
+    assert not transfer._transfers, "a copy was sent that nobody takes"
+    loop.close()
+    return transfer
+
+
+DEAD: dict[str, Any] = {"max_tokens": 3, "min_tokens": 2, "allowed_token_ids": [1], "logprobs": 1}
+
+
+def test_draws_that_fail_leave_no_copy_behind(new_device_engine: Any) -> None:
+    stepped = new_device_engine()
+    for title in ("one", "two", "three"):  # more than there are buffers
+        output = stepped.submit(title, PROMPT, **DEAD)
+        run_overlapped(stepped)
+        assert isinstance(output.outputs[0].error, ProcessorError)
+    good = stepped.submit("good", PROMPT, max_tokens=2, logprobs=1)
+    run_overlapped(stepped)
+    assert good.outputs[0].finish_reason == "length"
+
+
+def test_a_step_that_fails_behind_its_first_chunk_leaves_no_copy_behind(
+    new_device_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped = new_device_engine()
+    stepped.engine.drawing.chunk_rows = 1
+    head, calls = stepped.engine.forward.head, 0
+
+    def failing(hidden: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("no room for the second chunk")
+        return head(hidden)
+
+    monkeypatch.setattr(stepped.engine.forward, "head", failing)
+    outputs = [stepped.submit(title, PROMPT, max_tokens=2, logprobs=1) for title in ("one", "two")]
+    run_overlapped(stepped)
+    assert all(output.outputs[0].finish_reason == "error" for output in outputs)
+    good = stepped.submit("good", PROMPT, max_tokens=2, logprobs=1)
+    run_overlapped(stepped)
+    assert good.outputs[0].finish_reason == "length"
+
+
 def test_a_dead_end_of_several_processors_fails_its_own_request(new_device_engine: Any) -> None:
     engine = new_device_engine()
     # All but the end of text is masked, and that is too early.

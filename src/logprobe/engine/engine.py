@@ -210,6 +210,7 @@ class Engine:
                 drawn = self._draw(plan.draws, batch.draw_slots)
             with self.clock.part("record"):
                 step = self.recorder.record(zip(plan.prompt_rows, scored, strict=True), drawn)
+                step.send(self.send)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it ends these requests and not the engine
             step = self._fail(plan, error)
             step.others = self._swap_weights()
@@ -333,11 +334,11 @@ class Engine:
 
     @torch.inference_mode()
     def _draw(self, draws: list[Draw], slots: IntArray) -> list[Drawn]:
-        """A row for each draw after the tokens in `slots`; copies of their numbers to the host begin now."""
+        """A row for each draw after the tokens in `slots`."""
         drawn: list[Drawn] = []
         for chunk in self.drawing.chunks(draws):
             logits = self.forward.head(self.forward.hidden_rows(slots[chunk]))
-            rows = self.drawing.draw(draws[chunk], logits).sent(self.send)
+            rows = self.drawing.draw(draws[chunk], logits)
             drawn += [Drawn(draw, rows, row) for row, draw in enumerate(draws[chunk])]
         return drawn
 

@@ -59,8 +59,7 @@ class OverlappedLoop:
             return
         ends = self._engine.fail_step(step, error)
         if next_step is not None:
-            for sample in step.deltas:
-                next_step.deltas.pop(sample, None)
+            next_step.drop(step.deltas)
         self._publish(ends)
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ settled by `record`; the numbers of the rows are only needed by `StepDeltas.arri
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.plan.sample import Draw, Sample
     from logprobe.engine.plan.scheduler import Span
+    from logprobe.records.rows import Send
     from logprobe.sampling.sampler import SampledRows
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Event
@@ -40,10 +42,25 @@ class StepDeltas:
     deltas: dict[Sample, Delta] = field(default_factory=dict)
     # Of each token whose numbers are asked for, in order.
     rows: list[tuple[Delta, SampledRows, int]] = field(default_factory=list)
+    sent: list[SampledRows] = field(default_factory=list)  # chunks whose rows are on their way
     others: Sequence[Event] = ()  # of requests that were not in the step
+
+    def send(self, send: Send | None) -> None:
+        """Begin to copy the rows of its tokens to the host; whoever gets the step takes each copy, once."""
+        sent = {chunk: chunk.sent(send) for chunk in dict.fromkeys(chunk for _, chunk, _ in self.rows)}
+        self.rows = [(delta, sent[chunk], row) for delta, chunk, row in self.rows]
+        self.sent = [*sent.values()]
+
+    def drop(self, samples: Iterable[Sample]) -> None:
+        """Leave out what it gave these."""
+        dropped = [self.deltas.pop(sample) for sample in samples if sample in self.deltas]
+        self.rows = [row for row in self.rows if row[0] not in dropped]
 
     def arrived(self) -> list[Delta]:
         """The deltas with the rows of their tokens; waits until these are on the host."""
+        with ExitStack() as copies:
+            for chunk in self.sent:  # each copy is taken, also after one that failed, else none could follow
+                copies.callback(chunk.arrive)
         for (delta, chunk), run in groupby(self.rows, itemgetter(0, 1)):
             rows = [row for _, _, row in run]
             raw, processed = chunk.cut(rows[0], len(rows))

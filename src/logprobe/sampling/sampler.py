@@ -67,6 +67,11 @@ class SampledRows:
             return self
         return replace(self, logprobs=cache(raw.to_host if send is None else raw.arriving(send)))
 
+    def arrive(self) -> None:
+        """Wait until the raw numbers are on the host."""
+        if callable(self.logprobs):
+            self.logprobs()
+
     def cut(self, row: int, count: int) -> tuple[HostRows | None, HostRows | None]:
         """Raw and processed numbers of rows [row, row + count), which asked for the same; None: for none.
 
