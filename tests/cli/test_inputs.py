@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.cli.inputs import read_text
+from logprobe.cli.inputs import STDIN, read_text
 from logprobe.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,6 +17,13 @@ def test_bytes_are_decoded_as_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes("\ufeffa\r\nb\x00é".encode())
     assert read_text(str(path)) == "\ufeffa\r\nb\x00é"
+
+
+def test_standard_input_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that is read again after its end waits for a second one."""
+    reads = iter([b"the cat"])
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=SimpleNamespace(read=lambda _: next(reads))))
+    assert read_text(STDIN) == "the cat"
 
 
 def test_each_unreadable_file_is_named_with_a_remedy(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ def text_parts(name: str) -> Iterator[str]:
     with _reading(name), nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
         while not is_end:
             data = file.read(PART_BYTES)
-            num_read, is_end = num_read + len(data), not data
+            # A buffered file gives less at its end alone; a terminal would have to be ended twice.
+            num_read, is_end = num_read + len(data), len(data) < PART_BYTES
             try:
                 text = decoder.decode(data, final=is_end)
             except UnicodeDecodeError as error:
