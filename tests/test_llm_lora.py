@@ -105,6 +105,16 @@ def test_next_tokens_of_a_view_have_its_weights(llm: LLM) -> None:
         assert np.abs(base.next_token_logprobs_sync([5, 6]) - want).max() > 1e-3
 
 
+def test_parameters_that_name_other_weights_fail_their_own_prompt(llm: LLM) -> None:
+    tuned, asked = llm.with_lora("wide"), [SamplingParams(max_tokens=1), SamplingParams(lora="narrow")]
+    with raises(ParameterError, parameter="lora") as refused:
+        tuned.generate([TEXT, TEXT], asked)
+    assert "number 1 of 2" in str(refused.value)
+    first, second = tuned.generate([TEXT, TEXT], asked, on_error="return")
+    assert first.error is None
+    assert isinstance(second.error, ParameterError)
+
+
 def test_a_view_ends_with_the_model_that_was_loaded(
     tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> None:

@@ -96,7 +96,7 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids, own = self._as_ids(many[row]), asked[row]
+            ids, own = self._as_ids(many[row]), self._on_lora(asked[row])
             parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
             return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
 
@@ -299,7 +299,7 @@ class Client:
         is_list = isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params)
         require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
         require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
-        return params if self.lora is None else [self._on_lora(item) for item in params]
+        return params
 
     def _on_lora(self, params: SamplingParams) -> SamplingParams:
         if self.lora is None or params.lora == self.lora:
