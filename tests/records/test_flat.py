@@ -377,3 +377,11 @@ def test_memory_that_was_never_written_is_never_read(
         record.append({token_id: Logprob(np.float32(-0.3).item() if token_id == 7 else -0.3, 1, None)})
     assert record[:3] == as_dicts(*arrays)
     assert record[4] == {2**41: Logprob(-0.3, 1, None)}
+
+
+@pytest.mark.parametrize("places", [slice(1, 3, -1), slice(-9, None, -1), slice(3, 1), slice(9, 2, 2)])
+def test_a_slice_of_no_positions_is_empty(places: slice, step: Any) -> None:
+    flat = FlatLogprobs()
+    flat.append_rows(*step(4, 3, 40), entropy=[1.0, 2.0, 3.0, 4.0], given=([0] * 5, [], [], []))
+    part = flat[places]
+    assert len(part) == part.num_entries == len(part.given or ()) == len(part.extras["entropy"]) == 0

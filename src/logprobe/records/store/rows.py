@@ -364,7 +364,7 @@ class Rows:
     def cut(self, places: range) -> Rows:
         """The rows at `places`; without a copy where they are consecutive."""
         if places.step == 1 or not places:
-            return self._view(places.start, max(places.start, places.stop))
+            return self._view(places.start, places.start + len(places))
         rows = np.arange(places.start, places.stop, places.step)
         low, high = int(rows.min()), int(rows.max()) + 1
         part, num_none = Rows(), int(np.count_nonzero(rows < self.num_none))
