@@ -261,26 +261,31 @@ class Rectangle:
         if self.repeats_chosen or self.width == 1 or not row:
             return row * self.width
         number = bisect_right(self._starts, row) - 1
-        return self._entries_before(number) + int(self.widths(self._starts[number], row).sum())
+        return self._entries_before(number)[number] + int(self.widths(self._starts[number], row).sum())
 
     def row_of(self, entry: int) -> int:
         """The row that holds entry `entry`."""
         if self.repeats_chosen:
             return entry // self.width
-        self._entries_before(len(self._starts) - 1)
-        number = bisect_right(self._before, entry) - 1
+        before = self._entries_before(len(self._starts) - 1)
+        number = bisect_right(before, entry) - 1
         start, stop = [*self._starts, self.num_rows][number : number + 2]
-        ends = self._before[number] + np.cumsum(self.widths(start, stop))
+        ends = before[number] + np.cumsum(self.widths(start, stop))
         return start + int(np.searchsorted(ends, entry, side="right"))
 
-    def _entries_before(self, number: int) -> int:
-        """Entries before a block; counted once, by whichever reader asks first."""
-        if number >= len(self._before):
-            before = self._before.copy()
+    def _entries_before(self, number: int) -> list[int]:
+        """Entries before each of the first blocks, up to block `number` at least.
+
+        Counted by whichever reader asks first. Another one may publish a shorter list meanwhile, so that a
+        reader goes by the list that it was given.
+        """
+        before = self._before
+        if number >= len(before):
+            before = before.copy()
             for start, stop in pairwise(self._starts[len(before) - 1 : number + 1]):
                 before.append(before[-1] + int(self.widths(start, stop).sum()))
             self._before = before
-        return self._before[number]
+        return before
 
     # -- cutting -----------------------------------------------------------------------------------------
 
