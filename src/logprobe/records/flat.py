@@ -69,8 +69,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         return record
 
     def parts(self) -> Parts:
-        """What travels of this record, without a copy: all but its table."""
-        return Parts(self.rows, *self._side.columns(len(self)), self.info)
+        """What travels of this record as it is now, without a copy: all but its table."""
+        length = len(self)  # read once: a writer may go on meanwhile
+        return Parts(self.rows.cut(range(length)), *self._side.columns(length), self.info)
 
     @classmethod
     def from_columns(

@@ -164,3 +164,25 @@ def test_a_finite_value_never_becomes_infinite() -> None:
 def test_what_has_no_smaller_form_is_refused(value: float, precision: Any) -> None:
     with pytest.raises(ParameterError, match="precision"):
         FlatLogprobs([{1: Logprob(value, 1)}]).to_bytes(precision)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_what_travels_of_a_record_is_what_it_held_when_asked(step: Any, is_beside: bool) -> None:
+    record = FlatLogprobs([None])
+
+    def grow() -> None:
+        beside = {"entropy": [1.5], "given": ([0, 1], [7], [-3.0], [4]), "kept": ([0, 2], [1, 9])}
+        record.append_rows(*step(1, 3, 40), **(beside if is_beside else {}))
+
+    for _ in range(3):
+        grow()
+    before, parts = record.to_bytes(), record.parts()
+    for _ in range(3):
+        grow()
+    record.append_fast([7, 8], [-1.0, -2.0], [1, 2], ["a", "b"])
+    assert FlatLogprobs.of(parts).to_bytes() == before
+    assert len(record) == 8
+    grow()
+    back = FlatLogprobs.from_bytes(record.to_bytes())
+    assert back == record
+    assert back.given == record.given

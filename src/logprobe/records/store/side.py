@@ -67,9 +67,10 @@ class IdRuns:
         assert self._token_ids is not None
         return self._token_ids.read(self.end(place), self.end(place + 1))
 
-    def arrays(self) -> tuple[Array, Array]:
-        """Offsets (T + 1,) int64, and all ids."""
-        offsets = np.concatenate([np.zeros(1, np.int64), self._ends.read(0, self.length)])
+    def arrays(self, num_positions: int | None = None) -> tuple[Array, Array]:
+        """Offsets (T + 1,) int64 of the first positions, or of all, and their ids."""
+        length = self.length if num_positions is None else num_positions
+        offsets = np.concatenate([np.zeros(1, np.int64), self._ends.read(0, length)])
         if self._token_ids is None:
             return offsets, np.empty(0, np.int32)
         return offsets, self._token_ids.read(0, int(offsets[-1]))
@@ -119,7 +120,8 @@ class Side:
 
     def columns(self, length: int) -> tuple[dict[str, Array], Rows | None, tuple[Array, Array] | None]:
         """The further columns of the first `length` positions, the named ids, and the kept ids."""
-        return self.extras(length), self.given, None if self.kept is None else self.kept.arrays()
+        given = None if self.given is None else self.given.cut(range(length))
+        return self.extras(length), given, None if self.kept is None else self.kept.arrays(length)
 
     def nbytes(self, length: int) -> int:
         """Bytes of the values held."""
