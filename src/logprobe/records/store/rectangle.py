@@ -228,8 +228,11 @@ class Rectangle:
     def chosen_entries(self, start: int, stop: int) -> Entries:
         """The chosen token of each row of [start, stop)."""
         ids, logprobs, ranks = self.rows(start, stop)
-        return Entries(
-            offsets=np.arange(len(ranks) + 1), token_ids=ids[:, 0], logprobs=logprobs[:, 0], ranks=ranks
+        return Entries(  # copies: what a caller writes there is no record's
+            offsets=np.arange(len(ranks) + 1),
+            token_ids=ids[:, 0].copy(),
+            logprobs=logprobs[:, 0].copy(),
+            ranks=ranks.copy(),
         )
 
     def top_entries(self, start: int, stop: int) -> Entries:
@@ -238,8 +241,8 @@ class Rectangle:
         k = self.width - 1
         return Entries(
             offsets=np.arange(len(ranks) + 1) * k,
-            token_ids=ids[:, 1:].ravel(),
-            logprobs=logprobs[:, 1:].ravel(),
+            token_ids=ids[:, 1:].flatten(),
+            logprobs=logprobs[:, 1:].flatten(),
             ranks=np.tile(np.arange(1, k + 1), len(ranks)),
         )
 
