@@ -157,6 +157,7 @@ ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a column twice": ("packed", lambda header: header["columns"].append(header["columns"][0])),
     "a column too few": ("packed", lambda header: header["columns"].pop()),
     "an unknown column": ("packed", column("ranks", name="ranques")),
+    "ranks without a sign": ("odd", column("ranks", dtype="<u2")),
     "another form": ("packed", rows(form="ragged")),
     "the other form": ("odd", rows(form="top")),
     "more None than flags": ("odd", rows(num_none=3)),

@@ -87,6 +87,8 @@ def _ragged(header: RowsHeader, columns: dict[str, Array]) -> dict[str, Array]:
     last = int(ends[-1]) if is_rising and len(ends) else 0
     require(is_rising and last == len(ids), "its rows do not cover the entries one after the other")
     require(columns["first_ranks"].shape == ends.shape, "first_ranks of another number than the rows")
+    if "ranks" in columns:  # NO_RANK is below nothing
+        require(columns["ranks"].dtype.kind == "i", f"ranks of type {columns['ranks'].dtype}")
     is_none = columns.get("is_none", np.zeros(len(ends), np.bool_))
     require(is_none.shape == ends.shape, "is_none of another number than the rows")
     require(np.count_nonzero(is_none) == header.num_none, f"{header.num_none} rows are not None")
