@@ -268,10 +268,11 @@ def test_what_version_2_wrote_is_read_as_it_was(name: str) -> None:
 
 def test_many_positions_without_entries_travel_still() -> None:
     record = FlatLogprobs([None] * ((1 << 20) + 1))
-    record.append_rows([[1, 2]], [[-1.0, -0.5]], [2])
+    record.append_rows([[1, 2]], [[-1.0, -0.5]], [2], given=([0, 1], [7], [-3.0], [4]))
     back = FlatLogprobs.from_bytes(record.to_bytes())
-    assert len(back) == len(record)
+    assert len(back) == len(back.given or ()) == len(record)
     assert back[-1] == record[-1]
+    assert (back.given or [None])[-1] == {7: Logprob(-3.0, 4)}
 
 
 # -- fuzzing ------------------------------------------------------------------------------------------------

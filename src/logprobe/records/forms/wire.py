@@ -67,7 +67,7 @@ def encode(parts: Parts, precision: Precision = "float32") -> bytes:
     if parts.kept is not None:
         columns |= dict(zip(KEPT, parts.kept, strict=True))
     if parts.given is not None:
-        given_scalars, given = parts.given.state()
+        given_scalars, given = _carried(parts.given).state()
         given_header = RowsHeader(**given_scalars)
         columns |= {f"given.{name}": column for name, column in given.items()}
     columns, max_abs_error = _quantise(columns, precision)
