@@ -389,3 +389,24 @@ def test_a_slice_of_no_positions_is_empty(places: slice, step: Any) -> None:
     flat.append_rows(*step(4, 3, 40), entropy=[1.0, 2.0, 3.0, 4.0], given=([0] * 5, [], [], []))
     part = flat[places]
     assert len(part) == part.num_entries == len(part.given or ()) == len(part.extras["entropy"]) == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("column", range(3))
+def test_a_number_that_raises_leaves_no_part_of_its_row(error: type[BaseException], column: int) -> None:
+    class Raising:
+        def __float__(self) -> float:
+            raise error
+
+        __index__ = __int__ = __float__
+
+    flat = FlatLogprobs()
+    columns: list[list[Any]] = [[7, 8], [-1.0, -2.0], [3, 1], ["a", "b"]]
+    flat.append_fast(*columns)
+    wrong = [list(values) for values in columns]
+    wrong[column][0] = Raising()
+    with pytest.raises(error):
+        flat.append_fast(*wrong)
+    assert len(flat) == 1
+    flat.append_fast(*columns)
+    assert flat == [{7: Logprob(-1.0, 3, "a"), 8: Logprob(-2.0, 1, "b")}] * 2

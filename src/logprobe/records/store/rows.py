@@ -231,6 +231,9 @@ class Rows:
         except (TypeError, OverflowError, IndexError):  # not all unsigned 32-bit integers and numbers
             waiting.forget_unfinished()
             return row_from_columns(ids, values, of_rank, texts)
+        except BaseException:  # of the caller's numbers, or an interrupt
+            waiting.forget_unfinished()
+            raise
         self.num_rows += 1
         return None
 
