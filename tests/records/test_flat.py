@@ -403,7 +403,7 @@ def test_a_number_that_raises_leaves_no_part_of_its_row(error: type[BaseExceptio
     flat = FlatLogprobs()
     columns: list[list[Any]] = [[7, 8], [-1.0, -2.0], [3, 1], ["a", "b"]]
     flat.append_fast(*columns)
-    wrong = [list(values) for values in columns]
+    wrong: list[list[Any]] = [[5, 6], [-3.0, -4.0], [2, 1], ["c", "d"]]
     wrong[column][0] = Raising()
     with pytest.raises(error):
         flat.append_fast(*wrong)
