@@ -98,3 +98,17 @@ def test_a_column_that_is_in_no_table_is_refused_by_name() -> None:
         flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2], margins=[0.5])
     assert error.value.parameter == "margins"
     assert len(flat) == 0
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_kept_ids_of_another_number_are_refused_and_nothing_is_added(is_first: bool) -> None:
+    record, rows = FlatLogprobs(), ([[7, 1]], [[-1.0, -0.5]], [2])
+    beside = {"entropy": [1.5], "given": ([0, 1], [7], [-3.0], [4])}
+    if not is_first:
+        record.append_rows(*rows, kept=([0, 2], [1, 9]), **beside)
+    before = record.to_bytes()
+    with pytest.raises(ParameterError, match="kept"):
+        record.append_rows(*rows, kept=([0, 2], [1]), **beside)
+    assert record.to_bytes() == before
+    record.append_rows(*rows, kept=([0, 1], [1]), **beside)
+    assert len(record.given or ()) == len(record.kept or ()) == len(record.extras["entropy"]) == len(record)

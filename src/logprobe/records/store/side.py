@@ -42,9 +42,7 @@ class IdRuns:
         Raises:
             ParameterError: offsets that do not end where the ids do.
         """
-        bounds, ids = np.asarray(offsets, np.int64), np.asarray(token_ids)
-        if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
-            raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
+        bounds, ids = _checked_runs(offsets, token_ids)
         if self._token_ids is None:
             self._token_ids = Column(ids.dtype)
         start = self.end(self.length)
@@ -80,6 +78,14 @@ class IdRuns:
         runs = [self[place] for place in places]
         offsets = np.cumsum([0, *map(len, runs)])
         return IdRuns(offsets, np.concatenate(runs) if runs else np.empty(0, np.int32))
+
+
+def _checked_runs(offsets: npt.ArrayLike, token_ids: npt.ArrayLike) -> tuple[Array, Array]:
+    """Both as arrays; a ParameterError where the offsets do not end where the ids do."""
+    bounds, ids = np.asarray(offsets, np.int64), np.asarray(token_ids)
+    if bounds.ndim != 1 or ids.shape != (int(bounds[-1] - bounds[0]),):
+        raise ParameterError("kept", f"offsets end at {bounds[-1:]}, but {ids.shape} ids came with them")
+    return bounds, ids
 
 
 class Parts(NamedTuple):
@@ -161,6 +167,8 @@ class Side:
                 raise ParameterError(
                     name, f"{len(np.asarray(offsets))} offsets for {num_new} positions; give n + 1"
                 )
+        if kept is not None:
+            kept = _checked_runs(*kept)
         self.is_empty = self.is_empty and not values and given is None and kept is None
         self._append_extras(at, num_new, values)
         if given is not None or self.given is not None:
