@@ -278,6 +278,7 @@ AUDIT = (
         "ends its request",
         (
             "test_behaviour.py::test_tokens_and_bytes_of_logprobs_are_limited",
+            "test_behaviour.py::test_a_prompt_counts_once_for_each_choice_that_begins_with_it",
             "test_behaviour.py::test_a_full_server_says_when_to_come_back",
             "test_behaviour.py::test_a_client_that_leaves_frees_its_place_at_once",
             "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_all_there_is",
@@ -290,13 +291,14 @@ AUDIT = (
     Audited(
         ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
         f"a reply, or a part of one that is streamed: written in a worker beyond {QUICK_ENTRIES:,} tokens "
-        "and alternatives of these, else on the event loop",
+        "and alternatives of these, a prompt's once for each choice that echoes it, else on the event loop",
         "`max_logprob_bytes`; a stream waits for its reader after `buffer_rows`",
         (
             "test_behaviour.py::test_a_slow_reader_is_paused_and_loses_nothing",
             "attacks/test_unread.py::test_a_reply_counts_until_it_is_read",
             "test_workers.py::test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker",
             "test_workers.py::test_a_reply_of_many_alternatives_is_written_in_a_worker_however_few_its_tokens",
+            "test_workers.py::test_a_prompt_that_each_choice_begins_with_counts_once_for_each_and_is_made_once",
             "test_workers.py::test_the_end_of_a_long_response_is_written_in_a_worker",
             "test_workers.py::test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them",
         ),

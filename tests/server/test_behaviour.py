@@ -111,6 +111,15 @@ def test_tokens_and_bytes_of_logprobs_are_limited(new_server: Any, settings: Any
         assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
 
 
+def test_a_prompt_counts_once_for_each_choice_that_begins_with_it(new_server: Any) -> None:
+    with new_server(max_logprob_bytes=100_000) as server:
+        body = {"prompt": [5] * 100, "max_tokens": 1, "logprobs": 0, "echo": True}
+        assert server.post("/v1/completions", **body).status_code == 200
+        refused = server.post("/v1/completions", n=8, **body)
+        assert refused.status_code == 400
+        assert "max_logprob_bytes" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_frees_its_place_at_once(new_server: Any, is_stream: bool) -> None:
     with new_server() as server:

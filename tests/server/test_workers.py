@@ -16,7 +16,7 @@ from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.workers import MAX_JOBS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS, Workers
 from logprobe.server.openai.bodies import BODIES
-from logprobe.server.routes import score
+from logprobe.server.routes import completions, score
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -133,6 +133,26 @@ def test_what_a_stream_tells_of_a_long_prompt_is_written_in_a_worker(
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
         for name, values in choice["logprobs"].items():
             assert list(chain(*(part["logprobs"][name] for part in parts))) == values
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_prompt_that_each_choice_begins_with_counts_once_for_each_and_is_made_once(
+    server: Any, monkeypatch: pytest.MonkeyPatch, threads: dict[str, set[str]], n: int
+) -> None:
+    made = []
+
+    def counted(*args: Any) -> Any:
+        made.append(args)
+        return reply.completion_rows(*args)
+
+    monkeypatch.setattr(completions, "completion_rows", counted)
+    monkeypatch.setattr("logprobe.server.http.workers.QUICK_ENTRIES", MOST)
+    prompts = [[5 + number] * (MOST // 4) for number in range(2)]
+    asked = {"prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 1, "n": n}
+    choices = server.post("/v1/completions", **asked).json()["choices"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [MOST // 4 + 1] * (2 * n)
+    assert (WRITER in threads["write"]) == (n > 1)
+    assert len(made) == len(prompts)
 
 
 @pytest.mark.parametrize("top_logprobs", [0, MOST])

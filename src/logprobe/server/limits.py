@@ -202,8 +202,8 @@ class Cost:
     logprob_bytes: int
 
     @classmethod
-    def of(cls, requests: Sequence[Request], vocab_size: int) -> Cost:
-        """The most that these requests can take."""
+    def of(cls, requests: Sequence[Request], vocab_size: int, num_echoes: int = 1) -> Cost:
+        """The most that these requests can take, where their reply holds each prompt `num_echoes` times."""
         samples = sum(request.params.num_samples for request in requests)
         tokens = sum(
             len(request.prompt_token_ids) + request.params.num_samples * request.params.max_tokens
@@ -212,7 +212,7 @@ class Cost:
         return cls(
             requests=samples,
             tokens=tokens,
-            logprob_bytes=sum(_logprob_bytes(request, vocab_size) for request in requests),
+            logprob_bytes=sum(_logprob_bytes(request, vocab_size, num_echoes) for request in requests),
         )
 
 
@@ -311,7 +311,7 @@ def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
     return num_top + 1 + len(params.logprob_token_ids or ())
 
 
-def _logprob_bytes(request: Request, vocab_size: int) -> int:
+def _logprob_bytes(request: Request, vocab_size: int, num_echoes: int) -> int:
     params = request.params
 
     def row_bytes(k: int | None) -> int:
@@ -320,5 +320,5 @@ def _logprob_bytes(request: Request, vocab_size: int) -> int:
     stages = 2 if params.logprobs_mode == "both" else 1
     num_bytes = params.num_samples * params.max_tokens * row_bytes(params.logprobs) * stages
     num_scored = max(len(request.prompt_token_ids) - (request.first_scored or 0), 0)
-    num_bytes += num_scored * row_bytes(params.prompt_logprobs)
+    num_bytes += num_echoes * num_scored * row_bytes(params.prompt_logprobs)
     return num_bytes + (vocab_size * WHOLE_ROW_BYTES if request.wants_row else 0)

@@ -53,7 +53,7 @@ class Generation:
     ) -> None:
         """Check all prompts; `n`, stops and reports are the same for all of them.
 
-        `echoes` are the prompts' texts where replies begin with these.
+        `echoes` are the prompts' texts where each choice begins with its own.
 
         Raises:
             ParameterError: one of them can never be served; nothing was started.
@@ -71,11 +71,12 @@ class Generation:
         self.requests = [admitted.request for admitted in self._admitted]
         self._cutters: dict[int, Cutter[CompletionOutput]] = {}
         self._echoes = echoes
+        self._num_echoes = self.params.n if echoes else 1  # times that a reply holds a prompt
         vocab_size = service.vocab_size
         self._prompt_row_entries = row_entries(self.params, self.params.prompt_logprobs, vocab_size) or 1
         stages = 2 if self.params.logprobs_mode == "both" else 1
         self._row_entries = stages * (row_entries(self.params, self.params.logprobs, vocab_size) or 1)
-        service.admit(self.requests)
+        service.admit(self.requests, self._num_echoes)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -91,8 +92,8 @@ class Generation:
 
     @property
     def num_entries(self) -> int:
-        """Tokens of all prompts and those generated so far, with the alternatives of each."""
-        return self._num_entries(self.num_prompt_tokens, self.num_completion_tokens)
+        """Prompt tokens, as often as they are written, and those generated so far, with alternatives."""
+        return self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
         """Tokens of these pieces with their alternatives; the first of a choice has its prompt's as well."""

@@ -111,13 +111,13 @@ class Service:
         """A maker of engine requests that count as one call of whoever asks."""
         return self.client.requests.of_one_call(self._caller)
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Take requests into the server's limits; any thread may ask.
+    def admit(self, requests: Sequence[Request], num_echoes: int = 1) -> None:
+        """Take requests, whose reply has each prompt so often, into the server's limits; any thread may ask.
 
         Raises:
             ApiError: 400 beyond a limit, 429 no room now.
         """
-        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size), self._caller))
+        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size, num_echoes), self._caller))
 
     def hold(self, num_bytes: int) -> None:
         """Take a reply of so many bytes into the limits, where nothing else of its request counts.

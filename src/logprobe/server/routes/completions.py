@@ -91,6 +91,7 @@ class CompletionShape:
         options = body.stream_options
         self._has_usage = bool(options and options.include_usage)
         self._begun: set[int] = set()  # choices whose prompt was sent
+        self._echoes: dict[int, Echo] = {}  # by prompt: all its choices begin with one
 
     def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
         """The reply, choices in the order of prompts."""
@@ -148,6 +149,11 @@ class CompletionShape:
         return self._body.max_tokens != 0 and request.params.max_tokens == 0
 
     def _echo(self, number: int) -> Echo:
+        if number not in self._echoes:
+            self._echoes[number] = self._new_echo(number)
+        return self._echoes[number]
+
+    def _new_echo(self, number: int) -> Echo:
         walk, texts, offsets = TextWalk(), [], []
         for part in self._prompts[number].parts:
             text, begins_at = walk.feed(part)
