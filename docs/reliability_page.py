@@ -253,7 +253,8 @@ AUDIT = (
     Audited(
         READ,
         f"the body's bytes, then its values: on the event loop up to {QUICK_BYTES:,} bytes that hold no more "
-        f"than {QUICK_PROMPTS} prompts and nothing that takes long to understand, else in a worker",
+        f"than {QUICK_PROMPTS} prompts and nothing that takes long to understand (grammars, banned words, a "
+        "text with several continuations), else in a worker",
         "`body_timeout_s`, `max_body_bytes`, `max_body_values` (before anything is decoded), `max_depth`; of "
         "a route `max_requests` at once, those whose bodies are still to come too",
         (

@@ -43,6 +43,9 @@ UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"response_format": {"type": "choice", "choice": ["a", "b"]}},
     ),
+    "texts that each tokenise": ("/v1/completions", {"bad_words": ["a", "b"]}),
+    "allowed ids": ("/v1/completions", {"allowed_token_ids": [5, 6]}),
+    "a context that each continuation is tokenised with": ("/v1/score", {"continuations": [" a", " cat"]}),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * (QUICK_PROMPTS + 1)}),
     "many continuations": ("/v1/score", {"continuations": ["a"] * (QUICK_PROMPTS + 1)}),
     "a message that the template is tried on": (

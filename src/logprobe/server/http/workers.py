@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.server.http.errors import server_full
+from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.fields import GUIDED
 from logprobe.text.chat import is_plain
 
@@ -35,8 +36,11 @@ SLOW_FIELDS: Final = (
     "previous_response_id",
     "tools",
     "chat_template_kwargs",
+    "bad_words",
+    "allowed_token_ids",
 )
-"""May hold a grammar, stand for a long conversation, or make the chat template run more than once."""
+"""May hold a grammar, stand for a long conversation, make the chat template run more than once, or take tens
+of microseconds for each of their items."""
 
 
 def is_bounded(body: Any) -> bool:
@@ -47,6 +51,8 @@ def is_bounded(body: Any) -> bool:
         prompts = getattr(body, name, None)
         if isinstance(prompts, list) and len(prompts) > QUICK_PROMPTS and type(prompts[0]) is not int:
             return False  # many, each of which becomes a request; a list of ids is one
+    if isinstance(body, ScoreBody) and not isinstance(body.context, list) and len(body.continuations) > 1:
+        return False  # a text or a conversation is tokenised with each
     messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
     return not isinstance(messages, list) or is_plain(messages)
 
