@@ -119,6 +119,27 @@ def test_what_cannot_be_done_is_refused_by_field(server: Any, body: dict[str, An
     assert reply.json()["error"]["param"] == param
 
 
+METADATA = {str(number).ljust(64): "é" * 512 for number in range(16)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "the cat", "max_output_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "the cat", "max_tokens": 1}),
+    ],
+)
+def test_metadata_is_held_to_openais_bounds(server: Any, path: str, body: dict[str, Any]) -> None:
+    reply = server.post(path, metadata=METADATA, **body)
+    assert reply.status_code == 200
+    assert reply.json().get("metadata", METADATA) == METADATA
+    for beyond in (METADATA | {"one more": ""}, {"k" * 65: ""}, {"key": "é" * 513}):
+        refused = server.post(path, metadata=beyond, **body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].partition("[")[0] == "metadata"
+
+
 def test_an_unknown_previous_response_is_a_404(server: Any) -> None:
     reply = server.post("/v1/responses", input="a", previous_response_id="resp_none")
     assert reply.status_code == 404

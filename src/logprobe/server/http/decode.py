@@ -34,7 +34,7 @@ LARGE_BYTES: Final = 1 << 18
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
-_PATH: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 async def read(

@@ -14,6 +14,10 @@ from msgspec import Meta
 Ids = list[int]
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
+# Within OpenAI's bounds: replies repeat it.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +69,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     # OpenAI's fields without effect here.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -172,7 +176,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     # Extensions, as in `GenerationBody`.
     seed: int | None = None
