@@ -356,14 +356,16 @@ AUDIT = (
     ),
     Audited(
         ("POST /v1/score",),
-        "the context tokenised with each continuation; the engine's steps; the reply, in a worker beyond "
-        f"{QUICK_ENTRIES:,} tokens, each continuation as {SCORE_ENTRIES} more",
+        "the context tokenised with each continuation; the engine's steps; the reply, in a worker as Arrow "
+        f"or beyond {QUICK_ENTRIES:,} tokens, each continuation as {SCORE_ENTRIES} more",
         "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
         "times the continuations, the model's context for a context of ids; `max_requests`, "
         "`max_tokens_in_flight`, `max_logprob_bytes`",
         (
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_sizes.py::test_a_conversation_counts_once_for_each_continuation",
+            "test_workers.py::test_a_score_of_many_continuations_is_written_in_a_worker",
+            "test_workers.py::test_a_score_as_arrow_is_written_in_a_worker_however_small",
             "attacks/test_fuzz.py::test_every_body_is_answered",
         ),
     ),

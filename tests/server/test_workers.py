@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from logprobe.server import reply
@@ -19,6 +20,7 @@ from logprobe.server.http.workers import MAX_JOBS, QUICK_BYTES, QUICK_ENTRIES, Q
 from logprobe.server.openai.bodies import BODIES
 from logprobe.server.routes import completions, score
 from logprobe.text.edge import TextEdge
+from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,3 +202,13 @@ def test_a_score_of_many_continuations_is_written_in_a_worker(
         scores = server.post("/v1/score", context=[5], continuations=[[5 + n] for n in range(count)])
         assert len(scores.json()["data"]) == count
         assert (threads["write"] == {WRITER}) == is_large
+
+
+def test_a_score_as_arrow_is_written_in_a_worker_however_small(
+    server: Any, threads: dict[str, set[str]]
+) -> None:
+    headers = {"accept": score.ARROW_TYPE}
+    asked = SMALL["/v1/score"]
+    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    assert reply.headers["content-type"] == score.ARROW_TYPE
+    assert threads["write"] == {WRITER}

@@ -86,9 +86,12 @@ class Workers:
         future.add_done_callback(self._count_end)
         return await future
 
-    async def write(self, job: Callable[[], T], num_entries: int) -> T:
-        """The result of a job that writes so many entries of a request that has run: it waits for room."""
-        if num_entries <= QUICK_ENTRIES:
+    async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
+        """The result of a job that writes so many entries of a request that has run: it waits for room.
+
+        None: they do not bound its time.
+        """
+        if num_entries is not None and num_entries <= QUICK_ENTRIES:
             return job()
         return await asyncio.get_running_loop().run_in_executor(self._writers, job)
 

@@ -40,7 +40,9 @@ async def score(request: HttpRequest, service: Service) -> Response:
     prepared = await read(request, service, ScoreBody, prepare)
     admitted = prepared.admitted
     outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
-    num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in prepared.pairs)
+    num_entries = None  # the first Arrow reply imports pyarrow
+    if not _wants_arrow(request):
+        num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in prepared.pairs)
     return await service.workers.write(lambda: _reply(request, service, prepared, outputs), num_entries)
 
 
@@ -54,7 +56,7 @@ def _reply(
         for parts in zip(pairs, outputs, bare, strict=False)
     ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
-    if ARROW_TYPE in request.headers.get("accept", ""):
+    if _wants_arrow(request):
         return Response(_as_arrow(rows), media_type=ARROW_TYPE)
     reply = {
         "id": prepared.reply_id,
@@ -65,6 +67,10 @@ def _reply(
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
     return Response(encode(service, reply), media_type=JSON_TYPE)
+
+
+def _wants_arrow(request: HttpRequest) -> bool:
+    return ARROW_TYPE in request.headers.get("accept", "")
 
 
 @dataclass(frozen=True, slots=True)
