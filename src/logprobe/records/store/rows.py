@@ -245,7 +245,8 @@ class Rows:
 
     def _pack(self, *, is_last: bool = False) -> None:
         """Move what waits to where it stays; `is_last`: the writer adds other rows behind."""
-        if self._waiting is None:
+        waiting = self._waiting
+        if waiting is None or (not is_last and waiting.num_taken == len(waiting.ranks)):
             return
         with self._lock:
             waiting = self._waiting
@@ -253,6 +254,8 @@ class Rows:
                 rows, texts = waiting.take()
                 if len(rows.ranks):
                     self._add_step(rows, repeats_chosen=True, texts=texts)
+                    # Behind the rows: a reader that sees the number takes no lock and finds them.
+                    waiting.num_taken += len(rows.ranks)
                 if is_last:
                     self._waiting = None
 
@@ -437,26 +440,26 @@ class _Waiting:
     __slots__ = (
         "_ids",
         "_logprobs",
-        "_num_taken",
-        "_ranks",
         "add_ids",
         "add_logprobs",
         "add_rank",
         "end",
         "no_texts",
+        "num_taken",
         "order",
+        "ranks",
         "texts",
         "width",
     )
 
     def __init__(self, width: int, end: int) -> None:
-        self.width, self._num_taken = width, 0
+        self.width, self.num_taken = width, 0
         self.end = end  # rows of the record up to here wait
         self.order, self.no_texts = [*range(1, width)], [None] * width
         # Unsigned, so that a negative number is refused while it is copied.
-        self._ids, self._logprobs, self._ranks = array("I"), array("d"), array("I")
+        self._ids, self._logprobs, self.ranks = array("I"), array("d"), array("I")
         self.add_ids, self.add_logprobs = self._ids.fromlist, self._logprobs.fromlist
-        self.add_rank: Callable[[Any], None] = self._ranks.append
+        self.add_rank: Callable[[Any], None] = self.ranks.append
         self.texts: list[str | None] | None = None  # of every entry; None where no row gave any
 
     def add_texts(self, texts: list[str | None]) -> None:
@@ -464,23 +467,22 @@ class _Waiting:
         if len(texts) != self.width:
             raise TypeError("a text is missing")
         if self.texts is None:
-            self.texts = [None] * (len(self._ranks) * self.width)
+            self.texts = [None] * (len(self.ranks) * self.width)
         self.texts += texts
 
     def forget_unfinished(self) -> None:
         """Take back what was added of a row that is none."""
-        num_entries = len(self._ranks) * self.width
+        num_entries = len(self.ranks) * self.width
         del self._ids[num_entries:], self._logprobs[num_entries:], (self.texts or [])[num_entries:]
 
     def take(self) -> tuple[StepRows, list[str | None] | None]:
         """The rows that nobody has taken yet, and their texts."""
-        first, last = self._num_taken, len(self._ranks)
+        first, last = self.num_taken, len(self.ranks)
         place = slice(first * self.width, last * self.width)
         shape = (last - first, self.width)
         ids = np.array(self._ids[place]).reshape(shape)
         logprobs = narrowed(np.array(self._logprobs[place])).reshape(shape)
-        self._num_taken = last
-        return StepRows(ids, logprobs, np.array(self._ranks[first:last])), self.texts and self.texts[place]
+        return StepRows(ids, logprobs, np.array(self.ranks[first:last])), self.texts and self.texts[place]
 
 
 def _regular(entries: Entries) -> StepRows | None:
