@@ -388,9 +388,10 @@ class Rows:
         return part
 
     def _view(self, start: int, stop: int) -> Rows:
-        first, last = self.first_entry(start), self.first_entry(stop)
-        num_none = min(max(self.num_none - start, 0), stop - start)
-        texts = None if self.texts is None else self.texts.view(first, last)
+        self._pack()
+        num_none, texts = min(max(self.num_none - start, 0), stop - start), self.texts
+        if texts is not None:
+            texts = texts.view(self.first_entry(start), self.first_entry(stop))
         at = [min(max(row - self.num_none, 0), self.rectangle.num_rows) for row in (start, stop)]
         base = self.num_none + self.rectangle.num_rows
         beyond = [max(row - base, 0) for row in (start, stop)]
