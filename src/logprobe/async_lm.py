@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
 
 
-class Opened(Protocol):
+class OpenModel(Protocol):
     """A front door that holds a model open, such as `LLM`."""
 
     @property
@@ -51,7 +51,7 @@ class AsyncLM(NextTokenLM[Row]):
 
     def __init__(
         self,
-        model: str | Path | LoadedModel | Opened = "smollm2",
+        model: str | Path | LoadedModel | OpenModel = "smollm2",
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         batch_size: int = 64,
@@ -98,7 +98,7 @@ class AsyncLM(NextTokenLM[Row]):
         )
 
 
-def _loaded(model: str | Path | LoadedModel | Opened, settings: dict[str, Any]) -> LoadedModel:
+def _loaded(model: str | Path | LoadedModel | OpenModel, settings: dict[str, Any]) -> LoadedModel:
     """An engine of its own for a name; what is open stays as it is."""
     if isinstance(model, str | os.PathLike):
         from logprobe.engine.backends.start import start_engine

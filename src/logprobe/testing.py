@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from logprobe.next_token.lm import NextTokenLM
     from logprobe.records.values import IntArray
 
-    Opened = LLM | NextTokenLM[Any] | LoadedModel | Front
+    AnyModel = LLM | NextTokenLM[Any] | LoadedModel | Front
 
 __all__ = [
     "FakeForward",
@@ -181,7 +181,7 @@ def _byte_tokenizer() -> Any:
 
 
 @contextmanager
-def watching_steps(model: Opened, watch: Callable[[StepBatch], None]) -> Iterator[None]:
+def watching_steps(model: AnyModel, watch: Callable[[StepBatch], None]) -> Iterator[None]:
     """Call `watch` on the engine's thread with each step's batch, before the forward pass runs it.
 
     What it raises fails the step, as what the model raises does.
@@ -201,7 +201,7 @@ def watching_steps(model: Opened, watch: Callable[[StepBatch], None]) -> Iterato
 
 
 @contextmanager
-def failing_steps(model: Opened, error: Exception) -> Iterator[None]:
+def failing_steps(model: AnyModel, error: Exception) -> Iterator[None]:
     """Let each step fail with this error of the forward pass, until the block ends.
 
     Raises:
@@ -236,7 +236,7 @@ class StepHold:
 
 
 @contextmanager
-def holding_steps(model: Opened) -> Iterator[StepHold]:
+def holding_steps(model: AnyModel) -> Iterator[StepHold]:
     """Let no step go on until it is released, the block ends or the engine is being closed.
 
     Raises:
@@ -256,7 +256,7 @@ def holding_steps(model: Opened) -> Iterator[StepHold]:
             hold.release()
 
 
-def open_requests(model: Opened) -> list[str]:
+def open_requests(model: AnyModel) -> list[str]:
     """The ids of the requests that were accepted and whose output nobody has taken to its end.
 
     Raises:
@@ -266,7 +266,7 @@ def open_requests(model: Opened) -> list[str]:
     return sorted({*front._folds, *front._collector._inboxes})
 
 
-def check_integrity(model: Opened) -> None:
+def check_integrity(model: AnyModel) -> None:
     """Assert that each slot of an engine at rest has one owner, and each lock its request.
 
     Raises:
@@ -275,7 +275,7 @@ def check_integrity(model: Opened) -> None:
     _engine_of(model).check_integrity()
 
 
-def process_ids(model: Opened) -> list[int]:
+def process_ids(model: AnyModel) -> list[int]:
     """The processes that the engine runs in, by replica; of one that is being started again, the last.
 
     Raises:
@@ -287,7 +287,7 @@ def process_ids(model: Opened) -> list[int]:
     return [replica.pid for replica in core._replicas if replica.pid is not None]
 
 
-def _front_of(model: Opened) -> Front:
+def _front_of(model: AnyModel) -> Front:
     loaded: Any = getattr(model, "_loaded", model)
     front = getattr(loaded, "engine", loaded)
     is_front = isinstance(front, Front)
@@ -295,12 +295,12 @@ def _front_of(model: Opened) -> Front:
     return front  # type: ignore[no-any-return]
 
 
-def _thread_of(model: Opened) -> EngineThread:
+def _thread_of(model: AnyModel) -> EngineThread:
     core = _front_of(model).core
     if not isinstance(core, EngineThread):
         raise ParameterError("model", "must run on a thread of this process; open it without process or vLLM")
     return core
 
 
-def _engine_of(model: Opened) -> Engine:
+def _engine_of(model: AnyModel) -> Engine:
     return _thread_of(model).engine

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.next_token.rows import Row, RowCache, SampledIds
-    from logprobe.next_token.source import RowSource, Words
+    from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -75,7 +75,7 @@ class NextTokenLM(Generic[ArrayT]):
     def __init__(
         self,
         source: RowSource,
-        text: Words,
+        text: ModelText,
         *,
         as_caller: Callable[[FloatArray], ArrayT],
         on_rows: Callable[[list[Row]], object] | None = None,

@@ -59,7 +59,7 @@ class RowSource(Protocol):
         """End what runs with `EngineClosedError`, and let all go."""
 
 
-class Words(Protocol):
+class ModelText(Protocol):
     """What a model's ids stand for."""
 
     @property

@@ -28,7 +28,7 @@ class Facts(msgspec.Struct):
 
 @final
 class RemoteText:
-    """Implements `Words` on what a server tells of its tokenizer; `fetch` gives what it has at a path."""
+    """Implements `ModelText` on what a server tells of its tokenizer; `fetch` gives what it has at a path."""
 
     def __init__(self, fetch: Callable[[str], bytes]) -> None:
         self._facts = decoded(fetch("/tokenizer_info"), Facts, "/tokenizer_info")
