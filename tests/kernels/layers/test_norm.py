@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn.functional import layer_norm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -112,3 +113,83 @@ def test_a_residual_is_added_where_it_stands() -> None:
     want = residual + rms_norm(x, weight, EPSILON)
     norm_stage(x, weight, residual, EPSILON, residual).run()
     assert torch.equal(residual, want)
+
+
+def centred(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float = EPSILON
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    norm_stage(x, weight, out, epsilon, bias=bias, is_centred=True).run()
+    return out
+
+
+def assert_centred(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> None:
+    """Close to float64, by what float32 loses of the row's mean: digits of its largest number."""
+    bias = None if bias is None else bias.double()
+    want = layer_norm(x.double(), weight.shape, weight.double(), bias, epsilon)
+    deviations = (x.double().var(dim=1, correction=0, keepdim=True) + epsilon).sqrt()
+    lost = x.double().abs().amax(dim=1, keepdim=True) / deviations * weight.abs() + want.abs() + 1
+    assert ((got - want).abs() <= RELATIVE * lost).all()
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num_rows", [1, 700])
+def test_centred_rows_are_the_layer_norm_of_float64(num_rows: int, width: int, *, has_bias: bool) -> None:
+    x, weight = rows(num_rows, width), weights(width)
+    bias = weights(width + 1)[:width] if has_bias else None
+    assert_centred(centred(x, weight, bias), x, weight, bias, EPSILON)
+
+
+def test_centred_rows_far_from_zero_keep_their_digits() -> None:
+    x = 1024 + torch.randn(20, 577, generator=torch.Generator().manual_seed(1))
+    weight, bias = weights(577), weights(577)
+    want = layer_norm(x.double(), weight.shape, weight.double(), bias.double(), EPSILON)
+    # Of a mean square of 2^20, float32 would know the variance of 1 to a tenth; the mean it knows to 2^-14.
+    torch.testing.assert_close(centred(x, weight, bias).double(), want, rtol=2e-3, atol=2e-3)
+
+
+def test_epsilon_is_added_to_the_variance_of_a_centred_row() -> None:
+    x = torch.tensor([[5.001, 4.999] * 4])
+    weight = torch.ones(8)
+    got = centred(x, weight, None, 3e-6)
+    assert_centred(got, x, weight, None, 3e-6)
+    torch.testing.assert_close(got.abs(), torch.full((1, 8), 0.5), rtol=1e-3, atol=0)
+
+
+def test_a_centred_row_has_the_same_bits_alone_and_among_others() -> None:
+    x, weight, bias = rows(3 * BLOCK_ROWS + 50, 577), weights(577), weights(577)
+    alone = torch.cat([centred(row[None], weight, bias) for row in x])
+    assert torch.equal(centred(x, weight, bias), alone)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_parts_of_wider_rows_are_centred_in_place_and_added_to_a_residual(*, has_bias: bool) -> None:
+    base, weight = rows(40, 100), weights(20)
+    bias = weights(20) + 1 if has_bias else None
+    parts = base[:, 20:80].reshape(120, 20)
+    want = centred(parts, weight, bias).view(40, 60)
+    got = base.clone()
+    norm_stage(got[:, 20:80], weight, got[:, 20:80], EPSILON, bias=bias, is_centred=True).run()
+    assert torch.equal(got[:, 20:80], want)
+    assert torch.equal(got[:, :20], base[:, :20])
+    assert torch.equal(got[:, 80:], base[:, 80:])
+    residual = torch.full((40, 60), 0.25)
+    norm_stage(base[:, 20:80], weight, residual, EPSILON, residual, bias=bias, is_centred=True).run()
+    assert torch.equal(residual, want + 0.25)
+
+
+def test_a_constant_centred_row_gives_the_bias() -> None:
+    bias = weights(8)
+    assert torch.equal(centred(torch.full((2, 8), 3.0), weights(8), bias), bias.expand(2, 8))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_is_no_number_spoils_its_own_centred_row_alone(bad: float) -> None:
+    x = rows(4, 50)
+    x[2, 17] = bad
+    got = centred(x, weights(50), None)
+    assert got[2].isnan().any()
+    assert got[[0, 1, 3]].isfinite().all()

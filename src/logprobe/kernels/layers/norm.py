@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows (CPU): one pass of one kernel in the place of six operators.
+"""Normalisation of rows by their root mean square or about their mean (CPU): one kernel for six operators.
 
 Before it: hidden states inside the model. After it: the next layer's linear products.
 """
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
-(X, X_STRIDE, WEIGHT, OUT, OUT_STRIDE, RESIDUAL, WIDTH, PARTS, NUM_ROWS, EPSILON) = range(2, 12)
+(X, X_STRIDE, WEIGHT, BIAS, OUT, OUT_STRIDE, RESIDUAL) = range(2, 9)
+(WIDTH, PARTS, NUM_ROWS, EPSILON, IS_CENTRED) = range(9, 14)
 BLOCK_ROWS = 16
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
@@ -38,27 +39,38 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def norm_stage(
-    x: Tensor, weight: Tensor, out: Tensor, epsilon: float, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    epsilon: float,
+    residual: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    is_centred: bool = False,
 ) -> Stage:
-    """`rms_norm` of each part of some rows into `out`, ready to run.
+    """`rms_norm` or, centred, LayerNorm (Ba et al. 2016) of each part of some rows into `out`, ready to run.
 
     Args:
         x: (num_rows, parts · width) float32, each row contiguous.
         weight: (width,) float32.
         out: of x's shape, each row contiguous; it may be x.
-        epsilon: added to the mean square.
+        epsilon: added to the mean square, or to the variance.
         residual: added to the result, laid out as `out`, which it may be.
+        bias: (width,) float32, added after the weight of a centred row.
+        is_centred: the mean is taken off first.
     """
     width, num_rows = len(weight), len(x)
     parts = x.shape[1] // width
     assert residual is None or residual.stride() == out.stride()
+    assert bias is None or is_centred
     settings = np.array([epsilon], dtype=np.float32)
     context = [
-        x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), out.stride(0),
-        0 if residual is None else residual.data_ptr(), width, parts, num_rows, settings.ctypes.data,
+        x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+        out.data_ptr(), out.stride(0), 0 if residual is None else residual.data_ptr(),
+        width, parts, num_rows, settings.ctypes.data, is_centred,
     ]  # fmt: skip
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    return Stage(worker(), context, blocks, (x, weight, out, settings, residual))
+    return Stage(worker(), context, blocks, (x, weight, out, settings, residual, bias))
 
 
 @internal(fastmath=SUMS)
@@ -92,6 +104,46 @@ def _place_part(task: Any, place: Any, out_place: Any, weight: Any, epsilon: Any
         _scale_and_add(x, factor, weight, float32_at(task[RESIDUAL] + out_place, width), out)
 
 
+@internal(fastmath=SUMS)
+def _sum(x: Any) -> Any:
+    total = F32(0)
+    for i in range(x.size):
+        total += x[i]
+    return total
+
+
+@internal(fastmath=SUMS)
+def _sum_of_squared_differences(x: Any, mean: Any) -> Any:
+    total = F32(0)
+    for i in range(x.size):
+        total += (x[i] - mean) * (x[i] - mean)
+    return total
+
+
+@internal
+def _centre_and_scale(x: Any, mean: Any, factor: Any, weight: Any, summands: Any, out: Any) -> None:
+    bias, residual = summands
+    for i in range(x.size):
+        y = (x[i] - mean) * factor * weight[i]
+        if bias.size > 0:
+            y += bias[i]
+        if residual.size > 0:
+            y += residual[i]
+        out[i] = y
+
+
+@internal
+def _place_centred_part(task: Any, place: Any, out_place: Any, weight: Any, epsilon: Any) -> None:
+    width = weight.size
+    x, out = float32_at(task[X] + place, width), float32_at(task[OUT] + out_place, width)
+    mean = _sum(x) / F32(width)
+    # A second pass: a sum of squares less the mean's square would lose the digits of a row far from zero.
+    factor = F32(1 / math.sqrt(_sum_of_squared_differences(x, mean) / F32(width) + epsilon))
+    bias = float32_at(task[BIAS], width if task[BIAS] != 0 else 0)
+    residual = float32_at(task[RESIDUAL] + out_place, width if task[RESIDUAL] != 0 else 0)
+    _centre_and_scale(x, mean, factor, weight, (bias, residual), out)
+
+
 @compiled_worker()
 def worker(task: Any) -> None:
     """Blocks of BLOCK_ROWS rows."""
@@ -102,5 +154,8 @@ def worker(task: Any) -> None:
         for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
             for part in range(task[PARTS]):
                 place, out_place = task[X_STRIDE] * row + width * part, task[OUT_STRIDE] * row + width * part
-                _place_part(task, FLOAT * place, FLOAT * out_place, weight, epsilon)
+                if task[IS_CENTRED] != 0:
+                    _place_centred_part(task, FLOAT * place, FLOAT * out_place, weight, epsilon)
+                else:
+                    _place_part(task, FLOAT * place, FLOAT * out_place, weight, epsilon)
         item = next_item(task)
