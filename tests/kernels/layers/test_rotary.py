@@ -1,8 +1,9 @@
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as apply_paired
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotate_and_store
+from logprobe.kernels.layers.rotary import ROWS_FOR_THREADS, Projections, rotary_stage, rotate_and_store
 
 KV_HEADS = 2
 
@@ -66,3 +67,39 @@ def test_the_projections_stay_as_they_are() -> None:
     parts = joined.view(5, 3, 1, 8).unbind(1)
     rotate_and_store(Projections(*parts), *angles(5, 8), pool, torch.arange(5))
     assert torch.equal(joined, before)
+
+
+@pytest.mark.parametrize(("key_dim", "rotary_dim"), [(16, 16), (2, 2), (64, 64), (10, 10), (16, 12), (16, 0)])
+@pytest.mark.parametrize("num_tokens", [1, 17, 300])
+def test_neighbours_are_rotated_together_as_in_cohere(num_tokens: int, key_dim: int, rotary_dim: int) -> None:
+    torch.manual_seed(num_tokens)
+    query, key = torch.randn(num_tokens, 6, key_dim), torch.randn(num_tokens, KV_HEADS, key_dim)
+    cosines, sines = angles(num_tokens, rotary_dim)
+    neighbours = [x[None, :, : rotary_dim // 2].repeat_interleave(2, dim=2) for x in (cosines, sines)]
+    slots = torch.randperm(333)[:num_tokens]
+    pool = torch.zeros(333, KV_HEADS, key_dim), torch.zeros(333, KV_HEADS, 5)
+    out = torch.empty_like(query)
+
+    projections = Projections(query, key, torch.randn(num_tokens, KV_HEADS, 5))
+    rotary_stage(projections, (cosines, sines), pool, slots, out, is_paired=True).run()
+
+    by_head = [x[None, ..., :rotary_dim].transpose(1, 2) for x in (query, key)]
+    rotated = apply_paired(*by_head, *neighbours)
+    for got, before, turned in zip((out, pool[0][slots]), (query, key), rotated, strict=True):
+        want = turned[0].transpose(0, 1)
+        torch.testing.assert_close(got[..., :rotary_dim], want, rtol=1e-6, atol=1e-6)
+        assert torch.equal(got[..., rotary_dim:], before[..., rotary_dim:])
+    assert torch.equal(pool[1][slots], projections.value)
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_scales_multiply_the_rotated_queries_of_their_token_alone(*, is_paired: bool) -> None:
+    torch.manual_seed(1)
+    parts = Projections(torch.randn(40, 6, 20), torch.randn(40, KV_HEADS, 20), torch.randn(40, KV_HEADS, 8))
+    rotary, slots, scales = angles(40, 12), torch.arange(40), torch.arange(40.0).log1p()
+    plain, scaled = torch.empty_like(parts.query), torch.empty_like(parts.query)
+    pools = [(torch.zeros(40, KV_HEADS, 20), torch.zeros(40, KV_HEADS, 8)) for _ in range(2)]
+    rotary_stage(parts, rotary, pools[0], slots, plain, is_paired=is_paired).run()
+    rotary_stage(parts, rotary, pools[1], slots, scaled, is_paired=is_paired, query_scales=scales).run()
+    assert torch.equal(scaled, plain * scales[:, None, None])
+    assert all(map(torch.equal, *pools))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32 of a row and of a
 # head, sizes.
 (QUERY, QUERY_ROW, QUERY_HEAD, KEY, KEY_ROW, KEY_HEAD, VALUE, VALUE_ROW, VALUE_HEAD) = range(2, 11)
-(COSINES, SINES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 17)
-(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM) = range(17, 23)
+(COSINES, SINES, QUERY_SCALES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 18)  # 0: no scales
+(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM, IS_PAIRED) = range(18, 25)
 BLOCK_ROWS = 16
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
@@ -67,8 +67,22 @@ def rotary_stage(
     pool: tuple[Tensor, Tensor],
     slots: Tensor,
     out: Tensor,
+    *,
+    is_paired: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Stage:
-    """`rotate_and_store` with contiguous cosines and sines, queries into `out`, ready to run."""
+    """`rotate_and_store` with contiguous cosines and sines, queries into `out`, ready to run.
+
+    Args:
+        projections: see `rotate_and_store`, as for all that is not told here.
+        rotary: cosines and sines.
+        pool: keys and values.
+        slots: where they are written to.
+        out: (num_tokens, heads, key_dim) float32, contiguous.
+        is_paired: neighbours (0, 1), (2, 3), ... rotate together, as in GPT-J. Pair i takes column i of the
+            cosines and sines, which come in halves as ever.
+        query_scales: (num_tokens,) float32, what the rotated queries are multiplied by.
+    """
     query, key, value = projections.query, projections.key, projections.value
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
@@ -76,12 +90,12 @@ def rotary_stage(
         query.data_ptr(), query.stride(0), query.stride(1),
         key.data_ptr(), key.stride(0), key.stride(1),
         value.data_ptr(), value.stride(0), value.stride(1),
-        cosines.data_ptr(), sines.data_ptr(),
+        cosines.data_ptr(), sines.data_ptr(), 0 if query_scales is None else query_scales.data_ptr(),
         out.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr(),
-        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1],
+        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1], is_paired,
     ]  # fmt: skip
     blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out))
+    return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out, query_scales))
 
 
 @internal
@@ -96,11 +110,30 @@ def _rotate(source: Any, target: Any, cosines: Any, sines: Any) -> None:
 
 
 @internal
+def _rotate_pairs(source: Any, target: Any, cosines: Any, sines: Any) -> None:
+    for i in range(cosines.size // 2):
+        first, second = source[2 * i], source[2 * i + 1]
+        target[2 * i] = first * cosines[i] - second * sines[i]
+        target[2 * i + 1] = second * cosines[i] + first * sines[i]
+    for i in range(cosines.size, target.size):
+        target[i] = source[i]
+
+
+@internal
 def _rotate_heads(source: Any, stride: Any, target: Any, num_heads: Any, dim: Any, angles: Any) -> None:
-    cosines, sines = angles
+    cosines, sines, is_paired = angles
     for head in range(num_heads):
         own, place = FLOAT * stride * head, FLOAT * dim * head
-        _rotate(float32_at(source + own, dim), float32_at(target + place, dim), cosines, sines)
+        if is_paired:
+            _rotate_pairs(float32_at(source + own, dim), float32_at(target + place, dim), cosines, sines)
+        else:
+            _rotate(float32_at(source + own, dim), float32_at(target + place, dim), cosines, sines)
+
+
+@internal
+def _multiply(x: Any, factor: Any) -> None:
+    for i in range(x.size):
+        x[i] *= factor
 
 
 @internal
@@ -119,9 +152,12 @@ def _place_row(task: Any, row: Any, slot: Any) -> None:
     angles = (
         float32_at(task[COSINES] + place, task[ROTARY_DIM]),
         float32_at(task[SINES] + place, task[ROTARY_DIM]),
+        task[IS_PAIRED] != 0,
     )
     query, out = task[QUERY] + FLOAT * task[QUERY_ROW] * row, task[OUT] + FLOAT * heads * dim * row
     _rotate_heads(query, task[QUERY_HEAD], out, heads, dim, angles)
+    if task[QUERY_SCALES] != 0:
+        _multiply(float32_at(out, heads * dim), float32_at(task[QUERY_SCALES] + FLOAT * row, 1)[0])
     key, stored = task[KEY] + FLOAT * task[KEY_ROW] * row, task[KEY_POOL] + FLOAT * kv_heads * dim * slot
     _rotate_heads(key, task[KEY_HEAD], stored, kv_heads, dim, angles)
     value, stored = task[VALUE] + FLOAT * task[VALUE_ROW] * row, FLOAT * kv_heads * value_dim * slot
