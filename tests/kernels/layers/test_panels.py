@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from logprobe.kernels.layers.activations import ACTIVATIONS
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats, pack_nibbles, pack_octets
-from logprobe.kernels.layers.panels import ACTIVATIONS, Finish, panel_stage
+from logprobe.kernels.layers.panels import Finish, panel_stage
 from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
 
@@ -95,18 +96,57 @@ def test_zeros_of_either_sign_and_subnormals_keep_their_bits() -> None:
     assert torch.equal(widened(panels).view(torch.int32), weight.view(torch.int32))
 
 
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS.keys() - {"none"}))
+FUNCTIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda g: functional.relu(g) ** 2,
+}
+
+
+def test_every_activation_has_a_twin() -> None:
+    assert FUNCTIONS.keys() == ACTIVATIONS.keys() - {"none"}
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_a_gate_meets_its_values_on_the_way_out(activation: str) -> None:
     gates, values = weights("bfloat16"), weights("bfloat16")
     x = activations(9) / 4
-    functions = {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_tanh": lambda g: functional.gelu(g, approximate="tanh"),
-    }
-    want = functions[activation](x.double() @ widened(gates).double().T)
+    want = FUNCTIONS[activation](x.double() @ widened(gates).double().T)
     want = want * (x.double() @ widened(values).double().T)
     assert_close(product(x, gates, values=values, activation=activation), want)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("num_rows", [1, 9, 70])
+def test_without_values_the_activation_is_of_the_product_and_its_bias(num_rows: int, activation: str) -> None:
+    bias = torch.linspace(-1, 1, OUTPUTS)
+    panels, x = pack_floats(floats("bfloat16"), bias), activations(num_rows) / 4
+    residual = torch.randn(num_rows, OUTPUTS, generator=torch.Generator().manual_seed(4))
+    want = FUNCTIONS[activation](x.double() @ floats("bfloat16").double().T + bias)
+    got = product(x, panels, activation=activation)
+    assert_close(got, want)
+    assert torch.equal(product(x, panels, activation=activation, residual=residual), got + residual)
+
+
+@pytest.mark.parametrize(("activation", "is_gated"), [("none", False), ("silu", False), ("silu", True)])
+def test_a_factor_multiplies_the_product_but_not_the_residual(activation: str, *, is_gated: bool) -> None:
+    panels, x = pack_floats(floats("bfloat16"), torch.linspace(-1, 1, OUTPUTS)), activations(9) / 4
+    finish = {"activation": activation, "values": weights("bfloat16") if is_gated else None}
+    residual = torch.randn(9, OUTPUTS, generator=torch.Generator().manual_seed(4))
+    want = product(x, panels, **finish) * 0.22
+    assert torch.equal(product(x, panels, **finish, factor=0.22), want)
+    assert torch.equal(product(x, panels, **finish, factor=0.22, residual=residual), want + residual)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_what_is_no_number_stays_so_in_its_own_row(activation: str) -> None:
+    x = activations(3)
+    x[1, 5] = torch.nan
+    got = product(x, weights("bfloat16"), activation=activation)
+    assert got[1].isnan().all()
+    assert got[[0, 2]].isfinite().all()
 
 
 def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from logprobe.kernels.threads.intrinsics import internal
-from logprobe.kernels.threads.vectors import F32, LOWEST, ONE, exponential
+from logprobe.kernels.threads.vectors import F32, LOWEST, ONE, ZERO, exponential
 
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what `gate` knows
 GELU_SLOPE = F32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = F32(0.044715)
 ROOT_HALF = math.sqrt(0.5)
@@ -42,3 +43,35 @@ def gated_gelu_tanh(g: Any, u: Any) -> Any:
 def gated_gelu(g: Any, u: Any) -> Any:
     """gelu(g) · u, exact."""
     return F32(np.float64(g) * 0.5 * (1.0 + math.erf(np.float64(g) * ROOT_HALF))) * u
+
+
+@internal(error_model="numpy")
+def gated_relu(g: Any, u: Any) -> Any:
+    """relu(g) · u."""
+    return (ZERO if g < ZERO else g) * u  # noqa: FURB136 (this way round, NaN stays NaN)
+
+
+@internal(error_model="numpy")
+def gated_relu2(g: Any, u: Any) -> Any:
+    """relu(g)² · u (So et al. 2021)."""
+    return gated_relu(g, g) * u
+
+
+@internal(error_model="numpy")
+def gate(gates: Any, values: Any, activation: Any) -> None:
+    """Put activation(gate) · value in each gate's place; values of one leave the activation alone."""
+    if activation == 1:
+        for i in range(gates.size):
+            gates[i] = gated_silu(gates[i], values[i])
+    elif activation == 2:
+        for i in range(gates.size):
+            gates[i] = gated_gelu_tanh(gates[i], values[i])
+    elif activation == 3:
+        for i in range(gates.size):
+            gates[i] = gated_gelu(gates[i], values[i])
+    elif activation == 4:
+        for i in range(gates.size):
+            gates[i] = gated_relu(gates[i], values[i])
+    else:
+        for i in range(gates.size):
+            gates[i] = gated_relu2(gates[i], values[i])

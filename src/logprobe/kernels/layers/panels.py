@@ -12,11 +12,13 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from logprobe.kernels.layers import activations, turn, widen
-from logprobe.kernels.layers.activations import gated_gelu, gated_gelu_tanh, gated_silu
+from logprobe.kernels.layers.activations import ACTIVATIONS, gate
 from logprobe.kernels.layers.turn import turn_rows, turned_size
 from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tile_width, tiles, widener
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, prefetch_line
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, bits_float, internal, prefetch_line
 from logprobe.kernels.threads.parallel import (
     Stage,
     compiled,
@@ -25,6 +27,7 @@ from logprobe.kernels.threads.parallel import (
     float32_on_lines,
     next_item,
 )
+from logprobe.kernels.threads.vectors import I32, ONE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +37,11 @@ if TYPE_CHECKING:
 # What a task's numbers mean, after the two of `parallel_for`: addresses, then strides and sizes.
 (X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
 (X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
-(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION) = range(16, 20)  # NUM_INPUTS: WIDTH filled up
+(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR) = range(16, 21)  # NUM_INPUTS: WIDTH filled up
 ITEMS = 32  # that a layer is shared out in
 BLOCK_ROWS = 64  # rows that stay in the second-level cache while panels go by
 PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
 PANEL_FLOATS = FLOAT * PANEL
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class Finish:
 
     residual: Tensor | None = None  # (M, outputs) float32 to add; may be where they are written to
     values: PanelWeights | None = None  # a second product u; the first is its gate g: activation(g) · u
-    activation: str = "none"
+    activation: str = "none"  # of the products themselves where no values are
+    factor: float = 1.0  # of all that before the residual is added
 
 
 PLAIN = Finish()
@@ -64,6 +67,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         finish: gates and a sum on the way out.
     """
     values, residual = finish.values, finish.residual
+    assert values is None or finish.activation != "none"
     num_panels = -(-weights.num_outputs // PANEL)
     item_panels = max(1, num_panels // ITEMS)
     context = [
@@ -73,6 +77,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         0 if residual is None else FLOAT * residual.stride(0), FLOAT * out.stride(0),
         len(x), weights.num_inputs, weights.padded_inputs, weights.num_outputs, weights.panel_bytes,
         num_panels, item_panels, ACTIVATIONS[finish.activation],
+        int(np.float32(finish.factor).view(np.int32)),
     ]  # fmt: skip
     num_items = -(-num_panels // item_panels) * -(-len(x) // BLOCK_ROWS)
     return Stage(worker_of(weights.form.name)(), context, num_items, (x, weights, out, finish))
@@ -152,33 +157,31 @@ def _add(x: Any, summands: Any) -> None:
         x[i] += summands[i]
 
 
-@internal(error_model="numpy")  # a check for a divisor of zero would keep the loops from their vectors
-def _gate(gates: Any, values: Any, activation: Any) -> None:
-    if activation == 1:
-        for i in range(gates.size):
-            gates[i] = gated_silu(gates[i], values[i])
-    elif activation == 2:
-        for i in range(gates.size):
-            gates[i] = gated_gelu_tanh(gates[i], values[i])
-    else:
-        for i in range(gates.size):
-            gates[i] = gated_gelu(gates[i], values[i])
+@internal
+def _multiply(x: Any, factor: Any) -> None:
+    for i in range(x.size):
+        x[i] *= factor
 
 
 @internal
 def _finish_panel(task: Any, rows: Any, first: Any, products: Any) -> None:
-    """Bias, gate and residual of outputs from `first` on, and where they belong."""
+    """Bias, gate, factor and residual of outputs from `first` on, and where they belong."""
     count = min(PANEL, task[NUM_OUTPUTS] - first)
     for place in range(rows[1]):
         row = rows[0] + place
         x = products[0, PANEL * place : PANEL * place + count]
         if task[BIAS] != 0:
             _add(x, float32_at(task[BIAS] + FLOAT * first, count))
-        if task[VALUE_WEIGHT] != 0:
+        if task[ACTIVATION] != 0:
             values = products[1, PANEL * place : PANEL * place + count]
-            if task[VALUE_BIAS] != 0:
+            if task[VALUE_WEIGHT] == 0:
+                values[:] = ONE
+            elif task[VALUE_BIAS] != 0:
                 _add(values, float32_at(task[VALUE_BIAS] + FLOAT * first, count))
-            _gate(x, values, task[ACTIVATION])
+            gate(x, values, task[ACTIVATION])
+        factor = bits_float(I32(task[FACTOR]))
+        if factor != ONE:
+            _multiply(x, factor)
         if task[RESIDUAL] != 0:
             _add(x, float32_at(task[RESIDUAL] + task[RESIDUAL_STRIDE] * row + FLOAT * first, count))
         float32_at(task[OUT] + task[OUT_STRIDE] * row + FLOAT * first, count)[:] = x
