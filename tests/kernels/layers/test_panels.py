@@ -20,7 +20,7 @@ from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
 
 TOLERANCE = 2e-6  # of the largest output
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130)
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130, 300)
 OUTPUTS, INPUTS = 100, 224  # a panel that is not full, a piece that is not whole
 
 
@@ -166,11 +166,12 @@ def test_bias_and_residual_are_added_and_rows_may_lie_in_wider_arrays() -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_bits_do_not_depend_on_threads(num_threads: int) -> None:
-    panels, x = weights("nibbles"), activations(70)
-    out = torch.empty(70, OUTPUTS)
-    panel_stage(x, panels, out).run(num_threads=num_threads)
-    assert torch.equal(out, product(x, panels))
+def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels, x = weights("nibbles"), activations(300)
+    want, out = product(x, panels), torch.empty(300, OUTPUTS)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)  # more threads, more blocks of rows
+    panel_stage(x, panels, out).run()
+    assert torch.equal(out, want)
 
 
 def test_halves_of_a_layer_lie_in_its_own_memory() -> None:

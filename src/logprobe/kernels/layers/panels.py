@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from logprobe.kernels.layers import activations, turn, widen
 from logprobe.kernels.layers.activations import ACTIVATIONS, gate
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
 
-# What a task's numbers mean, after the two of `parallel_for`: addresses, then strides and sizes.
+# What a task's numbers mean: the second of `parallel_for`, then addresses, then strides and sizes.
+NUM_ITEMS = 1
 (X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
 (X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
 (PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR) = range(16, 21)  # NUM_INPUTS: WIDTH filled up
-ITEMS = 32  # that a layer is shared out in
-BLOCK_ROWS = 64  # rows that stay in the second-level cache while panels go by
+ITEMS = 32  # that the panels of a layer are shared out in
+THREAD_ITEMS = 4  # for each thread, where there are rows for so many: all end at nearly the same time
+BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
+BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
 PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
 PANEL_FLOATS = FLOAT * PANEL
 
@@ -79,8 +83,24 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         num_panels, item_panels, ACTIVATIONS[finish.activation],
         int(np.float32(finish.factor).view(np.int32)),
     ]  # fmt: skip
-    num_items = -(-num_panels // item_panels) * -(-len(x) // BLOCK_ROWS)
+    items = -(-num_panels // item_panels)
+    num_items = items * _num_blocks(len(x), weights.padded_inputs, items)
     return Stage(worker_of(weights.form.name)(), context, num_items, (x, weights, out, finish))
+
+
+def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
+    """How many blocks rows are cut into: few, as each has panels widened, but enough for every thread."""
+    least, most = BLOCK_ROWS
+    fewest = -(-num_rows // max(least, min(most, BLOCK_FLOATS // num_inputs)))
+    wanted = -(-THREAD_ITEMS * torch.get_num_threads() // items)
+    block_rows: int = _block_rows.py_func(num_rows, max(fewest, min(wanted, -(-num_rows // least))))
+    return -(-num_rows // block_rows)
+
+
+@internal
+def _block_rows(num_rows: Any, num_blocks: Any) -> Any:
+    """Rows of every block but the last: whole tiles."""
+    return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -94,26 +114,26 @@ def worker_of(name: str) -> Any:
 
     @compiled_worker(widen, turn, activations, name=f"panels_{name}")
     def multiply_panels(task: Any) -> None:
-        products = float32_on_lines(2 * BLOCK_ROWS * PANEL).reshape(2, -1)
-        piece = float32_on_lines(PIECE * PANEL)
-        turned = float32_on_lines(turned_size(min(BLOCK_ROWS, task[NUM_ROWS]), task[NUM_INPUTS]))
-        turned_from = -1
         items, num_panels = -(-task[NUM_PANELS] // task[ITEM_PANELS]), task[NUM_PANELS]
+        block_rows = _block_rows(task[NUM_ROWS], task[NUM_ITEMS] // items)
+        products = float32_on_lines(2 * block_rows * PANEL).reshape(2, -1)
+        piece = float32_on_lines(PIECE * PANEL)
+        turned = float32_on_lines(turned_size(min(block_rows, task[NUM_ROWS]), task[NUM_INPUTS]))
+        turned_from = -1
         item = next_item(task)
         while item >= 0:
-            first = item // items * BLOCK_ROWS
-            num_rows = min(BLOCK_ROWS, task[NUM_ROWS] - first)
+            first = item // items * block_rows
+            num_rows = min(block_rows, task[NUM_ROWS] - first)
             if turned_from != first:
                 rows = task[X] + task[X_STRIDE] * first
                 turn_rows(rows, task[X_STRIDE], num_rows, task[WIDTH], task[NUM_INPUTS], turned)
                 turned_from = first
-            x = turned.ctypes.data
+            x = (turned.ctypes.data, first, num_rows)
             start = item % items * task[ITEM_PANELS]
             for panel in range(start, min(num_panels, start + task[ITEM_PANELS])):
-                place = panel * task[PANEL_BYTES]
-                multiply(task, (x, num_rows), task[WEIGHT] + place, products[0], piece)
+                multiply(task, x, (task[WEIGHT], panel), products[0], piece)
                 if task[VALUE_WEIGHT] != 0:
-                    multiply(task, (x, num_rows), task[VALUE_WEIGHT] + place, products[1], piece)
+                    multiply(task, x, (task[VALUE_WEIGHT], panel), products[1], piece)
                 _finish_panel(task, (first, num_rows), panel * PANEL, products)
             item = next_item(task)
 
@@ -121,7 +141,11 @@ def worker_of(name: str) -> Any:
 
 
 def _multiplier(form: Form) -> Any:
-    """Compiled `multiply(task, (x, num_rows), panel, products, piece)`: the products of turned rows."""
+    """Compiled `multiply(task, turned, panel, products, piece)`: the products of a block of turned rows.
+
+    `turned` is where they begin, the number of the first row, and how many there are; `panel` is where the
+    panels begin, and the number of the one to multiply by.
+    """
     direct, from_piece = tiles(form), tiles(FLOAT32)
     widen_piece = widener(form)
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
@@ -129,12 +153,12 @@ def _multiplier(form: Form) -> Any:
 
     @compiled(f"multiply_{form.name}")
     def multiply(task: Any, turned: Any, panel: Any, products: Any, piece: Any) -> None:
-        (x, num_rows), num_inputs = turned, task[NUM_INPUTS]
+        (x, first, num_rows), (panels, number), num_inputs = turned, panel, task[NUM_INPUTS]
         products[: PANEL * num_rows] = 0
         is_direct = task[NUM_ROWS] <= direct_rows
         for start in range(0, num_inputs, PIECE):
             count = min(PIECE, num_inputs - start)
-            source = panel + start // block_inputs * block_bytes
+            source = panels + number * task[PANEL_BYTES] + start // block_inputs * block_bytes
             if not is_direct:
                 widen_piece(source, count, piece.ctypes.data)
             for row in range(0, num_rows, TILE_ROWS):
@@ -146,9 +170,27 @@ def _multiplier(form: Form) -> Any:
                     # Memory is read only while a piece is widened: the next one is asked for between tiles.
                     for place in range(row * piece_bytes, (row + some) * piece_bytes, num_rows * LINE):
                         prefetch_line(source + piece_bytes + place // num_rows)
+                    if start + PIECE >= num_inputs:  # nor is what `_finish_panel` is about to write to
+                        _prefetch_targets(task, first + row, some, PANEL_FLOATS * number)
                     from_piece(some, piece.ctypes.data, count, rows, target)
 
     return multiply
+
+
+@internal
+def _prefetch_targets(task: Any, first: Any, num_rows: Any, start: Any) -> None:
+    """Ask for the lines of some rows that a panel's outputs are written to, and for what is added there."""
+    for row in range(first, first + num_rows):
+        for place in range(start, start + PANEL_FLOATS, LINE):
+            prefetch_line(task[OUT] + task[OUT_STRIDE] * row + place)
+            if task[RESIDUAL] != 0:
+                prefetch_line(task[RESIDUAL] + task[RESIDUAL_STRIDE] * row + place)
+
+
+@internal
+def _copy(x: Any, target: Any) -> None:  # assigned to a slice, they would be looked at for overlaps
+    for i in range(x.size):
+        target[i] = x[i]
 
 
 @internal
@@ -184,4 +226,4 @@ def _finish_panel(task: Any, rows: Any, first: Any, products: Any) -> None:
             _multiply(x, factor)
         if task[RESIDUAL] != 0:
             _add(x, float32_at(task[RESIDUAL] + task[RESIDUAL_STRIDE] * row + FLOAT * first, count))
-        float32_at(task[OUT] + task[OUT_STRIDE] * row + FLOAT * first, count)[:] = x
+        _copy(x, float32_at(task[OUT] + task[OUT_STRIDE] * row + FLOAT * first, count))

@@ -42,6 +42,7 @@ PANEL = 48
 GROUP = 8
 LANES = 16 if HAS_WIDE_REGISTERS else 8
 VECTORS = PANEL // LANES
+HAS_FEW_REGISTERS = "avx2" in cpu_features() and not HAS_WIDE_REGISTERS  # 16 of 256 bits
 VECTOR = FLOAT * LANES  # bytes
 TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
 ROOMY_ROWS = 5 if HAS_WIDE_REGISTERS else 0  # whose sums leave registers for a block's header; measured
@@ -291,8 +292,17 @@ def _add_products(builder: Any, one: Any, others: list[Any], sums: list[Any]) ->
     Loaded ahead, as the compiler would have it, vectors take the registers of sums.
     """
     for other, total in zip(others, sums, strict=True):
-        builder.store(fused(builder, one, other, builder.load(total)), total)
+        builder.store(_by_now(builder, fused(builder, one, other, builder.load(total))), total)
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+
+
+def _by_now(builder: Any, vector: Any) -> Any:
+    """The vector, made before anything that follows: text of no instruction, which wants it in a register.
+
+    With few registers, the compiler would put a product off until after the next loads, and spill a sum.
+    """
+    kind = ir.FunctionType(FLOATS, [FLOATS])
+    return builder.asm(kind, "", "=x,0", [vector], side_effect=True) if HAS_FEW_REGISTERS else vector
 
 
 def widener(form: Form) -> Any:
