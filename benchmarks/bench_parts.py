@@ -1,11 +1,11 @@
-"""This measures the parts of a step between which the engine chooses: layouts of weights, ways of attention.
+"""This measures the parts of a step beside torch's: products and norm of a layer, and the ways of attention.
 
-Weights: the products of one decoder layer on oneDNN's reordered weights (ours) and on plain ones, and the
-layer's norm. Attention: a span of new tokens on its context in one layer, by the way that the engine takes
-(ours) and by each of the three that there are. All take turns in this process.
+The products of one decoder layer on panels of weights (ours) and on plain ones, and the layer's norm.
+Attention: a span of new tokens on its context in one layer, by the way that the engine takes (ours) and by
+each of the three that there are. All take turns in this process.
 """
 
-import copy
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, alternate, parse_options, publish
 
 from logprobe.engine.forward.attention import AttentionPlan, Chunk, attend, is_short
+from logprobe.engine.forward.linear import Linear
 from logprobe.engine.forward.pool import KVPool
-from logprobe.engine.layers.packed import PackedNorm, pack_
 from logprobe.kernels.attention.api import RowPlanBuilder, ScoreRule
+from logprobe.kernels.layers.forms import pack_floats
+from logprobe.kernels.layers.norm import rms_norm
 from logprobe.models import load_model, resolve
 
 PLAIN = "plain torch"
@@ -34,22 +36,24 @@ def figure(name: str, contestants: dict[str, Measure], rounds: int) -> Figure:
 
 def layer_figures(model: Any, options: Options) -> list[Figure]:
     """The products of a decoder layer, and its norm, by number of rows."""
-    plain = model.get_decoder().layers[0]
-    packed = copy.deepcopy(plain)
-    pack_(packed)
-    packed_norm = PackedNorm(plain.input_layernorm, offset=0.0)
-    names = [name for name, module in plain.named_modules() if type(module) is torch.nn.Linear]
+    layer = model.get_decoder().layers[0]
+    plain = [module for module in layer.modules() if type(module) is torch.nn.Linear]
+    panels = [Linear([pack_floats(linear.weight)]) for linear in plain]
+    norm = layer.input_layernorm
     figures = []
     for rows in ROWS[:2] if options.is_smoke else ROWS:
-        inputs = [torch.randn(rows, plain.get_submodule(name).in_features) for name in names]
+        inputs = [torch.randn(rows, linear.in_features) for linear in plain]
 
-        def products(layer: Any, inputs: list[torch.Tensor] = inputs) -> None:
-            for name, x in zip(names, inputs, strict=True):
-                layer.get_submodule(name)(x)
+        def products(linears: Sequence[Any], inputs: list[torch.Tensor] = inputs) -> None:
+            for linear, x in zip(linears, inputs, strict=True):
+                linear(x)
 
-        measures = {OURS: partial(products, packed), PLAIN: partial(products, plain)}
+        measures = {OURS: partial(products, panels), PLAIN: partial(products, plain)}
         x = torch.randn(rows, model.config.hidden_size)
-        norms = {OURS: partial(packed_norm, x), PLAIN: partial(plain.input_layernorm, x)}
+        norms = {
+            OURS: partial(rms_norm, x, norm.weight, model.config.rms_norm_eps),
+            PLAIN: partial(norm, x),
+        }
         for part, calls in (("products", measures), ("norm", norms)):
             timed: dict[str, Measure] = {name: partial(ms_of, call, CALLS) for name, call in calls.items()}
             figures.append(figure(f"{part} of one decoder layer, {rows} rows", timed, options.rounds))

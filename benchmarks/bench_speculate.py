@@ -35,7 +35,7 @@ EDITS = [
     ("engine/weight_swap.py", "held", "waiting"),
     ("records/values.py", "values", "items"),
     ("sampling/kept.py", "processed", "changed"),
-    ("engine/forward/layout.py", "layers", "blocks"),
+    ("engine/forward/launch.py", "launch", "start"),
 ]
 STORIES = ["a lighthouse in the desert", "a baker who hears rain", "a late train", "a map without north"]
 

@@ -2,8 +2,11 @@
 
 A step is all linear layers of the model, its head included, by number of rows. Ours are panels in the form of
 the model's own file; beside them float32, bfloat16 and float16 panels (rounded weights, as another checkpoint
-would have them), oneDNN's reordered float32 weights, and torch's plain product. Errors are against float64
-products of the very weights, of the largest output. All take turns in this process.
+would have them), oneDNN's reordered float32 weights (torch's private operators), and torch's plain product.
+`multiply-adds alone` is the time that the step's multiply-adds would take at the peak of the same round, the
+rate at which this machine's threads do them in registers and read no memory (`peak.py`); the ratio to it is
+the share of that peak. Errors are against float64 products of the very weights, of the largest output. All
+take turns in this process.
 """
 
 from collections.abc import Callable
@@ -14,21 +17,50 @@ from typing import Any
 import torch
 from bench_processors import ms_of
 from harness import OURS, Figure, Measure, Options, Target, alternate, parse_options, publish
+from peak import multiply_adds_per_s
 
-from logprobe.engine.layers.packed import PackedLinear
-from logprobe.engine.layers.published import PublishedLinear
+from logprobe.engine.forward.linear import Linear
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.threads.series import Series
 from logprobe.models import load_model, resolve
 from logprobe.models.stored.panels import read_panels
 
 PACKED, PLAIN, FLOAT32 = "oneDNN packed", "plain torch", "float32 panels"
+PEAK = "multiply-adds alone"
+PACK_ROWS = 32  # that oneDNN is told to expect; any other number runs as well
 ROUNDED = {"bfloat16 panels": torch.bfloat16, "float16 panels": torch.float16}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 RECORDED_ROWS = 64  # up to so many, a step is one launch
 ERROR_ROWS = 8
 LARGEST_ERROR = 2e-6
 AT_LEAST = {1: 2.0, 8: 1.2, 32: 1.0}  # times as fast as oneDNN's
+
+
+class Packed:
+    """A linear layer without a bias on a float32 weight that oneDNN has reordered."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        weight = linear.weight.detach().contiguous()
+        self.num_outputs, self.num_inputs = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)  # noqa: SLF001
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, inputs) → (rows, outputs)."""
+        product = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+        out: torch.Tensor = product(x, self._weight, None, "none", [], "")
+        return out
+
+
+class Plain:
+    """The same on torch's own product."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        self._weight = linear.weight
+        self.num_outputs, self.num_inputs = linear.weight.shape
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, inputs) → (rows, outputs)."""
+        return torch.nn.functional.linear(x, self._weight)
 
 
 def unrounded(weight: torch.Tensor) -> torch.Tensor:
@@ -45,25 +77,25 @@ def forms(model: Any, kept: dict[str, Any]) -> dict[str, list[Any]]:
         return kept.get(name) or kept.get(tied) or pack_floats(linear.weight)
 
     made: dict[str, list[Any]] = {
-        OURS: [PublishedLinear([own(name, linear)]) for name, linear in linears],
-        FLOAT32: [PublishedLinear([pack_floats(unrounded(linear.weight))]) for _, linear in linears],
-        PACKED: [PackedLinear(linear) for _, linear in linears],
-        PLAIN: [linear for _, linear in linears],
+        OURS: [Linear([own(name, linear)]) for name, linear in linears],
+        FLOAT32: [Linear([pack_floats(unrounded(linear.weight))]) for _, linear in linears],
+        PACKED: [Packed(linear) for _, linear in linears],
+        PLAIN: [Plain(linear) for _, linear in linears],
     }
     for name, dtype in ROUNDED.items():
-        made[name] = [PublishedLinear([pack_floats(linear.weight.to(dtype))]) for _, linear in linears]
+        made[name] = [Linear([pack_floats(linear.weight.to(dtype))]) for _, linear in linears]
     return made
 
 
 def step(layers: list[Any], num_rows: int) -> Callable[[], Any]:
     """All products of a step on inputs of its own."""
-    inputs = {width: torch.randn(num_rows, width) for width in {layer.in_features for layer in layers}}
-    if not isinstance(layers[0], PublishedLinear) or num_rows > RECORDED_ROWS:
-        return lambda: [layer(inputs[layer.in_features]) for layer in layers]
+    inputs = {width: torch.randn(num_rows, width) for width in {layer.num_inputs for layer in layers}}
+    if not isinstance(layers[0], Linear) or num_rows > RECORDED_ROWS:
+        return lambda: [layer(inputs[layer.num_inputs]) for layer in layers]
     stages = [
         stage
         for layer in layers
-        for stage in layer.stages(inputs[layer.in_features], torch.empty(num_rows, layer.out_features))
+        for stage in layer.stages(inputs[layer.num_inputs], torch.empty(num_rows, layer.num_outputs))
     ]
     return Series(stages).run
 
@@ -72,6 +104,8 @@ def speed(made: dict[str, list[Any]], num_rows: int, options: Options) -> Figure
     """Milliseconds of a step."""
     calls = {name: step(layers, num_rows) for name, layers in made.items()}
     measures: dict[str, Measure] = {name: partial(ms_of, call, 1) for name, call in calls.items()}
+    num_multiply_adds = num_rows * sum(layer.num_inputs * layer.num_outputs for layer in made[OURS])
+    measures[PEAK] = lambda _: 1e3 * num_multiply_adds / multiply_adds_per_s()
     samples, notes = alternate(measures, options.rounds)
     at_least = AT_LEAST.get(num_rows)
     targets = [] if at_least is None else [Target(against=PACKED, at_least=at_least)]
@@ -83,7 +117,7 @@ def speed(made: dict[str, list[Any]], num_rows: int, options: Options) -> Figure
 
 def largest_error(layer: Any) -> float:
     """Of a layer on panels, against float64, of its largest output."""
-    x = torch.randn(ERROR_ROWS, layer.in_features)
+    x = torch.randn(ERROR_ROWS, layer.num_inputs)
     (part,) = layer.parts
     weight = torch.from_numpy(part.rows(torch.arange(part.num_outputs).numpy())).double()
     want = x.double() @ weight.T
@@ -94,8 +128,8 @@ def exactness(made: dict[str, list[Any]]) -> Figure:
     """The largest error of any layer, by form; the first layer of each shape stands for its like."""
     samples = {}
     for name, layers in made.items():
-        if isinstance(layers[0], PublishedLinear):
-            shapes = {(layer.out_features, layer.in_features): layer for layer in reversed(layers)}
+        if isinstance(layers[0], Linear):
+            shapes = {(layer.num_outputs, layer.num_inputs): layer for layer in reversed(layers)}
             samples[name] = [max(map(largest_error, shapes.values()))]
     return Figure(
         name="largest error", unit="of the largest output", better="lower",

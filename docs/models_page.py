@@ -9,7 +9,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from families.outcomes import FUSED, PLAIN, REFUSED, UNBUILT
+from families.outcomes import GENERIC, OWN, REFUSED, UNBUILT
 from families.rows import RIGHT
 
 HEADER = """# Models
@@ -19,7 +19,7 @@ This page is written by `python docs/models_page.py`, from the table that `tests
 random models: each variant below gives transformers' float32 log-probabilities to 2e-4 nats for a text
 alone, in a batch, in chunks, on cached prefixes and while it grows, below, across and beyond its window and
 the length at which its rotary frequencies change, with published weights; and chunked and growing on what
-is cached with packed and with plain ones.
+is cached with plain ones.
 
 At load every model is watched, then proven: its decoder is found by watching it run, each layer's window
 is read from the mask that transformers makes for it, and the logits of every way of attention are compared
@@ -27,9 +27,10 @@ with the model's own, at its first positions, at its last and across each length
 `logprobe info MODEL` shows the outcome. A model that cannot be run so is refused with
 `UnsupportedModelError`; `engine='vllm'` may run it.
 
-- **fused**: with packed or published weights, whole decoder layers run as few, large operations. A layer is
-  fused only where the source of its `forward` is one that was read (`engine/layers/forms.py`).
-- **plain**: the layers are transformers' own, on published weights where the processor can.
+- **own**: with published weights, by our own decoder, a row of `engine/forward/families.py`. A model of such
+  a family runs so only where each key of its configuration and each of its tensors is known there.
+- **generic**: by transformers' own modules, on published weights where the processor can. So does every model
+  with `weights="plain"`, of 16 bits or on a GPU. `logprobe info MODEL` and the log say why.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
 """
@@ -40,8 +41,8 @@ def page() -> str:
     listed = {row.kind for row in RIGHT}
     rows = [f"| {row.name} | `{row.kind}` | {row.layers} |" for row in RIGHT]
     others = [
-        f"| `{kind}` | {'fused' if kind in FUSED else 'plain'} |"
-        for kind in sorted([*FUSED, *PLAIN])
+        f"| `{kind}` | {'own' if kind in OWN else 'generic'} |"
+        for kind in sorted([*OWN, *GENERIC])
         if kind not in listed
     ]
     refused = [f"| {reason} | {_named(kinds)} |" for reason, kinds in REFUSED.items()]

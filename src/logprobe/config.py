@@ -34,7 +34,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Engines beside the native one: name → what starts it, imported when it is asked for."""
-Weights = Literal["auto", "plain", "packed", "published"]
+Weights = Literal["auto", "plain", "published"]
 
 
 @strict_keywords
@@ -51,10 +51,9 @@ class EngineConfig:
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
             what is free, at most 1 GiB.
-        weights: `auto` (`published` where this processor can; else `packed` where a CPU has oneDNN; else
-            `plain`), `published` (float32 numbers from the bytes of the model's own file, or from the
-            narrowest float that holds its weights exactly, widened where they are used), `packed` (float32
-            in the layout of small-batch matrix products), or `plain`.
+        weights: `auto` (`published` where this processor can, else `plain`), `published` (float32 numbers
+            from the bytes of the model's own file, or from the narrowest float that holds its weights
+            exactly, widened where they are used), or `plain` (transformers' own modules).
         seed: base of the seeds of requests that bring none.
         overlap: run the next step while the rows of the last one are copied and handed to their readers;
             the numbers are the same.
@@ -100,7 +99,7 @@ class EngineConfig:
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
-        weights = ("auto", "plain", "packed", "published")
+        weights = ("auto", "plain", "published")
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
         for name in ("max_model_len", "kv_bytes"):
             value = getattr(self, name)

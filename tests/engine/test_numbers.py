@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FROM_TRANSFORMERS = 2e-4  # nats
 BETWEEN_BATCHES = 5e-5
-BETWEEN_CHUNKS = 1e-4  # the largest of 1,100 positions; 5.5e-5 was seen on packed weights without AVX-512
+BETWEEN_CHUNKS = 1e-4  # the largest of 1,100 positions; 5.5e-5 was seen without AVX-512
 CODE = "def gcd(a: int, b: int) -> int:\n    while b:\n        a, b = b, a % b\n    return a\n\n\n"
 TEXTS = [
     "The capital of France is Paris, and the capital of Italy is Rome.",

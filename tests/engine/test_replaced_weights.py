@@ -107,6 +107,21 @@ def test_the_numbers_afterwards_are_those_of_a_fresh_load(
     check_integrity(llm)
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "float32"])
+def test_new_weights_run_by_our_own_decoder_in_the_form_that_they_come_in(
+    llm: LLM, state: dict[str, torch.Tensor], form: str
+) -> None:
+    dtype: torch.dtype = getattr(torch, form)
+    llm.load_weights({name: weight.to(dtype) for name, weight in state.items()})
+    forward: Any = llm.engine.core.engine.forward
+    assert forward.layout.why_generic is None
+    assert forward.decoder.launches is not None
+    parts = [
+        part for layer in forward.decoder.layers for part in (*layer.projection.parts, *layer.output.parts)
+    ]
+    assert {part.form.name for part in parts} == {form}
+
+
 def test_training_goes_on_without_moving_what_was_loaded(
     llm: LLM, state: dict[str, torch.Tensor], want: list[Any]
 ) -> None:
@@ -467,7 +482,8 @@ def test_the_module_below_an_async_model_is_that_of_the_new_weights(
         assert lm.underlying_model is not None
         before = weakref.ref(llm.engine.core.engine.forward)
         llm.load_weights(state)
-        assert lm.underlying_model is llm.engine.core.engine.forward.model
+        norm = dict(lm.underlying_model.named_parameters())["model.norm.weight"]
+        assert torch.equal(norm, state["model.norm.weight"])
         gc.collect()
         assert before() is None, "the old weights go"
 

@@ -7,23 +7,23 @@ def _kinds(text: str) -> list[str]:
     return text.split()
 
 
-# Model types whose decoder layers run fused.
-FUSED = _kinds("""
-arcee aria_text cwm dots1 gemma got_ocr2 gpt-sw3 internlm3 iquestcoder jais2 llama mellum ministral
-mistral moss_transcribe_diarize phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_moe smollm3 solar_open
-starcoder2
+# Model types that run by our own decoder.
+OWN = _kinds("""
+arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3 gemma3_text glm got_ocr2 gpt-sw3
+gpt2 gpt_neox granite helium internlm3 iquestcoder jais2 llama ministral ministral3 mistral
+mixtral moss_transcribe_diarize olmo olmo2 olmo3 olmoe phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
+seed_oss smollm3 stablelm starcoder2
 """)
 
-# Those whose layers are their own, on published or packed products.
-PLAIN = _kinds("""
-afmoe apertus axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl deepseek_v2 deepseek_v3
-ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma2 gemma3 gemma3_text
-gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2
-gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared
-helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2
-longcat_flash mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral3 mixtral mllama
-modernbert-decoder moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-phimoe seed_oss stablelm vaultgemma youtu
+# Those that run by transformers' modules, on published products.
+GENERIC = _kinds("""
+afmoe apertus aria_text axk1 beam biogpt bitnet cohere2_moe ctrl deepseek_v2 deepseek_v3 dots1
+ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma3n_text gemma4 gemma4_text gemma4_unified_text
+glm4 glm4_moe glm4_moe_lite gpt_bigcode gpt_oss granite_swa granitemoe granitemoe_swa
+granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2
+longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text mllama
+modernbert-decoder moshi nanochat nemotron opt persimmon phi4_multimodal phimoe solar_open
+vaultgemma youtu
 """)
 
 # Reason of the refusal → those that it holds for.

@@ -14,9 +14,7 @@ import torch
 from logprobe.config import EngineConfig
 from logprobe.engine.engine import Engine
 from logprobe.engine.fold import Describer, Fold
-from logprobe.engine.forward import attention, native
-from logprobe.engine.layers.fused import FusedLayer
-from logprobe.engine.ready import start
+from logprobe.engine.forward import attention, native, ready
 from logprobe.models import ModelFiles
 from logprobe.records import LogprobsInfo
 from logprobe.sampling import SamplingParams
@@ -71,7 +69,7 @@ def load(model: Any, weights: str, **settings: Any) -> native.NativeForward:
     def copied(_files: Any, *, dtype: torch.dtype, **_: Any) -> Any:
         return copy.deepcopy(model).to(dtype)
 
-    with mock.patch.object(start, "load_model", copied):
+    with mock.patch.object(ready, "load_model", copied):
         return native.NativeForward(config, ModelFiles("tiny", Path("/nowhere")))
 
 
@@ -161,9 +159,8 @@ def quick_differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tu
 
 
 def how_layers_run(forward: Any) -> str:
-    """As `fused` layers, or as `plain` ones, the model's own."""
-    is_fused = any(isinstance(module, FusedLayer) for module in forward.model.modules())
-    return "fused" if is_fused else "plain"
+    """By our `own` decoder, or the `generic` way."""
+    return "own" if forward.layout.why_generic is None else "generic"
 
 
 def _prompt_difference(truth: Truth, ids: list[int], output: RequestOutput) -> float:

@@ -24,11 +24,11 @@ ENDLESS = "(.*.*)*(.*.*)*(.*.*)*(.*.*)*x"
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_folder: Path) -> Any:
-    """What the folders were made for."""
-    from transformers import AutoModelForCausalLM
+def model_config(tiny_model_folder: Path) -> Any:
+    """Of the model that the folders were made for."""
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    return AutoConfig.from_pretrained(tiny_model_folder)
 
 
 @pytest.fixture
@@ -53,19 +53,19 @@ def spoil(folder: Path, **changes: Any) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_pattern_that_never_ends_is_refused(
-    folder: Path, changes: dict[str, Any], model: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, changes: dict[str, Any], model_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATTERN_LIMIT_S", 1)
     spoil(folder, **changes)
     start = time.monotonic()
     with pytest.raises(UnsupportedModelError, match="patterns take longer"):
-        load_lora("x", folder, model)
+        load_lora("x", folder, model_config)
     assert time.monotonic() - start < 60
 
 
-def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model: Any) -> None:
+def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model_config: Any) -> None:
     spoil(folder, target_modules=r"model\.layers\.\d+\.(self_attn|mlp)\.(?!nothing).*_proj")
-    assert load_lora("x", folder, model).parts
+    assert load_lora("x", folder, model_config).parts
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_a_pattern_that_ends_still_chooses_modules(folder: Path, model: Any) -> 
     ids=range(6),
 )
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")
-def test_a_broken_header_is_refused(folder: Path, data: bytes, model: Any) -> None:
+def test_a_broken_header_is_refused(folder: Path, data: bytes, model_config: Any) -> None:
     (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(UnsupportedModelError):
-        load_lora("x", folder, model)
+        load_lora("x", folder, model_config)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_a_broken_header_is_refused(folder: Path, data: bytes, model: Any) -> No
     ids=str,
 )
 def test_a_broken_configuration_is_refused_or_unread(
-    folder: Path, changes: dict[str, Any], model: Any
+    folder: Path, changes: dict[str, Any], model_config: Any
 ) -> None:
     spoil(folder, **changes)
     with contextlib.suppress(UnsupportedModelError):
-        load_lora("x", folder, model)
+        load_lora("x", folder, model_config)
 
 
 JSON = st.recursive(
@@ -127,7 +127,7 @@ FIELDS += ["task_type", "use_rslora", "fan_in_fan_out", "modules_to_save", "init
 )
 @pytest.mark.filterwarnings("ignore")  # peft warns of much that it then refuses
 def test_an_altered_folder_is_read_or_refused(
-    adapter_folders: dict[str, Path], tmp_path: Path, model: Any, changes: Any, alterations: Any
+    adapter_folders: dict[str, Path], tmp_path: Path, model_config: Any, changes: Any, alterations: Any
 ) -> None:
     folder = shutil.copytree(adapter_folders["narrow"], tmp_path / "altered", dirs_exist_ok=True)
     spoil(folder, **changes)
@@ -137,4 +137,4 @@ def test_an_altered_folder_is_read_or_refused(
         data[place % 900 : place % 900 + len(value)] = value
     weights.write_bytes(data)
     with contextlib.suppress(UnsupportedModelError):
-        load_lora("x", folder, model)
+        load_lora("x", folder, model_config)

@@ -36,16 +36,16 @@ class Layout:
 
     weights: str
     num_layers: int
-    num_fused: int
-    own_layers: tuple[str, ...]  # classes of the layers that run as transformers wrote them
+    why_generic: str | None  # why it runs by transformers' own modules, where it does
     rope_boundary: int | None  # tokens above which a text runs under other rotary frequencies
     probe_difference: float  # largest at load, nats
 
     @property
     def layers(self) -> str:
-        """Such as `30 of 30 fused`."""
-        own = f"; as transformers wrote them: {', '.join(self.own_layers)}" if self.own_layers else ""
-        return f"{self.num_fused} of {self.num_layers} fused{own}"
+        """Such as `30 by our own decoder`."""
+        if self.why_generic is None:
+            return f"{self.num_layers} by our own decoder"
+        return f"{self.num_layers} by transformers' modules: {self.why_generic}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ BASE: Final[Mapping[str, float]] = {
     "attention.numba": 3,
     "layers.rotary": 1,
     "layers.norm": 0.5,
+    "layers.gate": 1,
     "layers.store": 0.5,
     "threads.series": 0.5,
     "attention.chunk": 6,

@@ -37,24 +37,6 @@ class Hook:
 
 LIBGOMP = "libgomp"
 
-LINEAR = Hook(
-    library="torch",
-    name="ops.mkldnn._linear_pointwise",
-    purpose="oneDNN's product on a reordered weight, with an activation behind it",
-    without="weights are not packed",
-)
-LINEAR_BINARY = Hook(
-    library="torch",
-    name="ops.mkldnn._linear_pointwise.binary",
-    purpose="the same product, and a sum or a product with another array behind it",
-    without="weights are not packed",
-)
-REORDER = Hook(
-    library="torch",
-    name="ops.mkldnn._reorder_linear_weight",
-    purpose="brings a weight into the order that oneDNN's product wants",
-    without="weights are not packed",
-)
 PARALLEL = Hook(
     library=LIBGOMP,
     name="GOMP_parallel",
@@ -98,21 +80,12 @@ LLVM_FUNCTIONS = Hook(
     without="the kernels do not compile",
 )
 
-HOOKS = (
-    LINEAR, LINEAR_BINARY, REORDER, PARALLEL, BARRIER, PAUSE, ATTENTION,
-    CACHE, CACHE_KEY, LLVM_FUNCTIONS,
-)  # fmt: skip
+HOOKS = (PARALLEL, BARRIER, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS)
 
 
 def missing_hooks() -> list[Hook]:
     """Those that this machine's libraries do not have."""
     return [hook for hook in HOOKS if hook.find() is None]
-
-
-def has_onednn() -> bool:
-    """Whether torch was built with oneDNN and its products can be called."""
-    is_built: bool = import_module("torch").backends.mkldnn.is_available()
-    return is_built and all(hook.find() is not None for hook in (LINEAR, LINEAR_BINARY, REORDER))
 
 
 def libgomp() -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -60,21 +59,26 @@ def load_model(
 
 
 def load_state(
-    model: PreTrainedModel,
+    config: PreTrainedConfig,
     state: State,
     *,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """A model of the same class and shape with other weights; they are copied, so that training may go on.
+    """The model of a configuration with weights of its own; they are copied, so that training may go on.
 
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or of another shape.
     """
-    load: Any = type(model).from_pretrained
-    loaded, info = load(
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        kind = type(auto.from_config(config))
+    loaded, info = kind.from_pretrained(
         None,
-        config=deepcopy(model.config),
+        config=config,
         state_dict={name: weight.detach().to("cpu", copy=True) for name, weight in state.items()},
         dtype=dtype,
         attn_implementation="eager",

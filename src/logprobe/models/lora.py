@@ -23,7 +23,7 @@ from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig
 
 PREFIX = "base_model.model."  # that peft writes before the names of modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
@@ -86,8 +86,16 @@ def resolved_folder(path: str | Path) -> Path:
     return folder.resolve()
 
 
-def load_lora(name: str, path: str | Path, model: PreTrainedModel, number: int = 0) -> LoraWeights:
-    """Load LoRA weights made for `model`, as safetensors; no code of the folder is run.
+def load_lora(
+    name: str,
+    path: str | Path,
+    config: PreTrainedConfig,
+    number: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LoraWeights:
+    """Load LoRA weights made for the model of `config`, as safetensors; no code of the folder is run.
 
     Raises:
         ModelNotFoundError: no such folder, or a file is missing.
@@ -101,9 +109,13 @@ def load_lora(name: str, path: str | Path, model: PreTrainedModel, number: int =
                 "a Hugging Face id whose files are in the cache"
             )
     with quiet_transformers():
-        skeleton, weights = _loaded_skeleton(name, folder, model)
+        skeleton, weights = _loaded_skeleton(name, folder, config)
+    head = skeleton.get_output_embeddings()
+    for module_name, module in skeleton.named_modules():
+        if hasattr(module, "lora_A"):
+            _check_layer(name, module_name, module, head)
     parts = {
-        module_name: _part(name, module_name, module, model, weights)
+        module_name: _part(name, module_name, module, weights, dtype=dtype, device=device)
         for module_name, module in skeleton.named_modules()
         if hasattr(module, "lora_A")
     }
@@ -115,7 +127,7 @@ def load_lora(name: str, path: str | Path, model: PreTrainedModel, number: int =
     return LoraWeights(name, str(folder), number, parts)
 
 
-def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[Any, dict[str, torch.Tensor]]:
+def _loaded_skeleton(name: str, folder: Path, own: PreTrainedConfig) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model without weights of its own, into which peft has put the LoRA layers, and their weights."""
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
@@ -124,7 +136,7 @@ def _loaded_skeleton(name: str, folder: Path, model: PreTrainedModel) -> tuple[A
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(own)
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         skeleton = auto.from_config(config, attn_implementation="eager")
@@ -199,18 +211,28 @@ def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
         ) from error
 
 
-def _part(name: str, module_name: str, module: Any, model: Any, weights: dict[str, torch.Tensor]) -> LowRank:
-    head = model.get_output_embeddings()
+def _check_layer(name: str, module_name: str, module: Any, head: Any) -> None:
     is_linear = type(module.get_base_layer()) is torch.nn.Linear
-    if not is_linear or (head is not None and model.get_submodule(module_name) is head):
+    if not is_linear or module is head:
         raise UnsupportedModelError(
             f"lora {name!r} changes {module_name}; only linear layers before the head can be changed"
         )
+
+
+def _part(
+    name: str,
+    module_name: str,
+    module: Any,
+    weights: dict[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> LowRank:
     [key] = module.lora_A
     prefix = f"{PREFIX}{module_name}"
     down, up = weights.get(f"{prefix}.lora_A.weight"), weights.get(f"{prefix}.lora_B.weight")
     if down is None or up is None:
         raise UnsupportedModelError(f"lora {name!r} has no weights for {module_name}")
-    like = {"dtype": model.dtype, "device": model.device}
     with torch.no_grad():
-        return LowRank(down.T.to(**like).contiguous(), (up.T * module.scaling[key]).to(**like).contiguous())
+        scaled = up.T * module.scaling[key]
+        return LowRank(down.T.to(device, dtype).contiguous(), scaled.to(device, dtype).contiguous())

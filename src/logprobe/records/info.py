@@ -27,9 +27,9 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     logits_dtype: str | None = None  # such as "float32"
     engine: str | None = None
     model: str | None = None
-    weights: str | None = None  # their layout, such as "packed"
+    weights: str | None = None  # their layout, such as "published"
     weight_version: str | None = None  # which weights: a caller's name, or a digest or commit with its kind
-    layers: str | None = None  # how many run fused, and which as transformers wrote them
+    layers: str | None = None  # how they run, such as "30 by our own decoder"
     probe_difference: float | None = None  # largest difference from transformers that the proof at load found
     floor: float | None = None  # JSON writes this for -inf; None: binary, -inf stays
     unit: Literal["nats"] = "nats"

@@ -32,7 +32,7 @@ def test_without_vllm_the_error_says_how_to_install_it(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"weights": "packed"},
+        {"weights": "published"},
         {"overlap": True},
         {"speculate": True},
         {"process": True},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ASKED = {"inputs": ["in.jsonl"], "text_column": "text"}
-OURS = {"model": "m", "weights": "float32 packed"}
+OURS = {"model": "m", "weights": "float32 published"}
 THEIRS = {"model": "m", "weights": "bfloat16 plain"}
 
 
@@ -32,7 +32,9 @@ def begun(tmp_path: Path) -> Path:
     run.agree(OURS)
     run.write(1, [{"row": 0, "logprob": -1.0}], [], None)
     run.agree(OURS)
-    with pytest.raises(InputError, match="rows of weights 'bfloat16 plain' after rows of 'float32 packed'"):
+    with pytest.raises(
+        InputError, match="rows of weights 'bfloat16 plain' after rows of 'float32 published'"
+    ):
         run.agree(THEIRS)
     run.leave()
     return tmp_path
@@ -47,7 +49,7 @@ def test_a_run_goes_on_with_the_same_model_however_late_it_is_known(begun: Path)
     assert journal(begun, **OURS).num_done == 1
     late = journal(begun)
     late.agree(OURS)
-    with pytest.raises(InputError, match="after rows of 'float32 packed'"):
+    with pytest.raises(InputError, match="after rows of 'float32 published'"):
         late.agree(THEIRS)
     with pytest.raises(InputError, match="the run to resume had another weights"):
         journal(begun, **THEIRS)

@@ -97,7 +97,8 @@ class CurrentStep:
     plan: AttentionPlan | None = None
     is_long: bool = False  # its tokens run under the long rotary frequencies
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer, as the model's own masks have it
-    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, as the layer last stated it
+    rules: dict[int, ScoreRule] = field(default_factory=dict)  # by layer, as its call at the proof has it
+    key_dims: dict[int, int] = field(default_factory=dict)  # likewise
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by layer, while masks are learnt
 
     def reach(self, model: torch.nn.Module) -> None:
@@ -180,14 +181,17 @@ def pooled_attention(
     check_call(query, key, options)
     assert plan is not None, "a step runs under a plan"
     plan.pool.store(layer, plan.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    rule = step.rules[layer] = _score_rule(query, options, step.windows.get(layer))
+    rule = score_rule(query, options, step.windows.get(layer))
     return attend(plan, layer, query[0].transpose(0, 1), rule)[None], None
 
 
-def attend(plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+def attend(
+    plan: AttentionPlan, layer: int, query: torch.Tensor, rule: ScoreRule, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Let a step's queries, (num_tokens, heads, key_dim), see the pool: (num_tokens, heads, value_dim)."""
     keys, values = plan.pool.keys[layer], plan.pool.values[layer]
-    out = query.new_empty(*query.shape[:2], values.shape[2])
+    if out is None:
+        out = query.new_empty(*query.shape[:2], values.shape[2])
     if plan.rows is not None:
         attend_rows(query, keys, values, plan.rows, out, rule)
     for index, chunk in enumerate(plan.chunks):
@@ -214,7 +218,8 @@ def check_call(query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) 
             raise UnsupportedModelError(f"its attention takes `{name}`, which this engine does not know")
 
 
-def _score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
+def score_rule(query: torch.Tensor, options: dict[str, Any], window: int | None) -> ScoreRule:
+    """How a call of transformers' attention interface makes its scores, beside what its mask hides."""
     scale = options.get("scaling")
     return ScoreRule(
         query.shape[3] ** -0.5 if scale is None else float(scale),

@@ -1,148 +1,471 @@
-"""The two halves of a causal language model: its decoder, and its output head.
+"""A decoder made of stages (CPU, float32): every family of `families`, on panels of weights.
 
-A family may keep its decoder anywhere (`model`, `transformer`, `gpt_neox`, `model.decoder`, a text model
-inside a vision one), so it is found by watching the model run once. After its last layer a model may scale
-its logits, squash them, or leave them be. None of that is written again here: the head is the model itself
-with a stand-in where the decoder was.
+A step's rows go through one series of compiled loops: norms, products, rotation, attention. `Decoder.stages`
+is that series, whatever the rows: a few run as one launch that was recorded (`launch`), more stage by stage.
+The layers of all families differ by what a row of `families` says, and by nothing else.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from logprobe.errors import UnsupportedModelError
+from logprobe.engine.forward.attention import attend
+from logprobe.engine.forward.experts import Experts
+from logprobe.engine.forward.families import FAMILIES
+from logprobe.engine.forward.launch import Launches
+from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
+from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.pool import KVPool
+from logprobe.kernels.attention.api import ScoreRule
+from logprobe.kernels.layers.gate import gate_stage
+from logprobe.kernels.layers.norm import norm_stage
+from logprobe.kernels.layers.panels import panel_stage
+from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
-    from logprobe.engine.forward.attention import AttentionPlan, CurrentStep
+    from numpy.typing import NDArray
+
+    from logprobe.engine.forward.attention import AttentionPlan
+    from logprobe.engine.forward.families import ExpertFacts
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.kernels.threads.parallel import Stage
+    from logprobe.models.lora import LoraWeights
+    from logprobe.models.stored.record import DecoderSpec
+
+    Tensors = Mapping[str, torch.Tensor]
+    Shape = tuple[int, ...]
+
+FEW_ITEMS = 4  # of a loop that is not worth starting the threads for
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderPlace:
-    """Where a model keeps its decoder, and in what form the decoder hands its rows over."""
+class Norm:
+    """A norm of rows, or of each equal part of rows."""
 
-    path: str  # below the model, dotted
-    output: Any  # of one run: a `ModelOutput` or a tuple, whose first part is the last hidden states
+    weight: torch.Tensor  # (width,)
+    bias: torch.Tensor | None
+    epsilon: float
+    is_centred: bool  # LayerNorm, else root mean square
 
-    def rows(self, output: Any) -> Tensor:
-        """The last hidden states, (1, num_tokens, hidden size)."""
-        rows: Tensor = output[0]
-        return rows
-
-    def filled(self, rows: Tensor) -> Any:
-        """An output of the decoder's own form; what is not the last hidden states is None."""
-        from transformers.utils.generic import ModelOutput
-
-        if isinstance(self.output, ModelOutput):
-            name = next(iter(self.output))
-            return type(self.output)(**{name: rows})
-        return (rows, *[None] * (len(self.output) - 1))
+    def stage(self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> Stage:
+        """The norm of `x`, plus `residual`, into `out`, ready to run."""
+        return norm_stage(
+            x, self.weight, out, self.epsilon, residual, bias=self.bias, is_centred=self.is_centred
+        )
 
 
-class WatchedRun:
-    """Notes, while a model runs, which of its submodels returned last: the outermost one is its decoder."""
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """down(activation(gates) · values), or down(activation(gates)), by the names of its matrices."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._hooks: list[Any] = []
-        self._last: DecoderPlace | None = None
-
-    def __enter__(self) -> Self:
-        from transformers import PreTrainedModel
-
-        for path, module in self._model.named_modules():
-            if path and isinstance(module, PreTrainedModel):
-                self._hooks.append(module.register_forward_hook(self._note(path)))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _note(self, path: str) -> Any:
-        def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            self._last = DecoderPlace(path, output)
-
-        return note
+    gate_names: tuple[str, ...]
+    inner: GatedPanels
+    down_name: str
+    down: Linear
 
     @property
-    def place(self) -> DecoderPlace:
-        """The decoder's place.
+    def width(self) -> int:
+        """The feed-forward size."""
+        return self.down.num_inputs
 
-        Raises:
-            UnsupportedModelError: no submodel ran.
-        """
-        if self._last is None:
-            raise UnsupportedModelError("it has no decoder apart from its output head")
-        return self._last
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer; its matrices go by the names that LoRA weights have for them."""
+
+    index: int
+    projections: dict[str, int]  # the names of what gives queries, keys and values, with their widths
+    projection: Linear  # of all three
+    head_norms: tuple[Norm | None, Norm | None]  # of queries and keys
+    output_name: str
+    output: Linear
+    mlp: FeedForward | None  # None: experts alone
+    experts: Experts | None
+    shared_gate: Linear | None  # of `mlp`, where it stands beside experts
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    rotary: str | None
+    rule: ScoreRule
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all its matrices but the experts'."""
+        mlp = () if self.mlp is None else (*self.mlp.gate_names, self.mlp.down_name)
+        return (*self.projections, self.output_name, *mlp)
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What the stages of a step of M rows read and write."""
+
+    hidden: torch.Tensor  # (M, hidden size)
+    normed: torch.Tensor  # (M, hidden size)
+    branch: torch.Tensor  # (M, hidden size): what a layer's part gives where a norm follows it
+    projected: torch.Tensor  # (M, queries + keys + values)
+    query: torch.Tensor  # (M, heads, head_dim)
+    attended: torch.Tensor  # (M, heads, head_dim)
+    inner: torch.Tensor  # (M, feed-forward size)
+    angles: dict[str, tuple[torch.Tensor, torch.Tensor]]  # cosines and sines, (M, rotary_dim) each
+    query_scales: torch.Tensor | None  # (M,)
+    slots: torch.Tensor  # (M,) int64
+    pool: KVPool
+    attend: Callable[[Step, Layer], Iterable[Stage]]  # queries see the pool
+    loras: LoraRows = field(default_factory=LoraRows)
 
 
 class Decoder:
-    """Callable: a step's packed tokens → their last hidden states, (num_tokens, hidden size)."""
+    """Callable: a step's packed tokens → last hidden states, (num_tokens, hidden size); and the head."""
 
-    def __init__(self, model: Any, place: DecoderPlace, step: CurrentStep) -> None:
-        self.module = model.get_submodule(place.path)
-        self.step = step
-        self._place = place
-        self._device = model.device
+    def __init__(self, spec: DecoderSpec, tensors: Tensors, panels: Mapping[str, PanelWeights]) -> None:
+        """Take the tensors and panels of a model, by their names in transformers' module.
+
+        Raises:
+            KeyError: one is missing.
+            ValueError: their shapes do not fit each other.
+        """
+        self.spec, self.family = spec, FAMILIES[spec.family]
+        self.tensors, self._panels = tensors, panels
+        self.device = torch.device("cpu")
+        self.loras = LoraRows()
+        self.names = {f"{spec.head}.weight"}  # of the module's tensors that have a place here
+        self.launches: Launches | None = None  # of a few rows, once there is a pool to record them on
+        self.embedding = self._panels_of(f"{spec.path}.{self.family.embedding}")
+        self.positions = (
+            None if self.family.positions is None else self._panels_of(f"{spec.path}.{self.family.positions}")
+        )
+        self.hidden_size = self.embedding.num_inputs
+        self.lm_head = self._linear(spec.head) if spec.head in panels else Linear([self.embedding])
+        self.layers = [self._layer(index) for index in range(len(spec.rules))]
+        self.last_norm = self._norm(f"{spec.path}.{self.family.last_norm}")
+        mlps = [layer.mlp for layer in self.layers if layer.mlp is not None]
+        self.mlp_width = max((mlp.width for mlp in mlps), default=0)
+        sizes = {(*layer.projections.values(), layer.output.num_inputs) for layer in self.layers}
+        if len(sizes) != 1:
+            raise ValueError("its layers are of several sizes")
+        first = self.layers[0]
+        self.vocab_size = self.lm_head.num_outputs
+        query_width = first.output.num_inputs
+        key_width = (first.projection.num_outputs - query_width) // 2
+        self.widths = [query_width, key_width, key_width]
+        self.num_heads, self.num_kv_heads = query_width // spec.head_dim, key_width // spec.head_dim
+
+    @property
+    def kv_shapes(self) -> dict[int, tuple[Shape, Shape]]:
+        """What a token's keys and values are in each layer."""
+        shape = (self.num_kv_heads, self.spec.head_dim)
+        return {layer.index: (shape, shape) for layer in self.layers}
+
+    def new_pool(self, num_slots: int) -> KVPool:
+        """A pool that is laid out for this decoder."""
+        pool = KVPool(num_slots)
+        pool.lay_out(self.kv_shapes, torch.zeros)
+        return pool
+
+    def make_room(self, lora: LoraWeights) -> None:
+        """Let steps name such weights: their layers go by the names that are here."""
+
+    def record_on(self, pool: KVPool, max_len: int) -> None:
+        """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.
+
+        What experts do depends on the rows, and cannot be recorded.
+        """
+        if all(layer.experts is None for layer in self.layers):
+            self.launches = Launches(self, pool, max_len)
 
     def __call__(
         self, token_ids: NDArray[Any], positions: NDArray[Any], plan: AttentionPlan, *, is_long: bool = False
-    ) -> Tensor:
+    ) -> torch.Tensor:
         """Run packed tokens, (num_tokens,) ids and positions; `is_long` names their rotary frequencies."""
-        self.step.plan, self.step.is_long = plan, is_long
-        out = self.module(input_ids=self._row(token_ids), position_ids=self._row(positions), use_cache=False)
-        return self._place.rows(out)[0]
+        ids, places = (torch.from_numpy(array.astype(np.int64)) for array in (token_ids, positions))
+        if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
+            return self.launches.run(ids, places, plan, is_long=is_long)
+        step = self.new_step(len(ids), plan.pool, partial(_attend_by, plan))
+        step.slots, step.loras = plan.slots, self.loras
+        self.fill(step, ids, places, is_long=is_long)
+        for stage in self.stages(step):
+            stage.run(num_threads=1 if stage.num_items <= FEW_ITEMS else None)
+        return step.normed
 
-    def _row(self, numbers: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64))[None].to(self._device)
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
+        logits = self.lm_head(hidden)
+        factors = self.spec.factors
+        if factors.logits != 1.0:
+            logits *= factors.logits
+        if factors.softcap is not None:
+            logits = torch.tanh(logits.div_(factors.softcap)).mul_(factors.softcap)
+        return logits
+
+    def new_step(self, num_rows: int, pool: KVPool, attend: Callable[[Step, Layer], Iterable[Stage]]) -> Step:
+        """Room for a step of so many rows."""
+
+        def make(*shape: int) -> torch.Tensor:
+            return torch.empty(num_rows, *shape)
+
+        heads = (self.num_heads, self.spec.head_dim)
+        kinds = {layer.rotary for layer in self.layers if layer.rotary is not None}
+        widths = {kind: 2 * len(self.tensors[f"inv_freq.{kind}"]) for kind in kinds}
+        return Step(
+            hidden=make(self.hidden_size),
+            normed=make(self.hidden_size),
+            branch=make(self.hidden_size),
+            projected=make(sum(self.widths)),
+            query=make(*heads),
+            attended=make(*heads),
+            inner=make(self.mlp_width),
+            angles={kind: (make(width), make(width)) for kind, width in widths.items()},
+            query_scales=None if self.spec.factors.queries is None else make(),
+            slots=torch.zeros(num_rows, dtype=torch.int64),
+            pool=pool,
+            attend=attend,
+        )
+
+    def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
+        """Lay a step's embeddings and rotary angles out, of (M,) ids and positions int64."""
+        rows = embedded(self.embedding, ids)
+        factors = self.spec.factors
+        if factors.embedding != 1.0:
+            rows *= factors.embedding
+        if self.positions is not None:
+            rows += embedded(self.positions, places)
+        step.hidden.copy_(rows)
+        for kind, (cosines, sines) in step.angles.items():
+            frequencies = self.tensors[f"{'long_' if is_long else ''}inv_freq.{kind}"]
+            angles = places[:, None].float() * frequencies
+            angles = torch.cat((angles, angles), dim=1)
+            cosines.copy_(angles.cos() * self.spec.rotary_scaling[kind])
+            sines.copy_(angles.sin() * self.spec.rotary_scaling[kind])
+        if step.query_scales is not None:
+            assert factors.queries is not None
+            beta, length = factors.queries
+            step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places / length)))
+
+    def stages(self, step: Step) -> Iterator[Stage]:
+        """All loops of a step in their order; what is no loop is done when the next one is asked for."""
+        for layer in self.layers:
+            yield from self._layer_stages(layer, step)
+        yield self.last_norm.stage(step.hidden, step.normed)
+
+    def _layer_stages(self, layer: Layer, step: Step) -> Iterator[Stage]:
+        keys, values = step.pool.keys[layer.index], step.pool.values[layer.index]
+        normed = yield from _normed(layer.before_attention, step.hidden, step.normed)
+        mlp_rows = normed
+        if self.spec.is_parallel and layer.before_mlp is not None:
+            mlp_rows = yield from _normed(layer.before_mlp, step.hidden, step.branch)
+
+        yield from layer.projection.stages(normed, step.projected)
+        start = 0
+        for name, width in layer.projections.items():
+            step.loras.add_(name, step.projected[:, start : start + width], normed)
+            start += width
+        projections = self._by_head(step.projected)
+        for norm, part in zip(
+            layer.head_norms, torch.split(step.projected, self.widths, dim=1), strict=False
+        ):
+            if norm is not None:
+                yield norm.stage(part, part)
+        nothing = torch.empty(len(step.slots), 0)
+        yield rotary_stage(
+            projections,
+            (nothing, nothing) if layer.rotary is None else step.angles[layer.rotary],
+            (keys, values),
+            step.slots,
+            step.query,
+            is_paired=self.family.is_paired,
+            query_scales=step.query_scales,
+        )
+        yield from step.attend(step, layer)
+        attended = step.attended.flatten(1)
+        yield from self._add(layer.output, layer.output_name, attended, layer.after_attention, step)
+
+        if not self.spec.is_parallel:
+            mlp_rows = yield from _normed(layer.before_mlp, step.hidden, step.normed)
+        if layer.experts is not None:
+            layer.experts.add_(step.hidden, mlp_rows)
+        if layer.mlp is not None and layer.shared_gate is None:
+            inner = step.inner[:, : layer.mlp.width]
+            yield from _inner_stages(layer.mlp, mlp_rows, inner, step.loras)
+            yield from self._add(layer.mlp.down, layer.mlp.down_name, inner, layer.after_mlp, step)
+        elif layer.mlp is not None:
+            yield from _shared_stages(layer, mlp_rows, step)
+
+    def _add(
+        self, linear: Linear, name: str, x: torch.Tensor, norm: Norm | None, step: Step
+    ) -> Iterator[Stage]:
+        """A product, normed where a norm follows, added to the hidden states."""
+        if norm is None:
+            factor = self.spec.factors.residual
+            yield from linear.stages(x, step.hidden, step.hidden, factor)
+            step.loras.add_(name, step.hidden, x, factor=factor)
+        else:
+            yield from linear.stages(x, step.branch)
+            step.loras.add_(name, step.branch, x)
+            yield norm.stage(step.branch, step.hidden, step.hidden)
+
+    def _by_head(self, projected: torch.Tensor) -> Projections:
+        """Views of what the one product gave, (M, sum of widths)."""
+        head_dim = self.spec.head_dim
+        if self.family.is_by_head:
+            return Projections(*projected.view(len(projected), -1, 3, head_dim).unbind(2))
+        parts = torch.split(projected, self.widths, dim=1)
+        return Projections(*(part.view(len(part), -1, head_dim) for part in parts))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The model's weights by their names in transformers' module, each a copy, float32."""
+        linears = {name for layer in self.layers for name in layer.names}
+        state = state_of(self._panels, linears if self.family.is_transposed else ())
+        own = {name: tensor.clone() for name, tensor in self.tensors.items() if not is_frequency(name)}
+        return state | own
+
+    def _layer(self, index: int) -> Layer:
+        family, spec = self.family, self.spec
+        prefix = f"{spec.path}.{family.layers}.{index}"
+        names = [f"{prefix}.{name}" for name in family.projections]
+        linears = [self._linear(name) for name in names]
+        norms = [self._norm(f"{prefix}.{name}") for name in family.head_norms]
+        output = f"{prefix}.{family.output}"
+        experts, shared_gate, mlp = None, None, None
+        facts = family.experts
+        if facts is not None and f"{prefix}.{facts.router}" in self._panels:
+            experts = self._experts(prefix, facts)
+            if facts.shared_gate is not None:
+                shared_gate = self._linear(f"{prefix}.{facts.shared_gate}")
+                mlp = self._feed_forward(
+                    [f"{prefix}.{name}" for name in facts.shared], f"{prefix}.{facts.shared_down}"
+                )
+        else:
+            mlp = self._feed_forward([f"{prefix}.{name}" for name in family.gates], f"{prefix}.{family.down}")
+        rule = spec.rules[index]
+        names_of_norms = (
+            family.before_attention,
+            family.after_attention,
+            None if spec.is_parallel and family.shares_norm else family.before_mlp,
+            family.after_mlp,
+        )
+        before_attention, after_attention, before_mlp, after_mlp = (
+            None if name is None else self._norm(f"{prefix}.{name}") for name in names_of_norms
+        )
+        return Layer(
+            index=index,
+            projections={name: linear.num_outputs for name, linear in zip(names, linears, strict=True)},
+            projection=linears[0].joined(linears[1:]),
+            head_norms=(norms[0], norms[1]) if norms else (None, None),
+            output_name=output,
+            output=self._linear(output),
+            mlp=mlp,
+            experts=experts,
+            shared_gate=shared_gate,
+            before_attention=before_attention,
+            after_attention=after_attention,
+            before_mlp=before_mlp,
+            after_mlp=after_mlp,
+            rotary=spec.rotary[index],
+            rule=ScoreRule(rule.scale, rule.window, rule.softcap),
+        )
+
+    def _panels_of(self, name: str) -> PanelWeights:
+        panels, bias = self._panels[name], self.tensors.get(f"{name}.bias")
+        self.names |= {f"{name}.weight", f"{name}.bias"}
+        return panels if bias is None else panels.with_bias(bias)
+
+    def _linear(self, name: str) -> Linear:
+        return Linear([self._panels_of(name)])
+
+    def _feed_forward(self, gates: list[str], down: str) -> FeedForward:
+        return FeedForward(tuple(gates), self._gated(gates), down, self._linear(down))
+
+    def _experts(self, prefix: str, facts: ExpertFacts) -> Experts:
+        router = self._linear(f"{prefix}.{facts.router}")
+        gates, downs = f"{prefix}.{facts.gates}", f"{prefix}.{facts.down}"
+        self.names |= {gates, downs}
+        numbers = range(router.num_outputs)
+        halves = [[self._panels[f"{gates}[{number}]{half}"] for half in HALVES] for number in numbers]
+        return Experts(
+            router=router,
+            inner=[GatedPanels(gates, values, self.spec.activation) for gates, values in halves],
+            down=[Linear([self._panels[f"{downs}[{number}]"]]) for number in numbers],
+            num_chosen=self.spec.experts_per_token,
+            normalises=self.spec.normalises_experts,
+        )
+
+    def _gated(self, names: list[str]) -> GatedPanels:
+        if len(names) > 1 or not self.family.is_gated:
+            parts = [self._panels_of(name) for name in names]
+        else:
+            parts = [self._panels[f"{names[0]}{half}"] for half in HALVES]
+            self.names |= {f"{names[0]}.weight", f"{names[0]}.bias"}
+            if (bias := self.tensors.get(f"{names[0]}.bias")) is not None:
+                biases = bias.chunk(2)
+                parts = [part.with_bias(own) for part, own in zip(parts, biases, strict=True)]
+        values = parts[1] if self.family.is_gated else None
+        return GatedPanels(parts[0], values, self.spec.activation)
+
+    def _norm(self, name: str) -> Norm:
+        kind = self.family.norm
+        self.names |= {f"{name}.weight", f"{name}.bias"}
+        weight = (
+            self.tensors[f"{name}.weight"] if self.family.has_norm_weights else torch.ones(self.hidden_size)
+        )
+        return Norm(
+            weight + 1.0 if kind == "rms from one" else weight,
+            self.tensors.get(f"{name}.bias"),
+            self.spec.epsilon,
+            is_centred=kind == "layer",
+        )
 
 
-class _StandIn(nn.Module):
-    """Stands where the decoder stood: returns given rows, and is the decoder to who reads its attributes."""
-
-    def __init__(self, decoder: nn.Module, place: DecoderPlace) -> None:
-        super().__init__()
-        self.__dict__["_decoder"] = decoder  # no submodule: what walks over modules finds it once
-        self._place = place
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_decoder"], name)
-
-    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **_: Any) -> Any:
-        """Return the rows as they came, by position or by keyword."""
-        given = [inputs_embeds, *args]
-        rows = [part for part in given if isinstance(part, torch.Tensor) and part.is_floating_point()]
-        return self._place.filled(rows[0])
+def is_frequency(name: str) -> bool:
+    """Whether a tensor of a decoder holds rotary frequencies, which transformers' module keeps apart."""
+    return name.startswith(("inv_freq.", "long_inv_freq."))
 
 
-class OutputHead:
-    """Callable: (rows, hidden size) → (rows, vocabulary) float32 logits, scale and soft cap included."""
-
-    def __init__(self, model: Any, place: DecoderPlace) -> None:
-        *parents, name = place.path.split(".")
-        self._model = inner = _own_children(model)
-        for parent in parents:
-            inner._modules[parent] = _own_children(inner._modules[parent])  # noqa: SLF001
-            inner = inner._modules[parent]  # noqa: SLF001
-        inner._modules[name] = _StandIn(model.get_submodule(place.path), place)  # noqa: SLF001
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Give (rows, vocabulary) float32 logits for (rows, hidden size)."""
-        logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
-        return logits[0].float()
+def _attend_by(plan: AttentionPlan, step: Step, layer: Layer) -> Iterable[Stage]:
+    attend(plan, layer.index, step.query, layer.rule, step.attended)
+    return ()
 
 
-def _own_children(module: Any) -> Any:
-    """A shallow copy shares the dictionary of submodules; this one gets its own."""
-    copied = copy.copy(module)
-    copied._modules = dict(module._modules)  # noqa: SLF001
-    return copied
+def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> Generator[Stage, None, torch.Tensor]:
+    """What a layer's part reads: the hidden states, normed where the layer does."""
+    if norm is None:
+        return x
+    yield norm.stage(x, out)
+    return out
+
+
+def _inner_stages(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, loras: LoraRows) -> Iterator[Stage]:
+    """The first half of a feed-forward part; in parts where LoRA weights add to them before they meet."""
+    inner, width = mlp.inner, mlp.width
+    if inner.is_one_pass and not loras.change(mlp.gate_names):
+        yield inner.stage(x, out)
+        return
+    first, last = mlp.gate_names[0], mlp.gate_names[-1]
+    yield panel_stage(x, inner.gates, out)
+    loras.add_(first, out, x, columns=slice(width))
+    values = None
+    if inner.values is not None:
+        values = torch.empty_like(out)
+        yield panel_stage(x, inner.values, values)
+        start = width if first == last else 0  # where one layer gives both, values are its second half
+        loras.add_(last, values, x, columns=slice(start, start + width))
+    yield gate_stage(out, values, out, inner.activation)
+
+
+def _shared_stages(layer: Layer, x: torch.Tensor, step: Step) -> Iterator[Stage]:
+    """The expert that every token has, weighted by a gate of its own (Qwen2-MoE)."""
+    mlp, gate = layer.mlp, layer.shared_gate
+    assert mlp is not None
+    assert gate is not None
+    inner = step.inner[:, : mlp.width]
+    yield from _inner_stages(mlp, x, inner, step.loras)
+    yield from mlp.down.stages(inner, step.branch)
+    step.loras.add_(mlp.down_name, step.branch, inner)
+    step.hidden += gate(x).sigmoid() * step.branch

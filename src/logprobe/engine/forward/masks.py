@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from logprobe.engine.forward.attention import check_call, sees
+from logprobe.engine.forward.attention import check_call, score_rule, sees
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -43,13 +43,14 @@ def noting_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Serve transformers' attention interface: note the mask of the layer, and attend to nothing."""
+    """Serve transformers' attention interface: note the layer's mask and rule, and attend to nothing."""
     step: CurrentStep = module.logprobe_step
     layer = module.layer_idx
     check_call(query, key, options)
     if layer in step.masks:
         raise UnsupportedModelError(f"its layer {layer} attends more than once in a forward pass")
     step.masks[layer] = attention_mask
+    step.rules[layer], step.key_dims[layer] = score_rule(query, options, None), query.shape[3]
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

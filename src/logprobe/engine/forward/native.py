@@ -5,95 +5,90 @@ Before it: the scheduler's plan. After it: hidden rows in their slots, which the
 
 from __future__ import annotations
 
-import functools
+import gc
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import every_way, plan_attention
-from logprobe.engine.forward.lora import Loras
+from logprobe.engine.forward.attention import plan_attention
+from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory, return_freed
-from logprobe.engine.layers.recorded import RecordedSteps, record_steps
-from logprobe.engine.ready.start import make_ready
+from logprobe.engine.forward.ready import make_ready
 from logprobe.errors import EngineClosedError, ParameterError
+from logprobe.models import load_config, load_model
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
     from logprobe.config import EngineConfig
+    from logprobe.engine.forward.ready import ReadyModel
     from logprobe.engine.protocol import StepBatch
     from logprobe.models import ModelFiles
     from logprobe.models.loading import State
     from logprobe.models.lora import LoraWeights
     from logprobe.records.values import IntArray
 
-RECORDED_TOLERANCE = 1e-5  # of the largest number; the integers are the same
-NUM_TOKENS = 12  # of the text that recorded steps are tried on
 LONG_CONTEXT = 2048  # tokens from which on a chunk's scratch, megabytes for each thousand, is returned
 
 
 class NativeForward:
     """Owns the model, the key/value pool and the hidden rows, all by slot."""
 
+    decoder: Any  # `Decoder` or `GenericDecoder`; None once closed
     _memory: SlotMemory | None
+    _own_module: Any = None
 
-    def __init__(
-        self, config: EngineConfig, files: ModelFiles, replaced: tuple[NativeForward, State] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
         """Load the model of `files`, or that of another forward pass with other weights."""
         self.device = _choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.device)
-        load = (
-            None
-            if replaced is None
-            else functools.partial(load_state, replaced[0].transformers_model(), replaced[1])
-        )
-        ready, remember = make_ready(
-            files, dtype=self.dtype, device=self.device, weights=config.weights, load=load
-        )
-        self.model: Any = ready.model
-        self.is_recalled = ready.is_recorded is not None
-        self._files = files
-        self.decoder, self.head, self.step = ready.decoder, ready.head, ready.step
-        self.layout = ready.layout
+        self._files, self._is_replaced = files, state is not None
+        load = None if state is None else partial(load_state, load_config(files), state)
+        ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, load=load)
+        self.decoder, self.layout = ready.decoder, ready.layout
+        self.is_recalled = ready.is_recalled
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
         self.eos_token_ids = ready.eos_token_ids
-        self._loras = Loras(self.model)
         self._had_loras = False  # some row of the last step ran under LoRA weights
-        self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready.probe, ready.hidden_size)
-        self.recorded = self._record(is_proven=ready.is_recorded)
-        remember(self.recorded is not None)
+        self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready)
+        self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
+        if not ready.is_recalled:
+            gc.collect()  # transformers' module, where ours took its place
+            return_freed()
 
     @property
     def weights(self) -> str:
         """The form of the weights."""
         return self.layout.weights
 
-    @functools.cached_property
-    def _own_module(self) -> Any:
-        from logprobe.models import load_model
-
-        return load_model(self._files, dtype=self.dtype)
-
     def transformers_model(self) -> Any:
-        """The module of transformers: the one that runs, or one loaded when first asked where ours runs."""
-        return self._own_module if self.is_recalled else self.model
+        """The module of transformers with the weights that run: the one that runs, or one made when asked."""
+        if not isinstance(self.decoder, Decoder):
+            return self.decoder.model
+        if self._own_module is None:
+            self._own_module = (
+                load_state(load_config(self._files), self.decoder.state(), dtype=self.dtype)
+                if self._is_replaced
+                else load_model(self._files, dtype=self.dtype)
+            )
+        return self._own_module
 
     def close(self) -> None:
         """Let the weights and the pool go; nothing runs after it."""
-        for name in ("model", "decoder", "head", "step", "recorded", "pool", "hidden"):
+        for name in ("decoder", "pool", "hidden", "_own_module"):
             setattr(self, name, None)
-        self.__dict__.pop("_own_module", None)
-        self._loras.close()
         if self._memory is not None:
             self._memory.release()
             self._memory = None
         give_back_memory()
 
-    def _reserve_slots(self, kv_bytes: int, probe: KVPool, hidden_size: int) -> None:
-        slot_bytes = probe.bytes_per_slot + hidden_size * self.dtype.itemsize
+    def _reserve_slots(self, kv_bytes: int, ready: ReadyModel) -> None:
+        slot_numbers = sum(prod(shape) for shapes in ready.kv_shapes.values() for shape in shapes)
+        slot_bytes = (slot_numbers + ready.hidden_size) * self.dtype.itemsize
         self.num_slots = kv_bytes // slot_bytes
         if self.num_slots < 2:
             raise ParameterError(
@@ -101,8 +96,8 @@ class NativeForward:
             )
         self._memory = _reserve(kv_bytes) if self.device == "cpu" else None
         self.pool = KVPool(self.num_slots)
-        self.pool.make_like(probe, self._new_zeros)
-        self.hidden = self._new_zeros((self.num_slots, hidden_size))
+        self.pool.lay_out(ready.kv_shapes, self._new_zeros)
+        self.hidden = self._new_zeros((self.num_slots, ready.hidden_size))
 
     def load_lora(self, name: str, path: str, number: int) -> LoraWeights:
         """LoRA weights of a folder, for this model or one of its shape.
@@ -111,13 +106,19 @@ class NativeForward:
             ModelError: the folder cannot be read, or does not fit the model.
             EngineClosedError: this one was closed.
         """
-        if self.model is None:
+        if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        return load_lora(name, path, self.model, number)
+        return load_lora(name, path, load_config(self._files), number, dtype=self.dtype, device=self.device)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights."""
-        self._loras.make_room(lora)
+        """Let steps name such weights.
+
+        Raises:
+            EngineClosedError: this one was closed.
+        """
+        if self.decoder is None:
+            raise EngineClosedError("the engine was closed before the LoRA weights had room")
+        self.decoder.make_room(lora)
 
     def with_weights(self, config: EngineConfig, state: State) -> NativeForward:
         """The same with other weights.
@@ -126,9 +127,9 @@ class NativeForward:
             ModelError: they do not fit the model.
             EngineClosedError: this one was closed.
         """
-        if self.model is None:
+        if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights answered")
-        return NativeForward(config, self._files, (self, state))
+        return NativeForward(config, self._files, state)
 
     def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._memory is not None:
@@ -158,14 +159,9 @@ class NativeForward:
             return_freed()  # the logits of the last chunk, where it was scored
         has_loras = any(lora is not None for lora in batch.loras)
         if has_loras or self._had_loras:  # those of the last step would run on
-            self._loras.select(batch)
+            self.decoder.loras.select(batch, self.device)
             self._had_loras = has_loras
-        recorded = None if has_loras else self.recorded
-        if recorded is not None and recorded.can_run(attention):
-            self.step.is_long = is_long
-            hidden = recorded.run(batch.token_ids, batch.positions, attention)
-        else:
-            hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
+        hidden = self.decoder(batch.token_ids, batch.positions, attention, is_long=is_long)
         if leaves_scratch:
             return_freed()  # the next chunk's scratch is larger, and would not fit where this one's was
         self.hidden.index_copy_(0, attention.slots, hidden)
@@ -176,24 +172,10 @@ class NativeForward:
         return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
 
     @torch.inference_mode()
-    def _record(self, *, is_proven: bool | None) -> RecordedSteps | None:
-        """Steps of few rows as one launch, where that gives the numbers of the layers one by one.
-
-        An earlier load may have proven that they do, or that they do not.
-        """
-        if is_proven is False:
-            return None
-        recorded = record_steps(self.decoder.module, self.pool, min(self.num_slots, self.context_len))
-        if recorded is None or is_proven:
-            return recorded
-        token_ids = positions = np.arange(min(NUM_TOKENS, self.num_slots))
-        for [start], plan in every_way(self.pool, [torch.from_numpy(positions)]):
-            own = self.decoder(token_ids[start:], positions[start:], plan)
-            if recorded.can_run(plan):
-                hidden = recorded.run(token_ids[start:], positions[start:], plan)
-                if not torch.allclose(hidden, own, rtol=0, atol=RECORDED_TOLERANCE * float(own.abs().max())):
-                    return None
-        return recorded
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
+        logits: torch.Tensor = self.decoder.head(hidden)
+        return logits
 
 
 def _reserve(kv_bytes: int) -> SlotMemory:

@@ -21,7 +21,7 @@ import torch
 from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 ALIGNMENT = 64  # bytes of a cache line
 MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
@@ -152,11 +152,15 @@ class KVPool:
             keys.index_copy_(0, slots, key)
             values.index_copy_(0, slots, value)
 
-    def make_like(self, other: KVPool, new_zeros: Callable[[tuple[int, ...]], torch.Tensor]) -> None:
-        """Lay out every layer, shaped as another pool's."""
-        for layer, key in other.keys.items():
-            self.keys[layer] = new_zeros((self.num_slots, *key.shape[1:]))
-            self.values[layer] = new_zeros((self.num_slots, *other.values[layer].shape[1:]))
+    def lay_out(
+        self,
+        shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
+        new_zeros: Callable[[tuple[int, ...]], torch.Tensor],
+    ) -> None:
+        """Make every layer, of the shapes that a token's keys and values have there."""
+        for layer, (key, value) in shapes.items():
+            self.keys[layer] = new_zeros((self.num_slots, *key))
+            self.values[layer] = new_zeros((self.num_slots, *value))
         self.is_readable_in_place = bool(self.keys) and all(map(is_plain_float, self.keys.values()))
 
     def _make(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -165,7 +169,9 @@ class KVPool:
         self.is_readable_in_place = all(map(is_plain_float, self.keys.values()))
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Bytes that one token takes in all layers."""
-        tensors = [*self.keys.values(), *self.values.values()]
-        return sum(tensor.nbytes for tensor in tensors) // self.num_slots
+    def shapes(self) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What a token's keys and values are in each layer."""
+        return {
+            layer: (tuple(key.shape[1:]), tuple(self.values[layer].shape[1:]))
+            for layer, key in self.keys.items()
+        }

@@ -9,7 +9,7 @@ Before it: the loaded model. After it: the pool's layout, the layers' rules, and
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from transformers import AttentionInterface
 
 from logprobe.config import ENGINES
 from logprobe.engine.forward import attention, masks
-from logprobe.engine.forward.attention import every_way, pooled_attention
-from logprobe.engine.forward.decoder import Decoder, DecoderPlace, OutputHead, WatchedRun
-from logprobe.engine.forward.pool import KVPool
-from logprobe.engine.forward.rope import follow_steps_, original_lengths, rope_boundary
+from logprobe.engine.forward.attention import CurrentStep, every_way, pooled_attention
+from logprobe.engine.forward.generic import WatchedRun
+from logprobe.engine.forward.rope import original_lengths, rope_boundary
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.engine.forward.attention import CurrentStep
+    from logprobe.engine.forward.decoder import Decoder
+    from logprobe.engine.forward.generic import DecoderPlace, GenericDecoder
+    from logprobe.engine.forward.pool import KVPool
 
 NUM_TOKENS = 12
 # What transformers calls the layers whose attention is followed here; others select or compress what they
@@ -42,15 +43,6 @@ AttentionInterface.register(attention.NAME, pooled_attention)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCall:
-    """One call of a decoder layer by the model itself."""
-
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    output: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
     """What the model itself makes of some tokens."""
 
@@ -58,58 +50,48 @@ class Reference:
     positions: NDArray[np.int64]  # (num_tokens,)
     logits: torch.Tensor  # (num_tokens, vocabulary) float32
     is_long: bool
-    layers: dict[torch.nn.Module, LayerCall] = field(default_factory=dict)
 
 
 class Proof:
     """Runs a model by itself, then by the engine's ways, and compares."""
 
-    def __init__(self, model: Any, step: CurrentStep, *, context_len: int) -> None:
-        self.model = model
-        self.step = step
-        self.context_len = context_len
-        self.rope_boundary = rope_boundary(model)
-        self.largest_difference = 0.0  # nats, of what was proven last
-        self.hidden_size = 0
-        self.place: DecoderPlace
-        self.references: list[Reference] = []
-        step.reach(model)
-
-    def observe(self) -> Decoder:
-        """Run the model as transformers would; the engine's decoder, for it to follow from here on.
+    def __init__(self, model: Any, *, context_len: int) -> None:
+        """Run a model as transformers would, and note what its attention is called with.
 
         Raises:
             UnsupportedModelError: it has layers of a kind that cannot be followed.
         """
+        self.model = model
+        self.step = CurrentStep()
+        self.context_len = context_len
+        self.rope_boundary = rope_boundary(model)
+        self.largest_difference = 0.0  # nats, of what was proven last
+        self.place: DecoderPlace
         self._check_layer_types()
-        for start in self._starts():
-            self.references.append(self._reference(start))
-        self._learn_masks()
-        self.model.set_attn_implementation(attention.NAME)
-        if self.rope_boundary is not None:
-            follow_steps_(self.model, self.step, self.rope_boundary)
-        return Decoder(self.model, self.place, self.step)
+        self.references = [self._reference(start) for start in self._starts()]
+        self.step.reach(model)
+        self._learn_rules()
 
-    def prove(self, decoder: Decoder) -> KVPool:
+    def prove(self, decoder: Decoder | GenericDecoder) -> KVPool:
         """Compare the logits of every way; the pool of the proof, which shows what each layer stores.
 
         Raises:
             UnsupportedModelError: the numbers differ.
         """
         self.largest_difference = 0.0
-        head = OutputHead(self.model, self.place)
         pools = [
-            self._prove_together(decoder, head, references)
+            self._prove_together(decoder, references)
             for is_long in (False, True)
             if (references := [one for one in self.references if one.is_long == is_long])
         ]
         return pools[0]
 
-    def _prove_together(self, decoder: Decoder, head: OutputHead, references: list[Reference]) -> KVPool:
+    def _prove_together(self, decoder: Decoder | GenericDecoder, references: list[Reference]) -> KVPool:
         """Run references of one kind of rotation, packed into one step."""
         lengths = [len(reference.token_ids) for reference in references]
-        pool = KVPool(sum(lengths))
-        prompts = list(torch.split(torch.arange(sum(lengths), device=self.model.device), lengths))
+        pool = decoder.new_pool(sum(lengths))
+        decoder.record_on(pool, max(lengths))
+        prompts = list(torch.split(torch.arange(sum(lengths), device=decoder.device), lengths))
         for starts, plan in every_way(pool, prompts):
             pairs = list(zip(references, starts, strict=True))
             hidden = decoder(
@@ -118,9 +100,8 @@ class Proof:
                 plan,
                 is_long=references[0].is_long,
             )
-            self.hidden_size = hidden.shape[1]
             expected = torch.cat([reference.logits[start:] for reference, start in pairs])
-            self._compare(head(hidden), expected)
+            self._compare(decoder.head(hidden), expected)
         return pool
 
     def _compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
@@ -158,12 +139,11 @@ class Proof:
         inputs = {"input_ids": torch.from_numpy(token_ids)[None].to(self.model.device)}
         if start:  # at the first positions the model is left to count by itself
             inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.model.device)
-        layers: dict[torch.nn.Module, LayerCall] = {}
-        with WatchedRun(self.model) as watched, watched_layers(self.model, layers):
+        with WatchedRun(self.model) as watched:
             logits = self.model(**inputs, use_cache=False).logits[0].float()
         self.place = watched.place
         is_long = self.rope_boundary is not None and start + count > self.rope_boundary
-        return Reference(token_ids, positions, logits, is_long, layers)
+        return Reference(token_ids, positions, logits, is_long)
 
     def _check_layer_types(self) -> None:
         kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -171,7 +151,8 @@ class Proof:
         if unknown:
             raise UnsupportedModelError(f"it has layers of the kind {', '.join(unknown)}")
 
-    def _learn_masks(self) -> None:
+    def _learn_rules(self) -> None:
+        """What each layer sees and how it weighs that, off the call of its attention."""
         self.model.set_attn_implementation(masks.NAME)
         self.step.masks.clear()
         first = self.references[0]
@@ -184,26 +165,8 @@ class Proof:
             layer: masks.window_of(mask, self.context_len) for layer, mask in self.step.masks.items()
         }
         self.step.masks.clear()
-
-
-class watched_layers:  # noqa: N801 - used as a function
-    """Notes each decoder layer's calls while a model runs."""
-
-    def __init__(self, model: Any, calls: dict[torch.nn.Module, LayerCall]) -> None:
-        self._model, self._calls = model, calls
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, torch.nn.ModuleList):
-                self._hooks += [layer.register_forward_hook(self._note, with_kwargs=True) for layer in module]
-
-    def _note(self, layer: torch.nn.Module, args: Any, options: Any, output: Any) -> None:
-        self._calls[layer] = LayerCall(args, options, output)
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for layer, window in self.step.windows.items():
+            self.step.rules[layer] = replace(self.step.rules[layer], window=window)
 
 
 def refusing(model: Any, act: Callable[[], Any]) -> Any:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from logprobe.engine.layers.packed import children
 from logprobe.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -63,9 +62,9 @@ def original_lengths(model: Any) -> set[int]:
 
 def follow_steps_(model: nn.Module, step: CurrentStep, boundary: int) -> None:
     """Let every rotary embedding of a model follow the step's choice."""
-    for parent, name, module in list(children(model)):
+    for name, module in list(model.named_modules()):
         if any(parameters.get("rope_type") == LONGROPE for parameters in _rope_parameters(module)):
-            setattr(parent, name, TextLongRope(module, step, boundary))
+            model.set_submodule(name, TextLongRope(module, step, boundary))
 
 
 def _rope_parameters(module: Any) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """`LoadRecord`: what was proven of a model at its first load here, for the next load to build on.
 
-The record names sizes and rules of a decoder of the usual form; the file that holds it has the small tensors
-(norms, biases, rotary frequencies) and some of transformers' own logits, which every later load must meet.
-Before it: a proven load. After it: a load that needs no transformers module.
+The record says how its decoder is put together; the file that holds it has the small tensors (norms, biases,
+rotary frequencies) and some of transformers' own logits, which every later load must meet.
 """
 
 from __future__ import annotations
@@ -24,23 +23,47 @@ class Rule(msgspec.Struct, frozen=True):
     """How a layer weighs the tokens that it attends to."""
 
     scale: float
-    window: int | None
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Factors(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of one model that no tensor holds."""
+
+    embedding: float = 1.0  # that embeddings are multiplied by
+    residual: float = 1.0  # that attention and feed-forward part are multiplied by before they are added
+    logits: float = 1.0  # that logits are multiplied by
+    softcap: float | None = None  # of the logits: softcap · tanh(logits / softcap)
+    queries: tuple[float, int] | None = None  # (beta, n): queries · (1 + beta · ln(1 + ⌊position / n⌋))
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One model's decoder; shapes of its matrices are those of its panels."""
+
+    family: str  # transformers' `model_type`
+    path: str  # of the decoder in transformers' module
+    head: str  # the output head's name there
+    head_dim: int
+    epsilon: float
+    activation: str
+    is_parallel: bool
+    factors: Factors
+    rules: list[Rule]  # by layer
+    rotary: list[str | None]  # by layer: which frequencies it rotates by; None: it does not
+    rotary_scaling: dict[str, float]  # by frequencies
+    rope_boundary: int | None  # tokens above which a text runs under other frequencies
+    experts_per_token: int = 0
+    normalises_experts: bool = False  # whether the weights of a token's experts add up to 1
 
 
 class LoadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder of the usual form; shapes of its matrices are those of its panels."""
+    """A model whose numbers were proven."""
 
-    num_layers: int
-    key_dim: int
+    decoder: DecoderSpec
     context_len: int
     eos_token_ids: list[int]
-    rules: list[Rule]  # by layer
-    epsilons: dict[str, float]  # by the name of the norm
-    rope_scaling: float
-    is_tied: bool  # whether the output head has the embedding's weights
     probe_difference: float  # nats
     num_references: int
-    is_recorded: bool  # whether the steps of few rows run as one launch
 
 
 def write_record(folder: Path, record: LoadRecord, tensors: dict[str, Tensor]) -> None:

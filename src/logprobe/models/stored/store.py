@@ -1,6 +1,6 @@
 """`LoadStore`: what earlier loads of one model left in the cache, and a place for what this one leaves.
 
-Before it: a model's folder. After it: `engine.ready`, which asks here before it does the work anew.
+`engine.forward.ready` asks here before it does the work anew.
 """
 
 from __future__ import annotations

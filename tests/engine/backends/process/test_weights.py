@@ -30,21 +30,21 @@ IDS = [4, 9, 17, 60, 31]
 
 
 @pytest.fixture(scope="module")
-def packed(config: EngineConfig) -> EngineConfig:
+def published(config: EngineConfig) -> EngineConfig:
     """Weights of a form that can be replaced."""
-    return dataclasses.replace(config, weights="packed")
+    return dataclasses.replace(config, weights="published")
 
 
 @pytest.fixture(scope="module")
 def replicas(start: Any) -> Iterator[Front]:
-    with start(data_parallel=2, weights="packed") as engine:
+    with start(data_parallel=2, weights="published") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
+def state(published: EngineConfig) -> dict[str, torch.Tensor]:
     """The weights of a model in training, some steps on; two of them share memory."""
-    model = AutoModelForCausalLM.from_pretrained(packed.model)
+    model = AutoModelForCausalLM.from_pretrained(published.model)
     generator = torch.Generator().manual_seed(7)
     state = {
         name: weight + 0.03 * torch.randn(weight.shape, generator=generator)
@@ -58,17 +58,17 @@ def state(packed: EngineConfig) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def new_thread(start: Any, state: dict[str, torch.Tensor]) -> Iterator[Front]:
     """An engine of this process on the new weights."""
-    with start(process=False, weights="packed") as engine:
+    with start(process=False, weights="published") as engine:
         engine.load_weights(state, finishes=True)
         yield engine
 
 
 @pytest.fixture
-def whole_again(replicas: Front, packed: EngineConfig, until: Until) -> Iterator[None]:
+def whole_again(replicas: Front, published: EngineConfig, until: Until) -> Iterator[None]:
     """Both processes run, and have the model's own weights after the test."""
     until(lambda: all(replica.is_up for replica in replicas.core._replicas))
     yield
-    replicas.load_weights(packed.model, finishes=False)
+    replicas.load_weights(published.model, finishes=False)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def assert_near(record: Any, expected: Any) -> None:
 def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
     replicas: Front,
     *,
-    packed: EngineConfig,
+    published: EngineConfig,
     state: dict[str, torch.Tensor],
     new_thread: Front,
     adapter_folders: dict[str, Path],
@@ -135,7 +135,7 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
 
     def load() -> None:
         with pytest.raises(EngineError) as caught:
-            replicas.load_weights(packed.model, finishes=True)
+            replicas.load_weights(published.model, finishes=True)
         errors.append(caught.value)
 
     loading = threading.Thread(target=load)
@@ -166,7 +166,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
 @pytest.mark.usefixtures("whole_again")
 @pytest.mark.parametrize("finishes", [True, False])
 def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
-    replicas: Front, packed: EngineConfig, teller: Any, finishes: bool
+    replicas: Front, published: EngineConfig, teller: Any, finishes: bool
 ) -> None:
     want = teller.ask(replicas, IDS, max_tokens=200).outputs[0].token_ids
     number = replicas.weights_number
@@ -178,7 +178,7 @@ def test_requests_that_run_finish_on_the_old_weights_or_end_by_name(
 
     async def run() -> list[Any]:
         waiting = [asyncio.ensure_future(teller.result(replicas, name)) for name in names]
-        await asyncio.to_thread(replicas.load_weights, packed.model, version="again", finishes=finishes)
+        await asyncio.to_thread(replicas.load_weights, published.model, version="again", finishes=finishes)
         return await asyncio.gather(*waiting)
 
     for output in asyncio.run(run()):

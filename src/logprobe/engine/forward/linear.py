@@ -1,0 +1,243 @@
+"""Linear layers and embeddings on panels of weights, each widened to float32 where it is used (CPU, float32).
+
+The products and sums are those of a float32 load up to the order of the sums; only fewer bytes are read. The
+same kernels serve one row and a whole prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from logprobe.kernels.layers.forms import pack_floats
+from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+from logprobe.models.stored.panels import reading_order
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.kernels.threads.parallel import Stage
+
+GATES_AND_VALUES = ".gate_up_proj"
+HALVES = (".gates", ".values")  # of one layer that gives both; each is in panels of its own
+
+
+class Linear:
+    """A linear layer on panels; several, where parts of its outputs are of different forms."""
+
+    def __init__(self, parts: Sequence[PanelWeights]) -> None:
+        first, *others = parts
+        joined = first.joined(others) if others else first
+        self.parts = [*parts] if joined is None else [joined]
+        self.num_inputs = first.num_inputs
+        self.num_outputs = sum(part.num_outputs for part in parts)
+
+    def joined(self, others: Sequence[Linear]) -> Linear:
+        """One layer with the outputs of several, one after another."""
+        return Linear([part for linear in (self, *others) for part in linear.parts])
+
+    def stages(
+        self, x: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None, factor: float = 1.0
+    ) -> Iterator[Stage]:
+        """The product of rows, (M, inputs), times `factor`, plus `residual`, into `out`, ready to run."""
+        widths = [part.num_outputs for part in self.parts]
+        summands = [None] * len(widths) if residual is None else torch.split(residual, widths, dim=1)
+        for part, target, summand in zip(self.parts, torch.split(out, widths, dim=1), summands, strict=True):
+            is_plain = summand is None and factor == 1.0
+            finish = PLAIN if is_plain else Finish(residual=summand, factor=factor)
+            yield panel_stage(x, part, target, finish)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., inputs) → (..., outputs)."""
+        rows = x.reshape(-1, self.num_inputs)
+        out = rows.new_empty(len(rows), self.num_outputs)
+        for stage in self.stages(rows, out):
+            stage.run()
+        return out.view(*x.shape[:-1], self.num_outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPanels:
+    """The first half of a feed-forward part: activation(gates) · values; without values activation(gates)."""
+
+    gates: PanelWeights
+    values: PanelWeights | None
+    activation: str
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, hidden size) → (M, feed-forward size)."""
+        out = x.new_empty(len(x), self.gates.num_outputs)
+        self.stage(x, out).run()
+        return out
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether one loop reads both."""
+        return self.values is None or self.values.form is self.gates.form
+
+    def stage(self, x: torch.Tensor, out: torch.Tensor) -> Stage:
+        """(M, hidden size) → (M, feed-forward size) into `out`, ready to run."""
+        return panel_stage(x, self.gates, out, Finish(values=self.values, activation=self.activation))
+
+
+def embedded(weights: PanelWeights, token_ids: torch.Tensor) -> torch.Tensor:
+    """The rows of some ids: (...) → (..., inputs) float32; each is widened once."""
+    ids, places = np.unique(token_ids.reshape(-1).numpy(), return_inverse=True)
+    rows = torch.from_numpy(weights.rows(ids))
+    return rows[torch.from_numpy(places)].view(*token_ids.shape, weights.num_inputs)
+
+
+class PanelLinear(nn.Module):
+    """`nn.Linear`, or GPT-2's `Conv1D`, on panels, in a module of transformers."""
+
+    def __init__(self, panels: PanelWeights) -> None:
+        super().__init__()
+        self._linear = Linear([panels])
+        self.in_features, self.out_features = panels.num_inputs, panels.num_outputs
+        self.bias = panels.bias
+
+    @functools.cached_property
+    def weight(self) -> torch.Tensor:
+        """(outputs, inputs) float32, for the few modules that read it themselves."""
+        return dense(self._linear.parts[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) → (..., out_features)."""
+        return self._linear(x)
+
+
+class PanelEmbedding(nn.Module):
+    """`nn.Embedding` on panels, in a module of transformers."""
+
+    def __init__(self, panels: PanelWeights) -> None:
+        super().__init__()
+        self._panels = panels
+        self.num_embeddings, self.embedding_dim = panels.num_outputs, panels.num_inputs
+        # Transformers asks a model's first parameter for device and dtype, and there may be no other.
+        self.no_weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    @functools.cached_property
+    def weight(self) -> torch.Tensor:
+        """(num_embeddings, embedding_dim) float32, for the few modules that read it themselves."""
+        return dense(self._panels)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(...) ids → (..., embedding_dim) float32."""
+        return embedded(self._panels, token_ids)
+
+
+def dense(panels: PanelWeights) -> torch.Tensor:
+    """The weights as they were packed, (outputs, inputs) float32."""
+    return torch.from_numpy(np.ascontiguousarray(panels.rows(np.arange(panels.num_outputs))))
+
+
+def use_panels_(model: nn.Module, panels: Mapping[str, PanelWeights]) -> None:
+    """Let the linear layers and embeddings of a module of transformers run on panels, by their full names.
+
+    Any of a class derived from torch's stays as it is.
+    """
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if name not in panels:
+            continue
+        if is_linear(module):
+            bias: Any = module.bias
+            own = panels[name] if bias is None else panels[name].with_bias(bias)
+            model.set_submodule(name, PanelLinear(own))
+        elif type(module) is nn.Embedding:
+            model.set_submodule(name, PanelEmbedding(panels[name]))
+
+
+def is_linear(module: object) -> bool:
+    """Whether a module is a linear layer of torch's or GPT-2's kind, and none derived from them."""
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: object) -> bool:
+    """Whether a module is GPT-2's `Conv1D`, by name: transformers' module is not imported for others."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+Matrices: TypeAlias = "list[tuple[tuple[str, ...], torch.Tensor]]"
+"""(outputs, inputs) each, with the names of all that share one."""
+
+
+def matrices_of(model: nn.Module, *, with_experts: bool) -> Matrices:
+    """Every matrix of a module, in the order in which a step reads them.
+
+    A matrix goes by its module's name; of several experts' in one parameter, each has its number behind that
+    one's name, and of one that gives gates and values each half has a name.
+    """
+    transposed = {name for name, module in model.named_modules() if is_transposed(module)}
+    names: dict[int, list[str]] = {}
+    weights: dict[int, torch.Tensor] = {}
+    for full_name, parameter in model.named_parameters(remove_duplicate=False):
+        name, weight = full_name.removesuffix(".weight"), parameter.detach()
+        if weight.dim() == 2:
+            matrices = {name: weight.t() if name in transposed else weight}
+        elif weight.dim() == 3 and with_experts:
+            matrices = {f"{name}[{number}]": one for number, one in enumerate(weight)}
+        else:
+            continue
+        for part_name, part in _in_halves(matrices):
+            names.setdefault(part.data_ptr(), []).append(part_name)
+            weights[part.data_ptr()] = part
+    addresses = sorted(names, key=lambda address: reading_order(names[address][0]))
+    return [(tuple(names[address]), weights[address]) for address in addresses]
+
+
+def packed(matrices: Matrices) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
+    """Their panels, in their order, packed on all cores, as many ahead of who takes them."""
+    num_threads = os.cpu_count() or 1
+    waiting: deque[tuple[tuple[str, ...], Future[PanelWeights]]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for names, weight in matrices:
+            waiting.append((names, pool.submit(pack_floats, weight)))
+            if len(waiting) > num_threads:
+                first, panels = waiting.popleft()
+                yield first, panels.result()
+        while waiting:
+            first, panels = waiting.popleft()
+            yield first, panels.result()
+
+
+def _in_halves(matrices: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Matrices, and the halves of those that give gates and values, which a kernel reads side by side."""
+    for name, weight in matrices.items():
+        if name.partition("[")[0].endswith(GATES_AND_VALUES):
+            yield from zip((f"{name}{half}" for half in HALVES), weight.chunk(2), strict=True)
+        else:
+            yield name, weight
+
+
+def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """The parameters that panels were made of, by their names in the module, float32."""
+    matrices: dict[str, list[torch.Tensor]] = {}
+    made: dict[int, torch.Tensor] = {}  # by the panels' address: a tied head has the embedding's
+    for name, one in panels.items():  # gates come before values
+        address = one.data.data_ptr()
+        if address not in made:
+            made[address] = dense(one)
+        matrices.setdefault(name.removesuffix(HALVES[0]).removesuffix(HALVES[1]), []).append(made[address])
+    state: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, parts in matrices.items():
+        weight = torch.cat(parts) if len(parts) > 1 else parts[0]
+        parameter, _, number = name.removesuffix("]").partition("[")
+        if number:
+            experts.setdefault(parameter, {})[int(number)] = weight
+        else:
+            state[f"{name}.weight"] = weight.T.contiguous() if name in transposed else weight
+    for parameter, weights in experts.items():
+        state[parameter] = torch.stack([weights[number] for number in range(len(weights))])
+    return state

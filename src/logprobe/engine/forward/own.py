@@ -1,0 +1,139 @@
+"""A module of transformers → our own decoder, where its family, configuration and tensors are known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.families import ACTIVATIONS, FAMILIES
+from logprobe.errors import UnsupportedModelError
+from logprobe.models.stored.record import DecoderSpec, Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from logprobe.engine.forward.families import Family
+    from logprobe.engine.forward.proof import Proof
+    from logprobe.kernels.layers.forms import PanelWeights
+
+    Tensors = dict[str, torch.Tensor]
+
+ROTARY = "rotary_emb"  # transformers' name of what makes rotary angles, below a decoder
+EVERY_LAYER = "every_layer"  # the name of frequencies where layers have no others
+
+
+def describe(module: Any, proof: Proof) -> DecoderSpec | str:
+    """How the decoder of a module is put together; or why that is not known."""
+    config = module.config.get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"the family {config.model_type} is not known here"
+    if unread := family.unread(config):
+        return f"{', '.join(unread)} of its configuration is not known here"
+    if (activation := ACTIVATIONS.get(getattr(config, family.activation))) is None:
+        return f"{family.activation} of its configuration is not known here"
+    rules = [rule for _, rule in sorted(proof.step.rules.items())]
+    if any(rule.sinks is not None for rule in rules):
+        return "its attention has sinks"
+    try:
+        rotary, scaling = _rotary(module, proof, family)
+        return DecoderSpec(
+            family=config.model_type,
+            path=_decoder_path(module, family, len(rules)),
+            head=_head_name(module),
+            head_dim=proof.step.key_dims[0],
+            epsilon=getattr(config, family.epsilon) if isinstance(family.epsilon, str) else family.epsilon,
+            activation=activation,
+            is_parallel=family.is_parallel(config),
+            factors=family.factors(config),
+            rules=[Rule(rule.scale, rule.window, rule.softcap) for rule in rules],
+            rotary=rotary,
+            rotary_scaling=scaling,
+            rope_boundary=proof.rope_boundary,
+            experts_per_token=0 if family.experts is None else config.num_experts_per_tok,
+            normalises_experts=family.experts is not None and family.experts.normalises(config),
+        )
+    except (KeyError, AttributeError, TypeError) as error:
+        return f"it is put together in another way ({type(error).__name__}: {error})"
+
+
+def own_decoder(
+    spec: DecoderSpec, module: Any, proof: Proof, panels: Mapping[str, PanelWeights]
+) -> Decoder | str:
+    """The decoder of a module, proven to give its numbers; or why there is none."""
+    own = {
+        name: tensor.detach()
+        for name, tensor in module.state_dict().items()
+        if name.startswith((f"{spec.path}.", f"{spec.head}."))
+    }
+    # Copies: the module's may be views of its whole file.
+    small = {name: tensor.clone() for name, tensor in own.items() if tensor.dim() == 1}
+    try:
+        decoder = Decoder(spec, small | _frequencies(module, spec), panels)
+    except (KeyError, ValueError) as error:
+        return f"it is put together in another way ({type(error).__name__}: {error})"
+    if unplaced := sorted(own.keys() - decoder.names):
+        return f"its tensor {unplaced[0]} is not known here"
+    try:
+        proof.prove(decoder)
+    except (UnsupportedModelError, RuntimeError, IndexError) as error:
+        return f"our own decoder gives other numbers ({error})"
+    return decoder
+
+
+def _decoder_path(module: Any, family: Family, num_layers: int) -> str:
+    """The place of a decoder, which a model that also reads images keeps further down."""
+    for path, part in module.named_modules():
+        if hasattr(part, family.embedding) and len(getattr(part, family.layers, ())) == num_layers:
+            return str(path)
+    raise KeyError(f"{family.embedding} beside {family.layers}")
+
+
+def _head_name(module: Any) -> str:
+    head = module.get_output_embeddings()
+    names: dict[Any, str] = {part: name for name, part in module.named_modules()}
+    return names[head]
+
+
+def _rotary(module: Any, proof: Proof, family: Family) -> tuple[list[str | None], dict[str, float]]:
+    """The name of the frequencies that each layer rotates by, and their factors of cosines and sines."""
+    config = module.config.get_text_config(decoder=True)
+    layers = range(len(proof.step.rules))
+    rotates = [family.rotates(config, layer) for layer in layers]
+    if not any(rotates):
+        return [None for _ in layers], {}
+    embedding = _rotary_embedding(module, _decoder_path(module, family, len(layers)))
+    is_shared = hasattr(embedding, "inv_freq")
+    rotary = [
+        None if not rotates[layer] else EVERY_LAYER if is_shared else str(config.layer_types[layer])
+        for layer in layers
+    ]
+    names = {name for name in rotary if name is not None}
+    return rotary, {name: float(getattr(embedding, f"{_prefix(name)}attention_scaling")) for name in names}
+
+
+def _frequencies(module: Any, spec: DecoderSpec) -> Tensors:
+    """Rotary frequencies by name: of any text, and of one beyond the boundary where there is one."""
+    tensors: Tensors = {}
+    for name in spec.rotary_scaling:
+        embedding = _rotary_embedding(module, spec.path)
+        buffer, options = f"{_prefix(name)}inv_freq", {} if name == EVERY_LAYER else {"layer_type": name}
+        tensors[f"inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
+        if spec.rope_boundary is not None:
+            # A call with a position beyond it sets them, and one with the first sets the others again.
+            places = torch.tensor([[spec.rope_boundary]])
+            embedding(places.float(), places, **options)
+            tensors[f"long_inv_freq.{name}"] = getattr(embedding, buffer).float().clone()
+            embedding(places.float(), torch.zeros_like(places), **options)
+    return tensors
+
+
+def _rotary_embedding(module: Any, path: str) -> Any:
+    return module.get_submodule(f"{path}.{ROTARY}")
+
+
+def _prefix(name: str) -> str:
+    """Before the names of a rotary embedding's buffers, where it has several."""
+    return "" if name == EVERY_LAYER else f"{name}_"

@@ -1,0 +1,290 @@
+"""Files and settings → a model that is ready to run, its numbers proven.
+
+A first load runs transformers' own module beside ours, compares, and stores what was proven; later loads
+build on that record, and run the record's tokens again: they have to give transformers' logits. Weights that
+take the running ones' place go the way of a first load.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from logprobe.engine.forward.attention import every_way
+from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.protocol import Layout
+from logprobe.errors import ParameterError, UnsupportedModelError
+from logprobe.kernels.compiling import compiled_beside, kernel_names
+from logprobe.kernels.layers.widen import can_widen
+from logprobe.models import load_model
+from logprobe.models.stored.record import LoadRecord
+from logprobe.models.stored.store import LoadStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from logprobe.config import Weights
+    from logprobe.engine.forward.generic import GenericDecoder
+    from logprobe.engine.forward.proof import Proof
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models import ModelFiles
+
+    Tensors = dict[str, torch.Tensor]
+
+Load: TypeAlias = "Callable[..., Any]"
+"""`dtype` and `device` → a transformers module."""
+
+TOLERANCE = 1e-4  # of the largest logit, as at the first load
+KEPT_LOGITS = 2  # of each reference: its last tokens, which saw all others
+
+logger = logging.getLogger("logprobe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyModel:
+    """A model with its numbers proven."""
+
+    decoder: Decoder | GenericDecoder
+    kv_shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]  # by layer
+    layout: Layout
+    hidden_size: int
+    vocab_size: int
+    context_len: int
+    eos_token_ids: frozenset[int]
+    is_recalled: bool = False  # from the record of an earlier load
+
+
+def make_ready(
+    files: ModelFiles, *, dtype: torch.dtype, device: str, weights: Weights, load: Load | None = None
+) -> ReadyModel:
+    """The model of some files, or that of a module of other weights, of which nothing is stored.
+
+    Raises:
+        UnsupportedModelError: the model cannot be followed, or its numbers differ.
+        ParameterError: a form of weights that the device or the dtype does not allow.
+    """
+    can_publish = device == "cpu" and dtype == torch.float32 and can_widen()
+    if weights == "published" and not can_publish:
+        raise ParameterError(
+            "weights", "published needs float32 on a CPU with fused products (FMA); use auto or plain"
+        )
+    uses_panels = can_publish and weights != "plain"
+    store = LoadStore.of(files) if uses_panels and load is None else None
+    if store is not None and (recalled := _recalled(files, store)) is not None:
+        return recalled
+    from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
+
+    module = (load or partial(load_model, files))(dtype=dtype, device=device)
+
+    def prove() -> ReadyModel:
+        context_len = _context_len(module)
+        with torch.inference_mode():
+            proof = Proof(module, context_len=context_len)
+            return _proven(files, module, proof, store, uses_panels=uses_panels)
+
+    ready: ReadyModel = refusing(module, prove)
+    return ready
+
+
+def _proven(
+    files: ModelFiles, module: Any, proof: Proof, store: LoadStore | None, *, uses_panels: bool
+) -> ReadyModel:
+    from logprobe.engine.forward.own import describe, own_decoder
+
+    if not uses_panels:
+        return _generic(module, proof, {}, "its weights are plain ones")
+    spec = describe(module, proof)
+    panels = _panels(module, store, with_experts=not isinstance(spec, str))
+    with compiled_beside(kernel_names({one.form.name for one in panels.values()})):
+        pass
+    own = spec if isinstance(spec, str) else own_decoder(spec, module, proof, panels)
+    if isinstance(own, str):
+        logger.info("%s: runs by transformers' own modules: %s", files.name, own)
+        return _generic(module, proof, panels, own)
+    ready = _ready(own, own.kv_shapes, proof, own.hidden_size)
+    if store is not None:
+        store.write_record(*_record(ready, proof))
+    return ready
+
+
+def _panels(module: Any, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
+    """Those that are stored, or those of the module's matrices, stored now where they can be."""
+    from logprobe.engine.forward.linear import matrices_of, packed
+
+    matrices = matrices_of(module, with_experts=with_experts)
+    if store is not None:
+        stored = store.panels()
+        if all(any(name in stored for name in names) for names, _ in matrices):
+            return stored
+        if stored := store.write_panels(packed(matrices)):
+            return stored
+    return {name: panels for names, panels in packed(matrices) for name in names}
+
+
+def _generic(module: Any, proof: Proof, panels: Mapping[str, PanelWeights], reason: str) -> ReadyModel:
+    from logprobe.engine.forward.generic import GenericDecoder
+    from logprobe.engine.forward.linear import use_panels_
+    from logprobe.engine.forward.rope import follow_steps_
+
+    if proof.rope_boundary is not None:
+        follow_steps_(module, proof.step, proof.rope_boundary)
+    decoder = GenericDecoder(module, proof.place, proof.step)
+    pool = proof.prove(decoder)
+    if panels:
+        use_panels_(module, panels)
+        decoder = GenericDecoder(module, proof.place, proof.step)
+        pool = proof.prove(decoder)
+    return _ready(
+        decoder, pool.shapes, proof, decoder.hidden_size, why_generic=reason, has_panels=bool(panels)
+    )
+
+
+def _ready(
+    decoder: Decoder | GenericDecoder,
+    kv_shapes: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]],
+    proof: Proof,
+    hidden_size: int,
+    *,
+    why_generic: str | None = None,
+    has_panels: bool = True,
+) -> ReadyModel:
+    return ReadyModel(
+        decoder=decoder,
+        kv_shapes=kv_shapes,
+        layout=Layout(
+            weights="published" if has_panels else "plain",
+            num_layers=len(kv_shapes),
+            why_generic=why_generic,
+            rope_boundary=proof.rope_boundary,
+            probe_difference=proof.largest_difference,
+        ),
+        hidden_size=hidden_size,
+        vocab_size=proof.model.config.get_text_config(decoder=True).vocab_size,
+        context_len=proof.context_len,
+        eos_token_ids=_eos_token_ids(proof.model),
+    )
+
+
+def _context_len(model: Any) -> int:
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise UnsupportedModelError(
+            "its positions have no end (it keeps a state of its own, or biases scores by distance)"
+        )
+    return length
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """Every id that ends a text, by the model's settings."""
+    ids: set[int | None] = set()
+    for source in (model.generation_config, model.config):
+        named = getattr(source, "eos_token_id", None)
+        ids.update(named if isinstance(named, list) else [named])
+    return frozenset(ids) - {None}  # type: ignore[return-value]
+
+
+def _record(ready: ReadyModel, proof: Proof) -> tuple[LoadRecord, Tensors]:
+    """What later loads build on, and its tensors."""
+    decoder = ready.decoder
+    assert isinstance(decoder, Decoder)
+    tensors = dict(decoder.tensors)
+    for number, reference in enumerate(proof.references):
+        tensors[f"reference.{number}.ids"] = torch.from_numpy(reference.token_ids)
+        tensors[f"reference.{number}.positions"] = torch.from_numpy(reference.positions)
+        tensors[f"reference.{number}.logits"] = reference.logits[-KEPT_LOGITS:]
+        tensors[f"reference.{number}.is_long"] = torch.tensor([reference.is_long])
+    record = LoadRecord(
+        decoder=decoder.spec,
+        context_len=ready.context_len,
+        eos_token_ids=sorted(ready.eos_token_ids),
+        probe_difference=ready.layout.probe_difference,
+        num_references=len(proof.references),
+    )
+    return record, tensors
+
+
+def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
+    """The model of an earlier load's record; None where there is none that gives the logits that it keeps."""
+    stored = store.record()
+    if stored is None:
+        return None
+    record, tensors = stored
+    panels = store.panels(is_checked=False)  # what is damaged in them, the logits show
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith("reference.")}
+    try:
+        decoder = Decoder(record.decoder, own, panels)
+        meets_references = _meets_references(decoder, record, tensors)
+    except (KeyError, ValueError) as error:  # a tensor that a damaged file lacks, or one of another shape
+        logger.warning("%s: what is stored of it lacks %s; it is proven again", files.name, error)
+        return None
+    if not meets_references:
+        logger.warning("%s: what is stored of it gives other numbers; it is proven again", files.name)
+        return None
+    return ReadyModel(
+        decoder=decoder,
+        kv_shapes=decoder.kv_shapes,
+        layout=Layout(
+            weights="published",
+            num_layers=len(decoder.layers),
+            why_generic=None,
+            rope_boundary=record.decoder.rope_boundary,
+            probe_difference=record.probe_difference,
+        ),
+        hidden_size=decoder.hidden_size,
+        vocab_size=decoder.vocab_size,
+        context_len=record.context_len,
+        eos_token_ids=frozenset(record.eos_token_ids),
+        is_recalled=True,
+    )
+
+
+@torch.inference_mode()
+def _meets_references(decoder: Decoder, record: LoadRecord, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the record's tokens give its logits, by the ways that steps take."""
+    for is_long in (False, True):
+        numbers = [
+            number
+            for number in range(record.num_references)
+            if bool(tensors[f"reference.{number}.is_long"]) == is_long
+        ]
+        if numbers and not _meets(
+            decoder, [_reference(tensors, number) for number in numbers], is_long=is_long
+        ):
+            return False
+    return True
+
+
+def _meets(
+    decoder: Decoder, references: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], *, is_long: bool
+) -> bool:
+    lengths = [len(token_ids) for token_ids, _, _ in references]
+    pool = decoder.new_pool(sum(lengths))
+    decoder.record_on(pool, max(lengths))
+    prompts = list(torch.split(torch.arange(sum(lengths)), lengths))
+    expected = torch.cat([logits for _, _, logits in references])
+    ways = [*every_way(pool, prompts)]
+    # Whole prompts as they come last, which also fills the pool; then halves, row by row.
+    for starts, plan in ([way for way in ways if not any(way[0])][-1], ways[-1]):
+        pairs = list(zip(references, starts, strict=True))
+        token_ids = torch.cat([ids[start:] for (ids, _, _), start in pairs])
+        positions = torch.cat([places[start:] for (_, places, _), start in pairs])
+        hidden = decoder(token_ids.numpy(), positions.numpy(), plan, is_long=is_long)
+        ends = itertools.accumulate(len(ids) - start for (ids, _, _), start in pairs)
+        kept = [torch.arange(end - len(one[2]), end) for end, one in zip(ends, references, strict=True)]
+        difference = (decoder.head(hidden[torch.cat(kept)]) - expected).abs().max()
+        if not difference <= TOLERANCE * expected.abs().max():
+            return False
+    return True
+
+
+def _reference(
+    tensors: Mapping[str, torch.Tensor], number: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, positions, and the logits of the last ones."""
+    name = f"reference.{number}"
+    return tensors[f"{name}.ids"], tensors[f"{name}.positions"], tensors[f"{name}.logits"]

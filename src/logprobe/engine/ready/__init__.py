@@ -1,1 +1,0 @@
-"""From a model's files to modules that are ready to run: followed and proven, or recalled from a proof."""

@@ -1,0 +1,75 @@
+"""Small random decoders of the families that are known here, and tokens through them step by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from logprobe.config import EngineConfig
+from logprobe.engine.forward.native import NativeForward
+from logprobe.engine.plan.scheduler import Span, StepPlan
+from logprobe.models import resolve
+from placed import Placed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HALF_ROTATES = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+# Rotary frequencies of two kinds.
+GEMMA3 = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 10, "sliding_window": 9}
+# Kind → settings that make it special.
+OWN: dict[str, dict[str, Any]] = {
+    "Llama": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"sliding_window": 9},
+    "Qwen2": {},  # biases of the projections
+    "Qwen3": {"head_dim": 16},  # norms of the heads
+    "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},  # a layer without rotation
+    "Phi3": {"rope_parameters": HALF_ROTATES},  # joined projections, and half of a head rotates
+    "Granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "Olmo2": {},  # norms after the parts, and of all heads together
+    "Olmo3": {"sliding_window": 9},
+    "Gemma": {"head_dim": 12},  # another activation
+    "Gemma2": GEMMA,  # four norms
+    "Gemma3Text": {**GEMMA, "layer_types": GEMMA3},
+    "GPT2": {"n_inner": 96},  # no rotation, no gates
+    "GPTNeoX": {"rope_parameters": HALF_ROTATES},  # projections by head, both parts read the same
+    "StableLm": {"rope_parameters": HALF_ROTATES, "use_qkv_bias": True},  # LayerNorm
+    "Cohere2": {"sliding_window": 9},  # neighbours rotate, in the layers with windows
+    "Glm": {"head_dim": 12, "rope_parameters": HALF_ROTATES},  # so do half of each head's
+    "Ernie4_5": {"head_dim": 12},
+}
+GENERIC: dict[str, dict[str, Any]] = {"Glm4": {"head_dim": 12}, "Nemotron": {"head_dim": 12}}
+
+
+def spread_out(model: Any) -> None:
+    """Weights whose errors would show."""
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, mean=float("norm" in name and "bias" not in name), std=0.2)
+
+
+def loaded(folder: Path, weights: Any = "published") -> NativeForward:
+    """The forward pass of a folder's model."""
+    name = str(folder)
+    return NativeForward(EngineConfig(model=name, weights=weights, kv_bytes=1 << 22), resolve(name))
+
+
+def hidden(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> Any:
+    """The last hidden states of each prompt, `split` of its tokens a step; all prompts run together."""
+    ends = np.cumsum([len(ids) for ids in prompts])
+    slots = [np.arange(end - len(ids), end, dtype=np.int32) for ids, end in zip(prompts, ends, strict=True)]
+    loras = loras or [None] * len(prompts)
+    sequences: list[Any] = list(map(Placed, prompts, slots, loras))
+    for start in range(0, max(map(len, prompts)), split):
+        spans = [Span(one, start, min(start + split, len(one.token_ids))) for one in sequences]
+        forward.run(StepPlan(tokens=[span for span in spans if span.start < span.end]).batch())
+    return [forward.hidden_rows(own).clone() for own in slots]
+
+
+def logprobs(forward: NativeForward, prompts: list[Any], *, split: int, loras: Any = None) -> torch.Tensor:
+    """Log-probabilities after every token of all prompts, (num_tokens, vocabulary) float64, nats."""
+    with torch.inference_mode():
+        rows = torch.cat(hidden(forward, prompts, split=split, loras=loras))
+        return forward.head(rows).double().log_softmax(-1)

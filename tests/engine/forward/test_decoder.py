@@ -1,0 +1,192 @@
+"""Our own decoder: which models get it, and that the numbers stay transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from decoders import GENERIC, OWN, hidden, loaded, logprobs, spread_out
+from families.tiny import model_of
+from families.trials import load
+from logprobe.engine.forward import decoder as decoder_module
+from logprobe.models import load_config, resolve
+from logprobe.models.loading import load_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOLERANCE = 2e-4  # nats; float32 itself is 1e-4 from float64 on some of these
+FORMS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Kind → the layers that its LoRA weights change here: all that it has.
+ADAPTED = {
+    "Llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "GPTNeoX": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "Granite": ["q_proj", "o_proj", "down_proj"],  # a factor before the residual
+    "Gemma2": ["v_proj", "o_proj", "up_proj", "down_proj"],  # norms after the products
+}
+
+
+@pytest.fixture(scope="module")
+def folder(small_model: Callable[..., Path]) -> Callable[[str], Path]:
+    """A small random model of a kind."""
+    return lambda kind: small_model(kind, (OWN | GENERIC)[kind], spread_out)
+
+
+def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
+    """As `logprobs`, each prompt by a run of its own."""
+    with torch.inference_mode():
+        rows = [model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0] for ids in prompts]
+    return torch.cat(rows).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", [*OWN, *GENERIC])
+def test_a_model_gives_the_numbers_of_transformers_however_its_tokens_are_split(
+    folder: Callable[[str], Path], kind: str
+) -> None:
+    path = folder(kind)
+    forward = loaded(path)
+    assert (forward.layout.why_generic is None) == (kind in OWN)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 280, length).astype(np.int32) for length in (1, 7, 40, 90)]
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    want = transformers_logprobs(model, prompts)
+    for split in (1, 13, 1000):
+        got = logprobs(forward, prompts, split=split)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_lora_weights_are_pefts_and_leave_the_rows_beside_them_alone(
+    folder: Callable[[str], Path], kind: str, tmp_path: Path
+) -> None:
+    path = folder(kind)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=ADAPTED[kind])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), config)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.eval().save_pretrained(tmp_path)
+    forward = loaded(path)
+    lora = forward.load_lora("own", str(tmp_path), 1)
+    forward.make_room(lora)
+    ids, other = np.arange(3, 43, dtype=np.int32), np.arange(50, 90, dtype=np.int32)
+    want = transformers_logprobs(model, [ids])
+    for split in (1, 13, 1000):
+        got = logprobs(forward, [ids, other], split=split, loras=[lora, None])[: len(ids)]
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+        _, beside = hidden(forward, [ids, other], split=split, loras=[lora, None])
+        _, alone = hidden(forward, [ids, other], split=split)
+        assert torch.equal(beside, alone)
+        assert torch.equal(hidden(forward, [other], split=split)[0], alone)
+    assert (logprobs(forward, [ids], split=13) - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "Olmo2"])
+def test_models_keep_their_numbers_in_every_form(
+    small_model: Callable[..., Path], tmp_path: Path, kind: str, form: str
+) -> None:
+    path = shutil.copytree(small_model(kind, {}), tmp_path, dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(path, dtype=FORMS[form]).save_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    forward = loaded(path)
+    linears = [
+        linear
+        for layer in forward.decoder.layers
+        for linear in (layer.projection, layer.output, layer.mlp.down)
+    ]
+    assert {part.form.name for linear in linears for part in linear.parts} == {form}
+    prompts = [np.arange(2, 42, dtype=np.int32)]
+    want = transformers_logprobs(model, prompts)
+    torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
+
+
+def test_plain_weights_run_by_transformers_modules(tiny_model_folder: Path) -> None:
+    layout = loaded(tiny_model_folder, "plain").layout
+    assert (layout.weights, layout.why_generic) == ("plain", "its weights are plain ones")
+
+
+def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_modules(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = decoder_module.norm_stage
+    monkeypatch.setattr(
+        decoder_module,
+        "norm_stage",
+        lambda x, weight, out, epsilon, *rest, **options: own(
+            x, weight, out, epsilon + 1e-2, *rest, **options
+        ),
+    )
+    path = folder("Llama")
+    forward = loaded(path)
+    assert forward.layout.why_generic is not None
+    assert "our own decoder gives other numbers" in forward.layout.why_generic
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    prompts = [np.arange(2, 42, dtype=np.int32)]
+    want = transformers_logprobs(model, prompts)
+    torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
+
+
+def with_a_tensor(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.register_parameter("extra", torch.nn.Parameter(torch.ones(4), requires_grad=False))
+
+
+def with_a_wider_layer(model: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads *= 2
+    attention = LlamaAttention(config, 1).requires_grad_(requires_grad=False)
+    attention.config = model.config
+    model.model.layers[1].self_attn = attention
+
+
+def with_a_setting(model: Any) -> None:
+    model.config.extra_factor = 2.0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_a_tensor, "its tensor model.layers.1.self_attn.extra is not known here"),
+        (
+            with_a_wider_layer,
+            "it is put together in another way (ValueError: its layers are of several sizes)",
+        ),
+        (with_a_setting, "extra_factor of its configuration is not known here"),
+    ],
+)
+def test_what_has_no_place_in_our_decoder_sends_a_model_the_generic_way_by_name(
+    change: Callable[[Any], None], reason: str
+) -> None:
+    model = model_of("llama")
+    assert load(model, "published").layout.why_generic is None
+    change(model)
+    layout = load(model, "published").layout
+    assert layout.why_generic == reason
+    assert reason in layout.layers
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Phi3", "GPT2", "Gemma2"])
+def test_a_decoder_gives_the_tensors_of_transformers_module_back(
+    folder: Callable[[str], Path], kind: str
+) -> None:
+    path = folder(kind)
+    state = loaded(path).decoder.state()
+    want = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert load_file(path / "model.safetensors").keys() <= want.keys()  # of a tied head it has none
+    again = load_state(load_config(resolve(str(path))), state, dtype=torch.float32).state_dict()
+    assert state.keys() == again.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(state[name], tensor), name
+        assert torch.equal(again[name], tensor), name

@@ -1,0 +1,111 @@
+"""Steps of a few rows as one launch: their bits are those of the stages one by one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders import OWN, loaded
+from logprobe.engine.forward.launch import MOST_ROWS, Launches
+from logprobe.engine.plan.scheduler import Span, StepPlan
+from placed import Placed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from logprobe.engine.forward.native import NativeForward
+
+
+@pytest.fixture(scope="module")
+def forward_of(small_model: Callable[..., Path]) -> Callable[[str], NativeForward]:
+    """The forward pass of a small random model of a kind."""
+    return lambda kind: loaded(small_model(kind, OWN[kind]))
+
+
+class Prompts:
+    """Sequences in slots of their own, of which a step runs some tokens each."""
+
+    def __init__(self, forward: NativeForward, count: int, length: int = 20) -> None:
+        rng = np.random.default_rng(count)
+        slots = rng.permutation(forward.num_slots)[: count * length].reshape(count, length).astype(np.int32)
+        self.forward, self.slots = forward, slots
+        token_ids = rng.integers(2, 280, slots.shape).astype(np.int32)
+        self.sequences: list[Any] = [Placed(ids, own) for ids, own in zip(token_ids, slots, strict=True)]
+
+    def step(self, start: int, end: int, *, num_first: int | None = None) -> torch.Tensor:
+        """The hidden rows of tokens [start, end) of all sequences, or of the first ones."""
+        spans = [Span(one, start, end) for one in self.sequences[:num_first]]
+        self.forward.run(StepPlan(tokens=spans).batch())
+        return self.forward.hidden_rows(np.concatenate(self.slots[:num_first, start:end])).clone()
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of rows of each step that runs as one launch from now on."""
+    runs: list[int] = []
+    own = Launches.run
+
+    def run(self: Launches, ids: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        runs.append(len(ids))
+        return own(self, ids, *rest, **options)
+
+    monkeypatch.setattr(Launches, "run", run)
+    return runs
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_step_as_one_launch_has_the_bits_of_its_stages(
+    forward_of: Callable[[str], NativeForward], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = forward_of(kind)
+    launches = forward.decoder.launches
+    runs = count_runs(monkeypatch)
+    for count, num_tokens in ((1, 1), (3, 1), (2, 4), (MOST_ROWS, 1), (MOST_ROWS + 1, 1)):
+        prompts = Prompts(forward, count)
+        prompts.step(0, 15)
+        forward.decoder.launches = None
+        want = prompts.step(15, 15 + num_tokens)
+        forward.decoder.launches = launches
+        runs.clear()
+        assert torch.equal(prompts.step(15, 15 + num_tokens), want)
+        is_few = count * num_tokens <= MOST_ROWS
+        assert runs == ([count * num_tokens] if is_few else [])
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "GPTNeoX"])
+def test_rows_have_the_same_bits_whatever_their_number(
+    forward_of: Callable[[str], NativeForward], kind: str
+) -> None:
+    prompts = Prompts(forward_of(kind), 70)
+    prompts.step(0, 15)
+    whole = prompts.step(15, 16)
+    for count in (1, 2, 7, 9, 40):
+        assert torch.equal(prompts.step(15, 16, num_first=count), whole[:count])
+
+
+def test_a_launch_leaves_the_keys_and_values_that_the_next_needs(
+    forward_of: Callable[[str], NativeForward],
+) -> None:
+    prompts = Prompts(forward_of("Llama"), 2)
+    whole = prompts.step(0, 20).view(2, 20, -1)
+    prompts.step(0, 10)
+    rows = [prompts.step(place, place + 1) for place in range(10, 20)]
+    torch.testing.assert_close(torch.stack(rows, dim=1), whole[:, 10:], rtol=0, atol=1e-4)
+
+
+def test_a_step_with_lora_weights_runs_stage_by_stage(
+    forward_of: Callable[[str], NativeForward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = Prompts(forward_of("Llama"), 2)
+    prompts.step(0, 15)
+    runs = count_runs(monkeypatch)
+    prompts.sequences[1].lora = SimpleNamespace(number=7, parts={})
+    prompts.step(15, 16)
+    assert runs == []
+    prompts.sequences[1].lora = None
+    prompts.step(16, 17)
+    assert runs == [2]

@@ -1,0 +1,59 @@
+"""The bits of one scored text and one generation: the same on any number of threads, and as stored."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from logprobe import LLM, SamplingParams
+from logprobe.kernels.processor import cpu_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.real_model
+TEXT = (Path(__file__).parents[2] / "examples" / "lighthouse.txt").read_text(encoding="utf-8")[:1500]
+# Processor, as LLVM calls it → digests of the scored text, of the generated ids and of their numbers.
+# Vectors of another width add in another order, so each kind has its own.
+KNOWN = {
+    "znver5": ("319b0f65efe27c7f", "f4f9aaa433ddfc23", "2a7ffd513daad30b"),
+    "haswell": ("905192b381e4df25", "f4f9aaa433ddfc23", "80a1544f83341fe9"),
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """As many as before, afterwards."""
+    own = torch.get_num_threads()
+    yield
+    torch.set_num_threads(own)
+
+
+def digest(numbers: object) -> str:
+    return hashlib.sha256(np.asarray(numbers, dtype=np.float64).tobytes()).hexdigest()[:16]
+
+
+def digests() -> tuple[str, str, str]:
+    with LLM("smollm2", kv_bytes=1 << 27) as llm:
+        scored = llm.generate([TEXT], SamplingParams(max_tokens=0, prompt_logprobs=0))[0].prompt_logprobs
+        greedy = SamplingParams(max_tokens=40, temperature=0, logprobs=0, ignore_eos=True)
+        made = llm.generate(["The keeper of the light"], greedy)[0].outputs[0]
+        assert scored is not None
+        assert made.logprobs is not None
+        return digest(scored.logprobs), digest(made.token_ids), digest(made.logprobs.logprobs)
+
+
+def test_the_bits_are_those_that_are_stored_on_any_number_of_threads() -> None:
+    found = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(digests())
+    assert found[0] == found[1] == found[2]
+    if cpu_name() not in KNOWN:
+        pytest.skip(f"no digests are stored for a processor of the kind {cpu_name()}: {found[0]}")
+    assert found[0] == KNOWN[cpu_name()]
