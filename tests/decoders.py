@@ -40,6 +40,31 @@ OWN: dict[str, dict[str, Any]] = {
     "Cohere2": {"sliding_window": 9},  # neighbours rotate, in the layers with windows
     "Glm": {"head_dim": 12, "rope_parameters": HALF_ROTATES},  # so do half of each head's
     "Ernie4_5": {"head_dim": 12},
+    "Ministral3": {  # queries are scaled by their position
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+}
+# Those whose steps are not recorded.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {  # one expert that all tokens have, and a layer without experts
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
 }
 GENERIC: dict[str, dict[str, Any]] = {"Glm4": {"head_dim": 12}, "Nemotron": {"head_dim": 12}}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from decoders import GENERIC, OWN, hidden, loaded, logprobs, spread_out
+from decoders import EXPERTS, GENERIC, OWN, hidden, loaded, logprobs, spread_out
 from families.tiny import model_of
 from families.trials import load
 from logprobe.engine.forward import decoder as decoder_module
@@ -34,13 +34,14 @@ ADAPTED = {
     "GPTNeoX": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "Granite": ["q_proj", "o_proj", "down_proj"],  # a factor before the residual
     "Gemma2": ["v_proj", "o_proj", "up_proj", "down_proj"],  # norms after the products
+    "Qwen2Moe": ["q_proj", "gate_proj", "down_proj", "shared_expert_gate"],
 }
 
 
 @pytest.fixture(scope="module")
 def folder(small_model: Callable[..., Path]) -> Callable[[str], Path]:
     """A small random model of a kind."""
-    return lambda kind: small_model(kind, (OWN | GENERIC)[kind], spread_out)
+    return lambda kind: small_model(kind, (OWN | EXPERTS | GENERIC)[kind], spread_out)
 
 
 def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
@@ -50,13 +51,13 @@ def transformers_logprobs(model: Any, prompts: list[Any]) -> torch.Tensor:
     return torch.cat(rows).double().log_softmax(-1)
 
 
-@pytest.mark.parametrize("kind", [*OWN, *GENERIC])
+@pytest.mark.parametrize("kind", [*OWN, *EXPERTS, *GENERIC])
 def test_a_model_gives_the_numbers_of_transformers_however_its_tokens_are_split(
     folder: Callable[[str], Path], kind: str
 ) -> None:
     path = folder(kind)
     forward = loaded(path)
-    assert (forward.layout.why_generic is None) == (kind in OWN)
+    assert (forward.layout.why_generic is None) == (kind not in GENERIC)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 280, length).astype(np.int32) for length in (1, 7, 40, 90)]
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -64,6 +65,19 @@ def test_a_model_gives_the_numbers_of_transformers_however_its_tokens_are_split(
     for split in (1, 13, 1000):
         got = logprobs(forward, prompts, split=split)
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_another_models_load_beside_a_step_changes_no_bit(folder: Callable[[str], Path]) -> None:
+    """Transformers sets torch's default dtype for all threads while it loads a model."""
+    forward = loaded(folder("Ernie4_5"))
+    ids = np.arange(3, 83, dtype=np.int32)
+    want = logprobs(forward, [ids], split=70)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = logprobs(forward, [ids], split=70)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("kind", ADAPTED)

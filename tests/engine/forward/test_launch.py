@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders import OWN, loaded
+from decoders import EXPERTS, OWN, loaded
 from logprobe.engine.forward.launch import MOST_ROWS, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
 from placed import Placed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def forward_of(small_model: Callable[..., Path]) -> Callable[[str], NativeForward]:
     """The forward pass of a small random model of a kind."""
-    return lambda kind: loaded(small_model(kind, OWN[kind]))
+    return lambda kind: loaded(small_model(kind, (OWN | EXPERTS)[kind]))
 
 
 class Prompts:
@@ -76,7 +76,7 @@ def test_a_step_as_one_launch_has_the_bits_of_its_stages(
         assert runs == ([count * num_tokens] if is_few else [])
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "GPTNeoX"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "GPTNeoX", "Cohere2", "Ministral3", *EXPERTS])
 def test_rows_have_the_same_bits_whatever_their_number(
     forward_of: Callable[[str], NativeForward], kind: str
 ) -> None:

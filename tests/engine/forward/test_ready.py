@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decoders import GENERIC, OWN
+from decoders import EXPERTS, GENERIC, OWN
 from families.rows import MINISTRAL3, longrope
 from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.errors import EngineClosedError
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 FROM_TRANSFORMERS = 2e-4  # nats
 PROMPT = list(range(5, 45))
-SHARED_EXPERT = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "mlp_only_layers": [1],
-}
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
     "Qwen2": {"tie_word_embeddings": False},  # biases
@@ -46,8 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Glm": OWN["Glm"],  # neighbours rotate, gates are joined
     "GPT2": OWN["GPT2"],  # learned positions
     "GPTNeoX": OWN["GPTNeoX"],  # projections by head
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": SHARED_EXPERT,
+    **EXPERTS,
 }
 
 

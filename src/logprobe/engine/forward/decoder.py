@@ -88,7 +88,7 @@ class Layer:
     output: Linear
     mlp: FeedForward | None  # None: experts alone
     experts: Experts | None
-    shared_gate: Linear | None  # of `mlp`, where it stands beside experts
+    shared_gate: tuple[str, Linear] | None  # of `mlp`, where it stands beside experts
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
@@ -167,7 +167,7 @@ class Decoder:
     def new_pool(self, num_slots: int) -> KVPool:
         """A pool that is laid out for this decoder."""
         pool = KVPool(num_slots)
-        pool.lay_out(self.kv_shapes, torch.zeros)
+        pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=torch.float32))
         return pool
 
     def make_room(self, lora: LoraWeights) -> None:
@@ -209,7 +209,7 @@ class Decoder:
         """Room for a step of so many rows."""
 
         def make(*shape: int) -> torch.Tensor:
-            return torch.empty(num_rows, *shape)
+            return torch.empty(num_rows, *shape, dtype=torch.float32)
 
         heads = (self.num_heads, self.spec.head_dim)
         kinds = {layer.rotary for layer in self.layers if layer.rotary is not None}
@@ -247,7 +247,7 @@ class Decoder:
         if step.query_scales is not None:
             assert factors.queries is not None
             beta, length = factors.queries
-            step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places / length)))
+            step.query_scales.copy_(1 + beta * torch.log(1 + torch.floor(places.float() / length)))
 
     def stages(self, step: Step) -> Iterator[Stage]:
         """All loops of a step in their order; what is no loop is done when the next one is asked for."""
@@ -273,7 +273,7 @@ class Decoder:
         ):
             if norm is not None:
                 yield norm.stage(part, part)
-        nothing = torch.empty(len(step.slots), 0)
+        nothing = step.hidden.new_empty(len(step.slots), 0)
         yield rotary_stage(
             projections,
             (nothing, nothing) if layer.rotary is None else step.angles[layer.rotary],
@@ -338,7 +338,8 @@ class Decoder:
         if facts is not None and f"{prefix}.{facts.router}" in self._panels:
             experts = self._experts(prefix, facts)
             if facts.shared_gate is not None:
-                shared_gate = self._linear(f"{prefix}.{facts.shared_gate}")
+                gate_name = f"{prefix}.{facts.shared_gate}"
+                shared_gate = gate_name, self._linear(gate_name)
                 mlp = self._feed_forward(
                     [f"{prefix}.{name}" for name in facts.shared], f"{prefix}.{facts.shared_down}"
                 )
@@ -413,7 +414,9 @@ class Decoder:
         kind = self.family.norm
         self.names |= {f"{name}.weight", f"{name}.bias"}
         weight = (
-            self.tensors[f"{name}.weight"] if self.family.has_norm_weights else torch.ones(self.hidden_size)
+            self.tensors[f"{name}.weight"]
+            if self.family.has_norm_weights
+            else torch.ones(self.hidden_size, dtype=torch.float32)
         )
         return Norm(
             weight + 1.0 if kind == "rms from one" else weight,
@@ -461,11 +464,14 @@ def _inner_stages(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, loras: L
 
 def _shared_stages(layer: Layer, x: torch.Tensor, step: Step) -> Iterator[Stage]:
     """The expert that every token has, weighted by a gate of its own (Qwen2-MoE)."""
-    mlp, gate = layer.mlp, layer.shared_gate
-    assert mlp is not None
-    assert gate is not None
+    assert layer.mlp is not None
+    assert layer.shared_gate is not None
+    mlp, (gate_name, gate) = layer.mlp, layer.shared_gate
     inner = step.inner[:, : mlp.width]
     yield from _inner_stages(mlp, x, inner, step.loras)
     yield from mlp.down.stages(inner, step.branch)
     step.loras.add_(mlp.down_name, step.branch, inner)
-    step.hidden += gate(x).sigmoid() * step.branch
+    gates = gate(x)
+    step.loras.add_(gate_name, gates, x)
+    # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
+    step.hidden += gates.double().sigmoid().float() * step.branch

@@ -35,9 +35,11 @@ class Experts:
             hidden: (M, hidden size).
             x: (M, hidden size), what the layer's feed-forward part reads.
         """
-        weights, chosen = self.router(x).softmax(-1).topk(self.num_chosen)
+        # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
+        weights, chosen = self.router(x).double().softmax(-1).topk(self.num_chosen)
         if self.normalises:
             weights /= weights.sum(-1, keepdim=True)
+        weights = weights.float()
         for number in np.unique(chosen.numpy()).tolist():
             rows, places = torch.where(chosen == number)
             made = self.down[number](self.inner[number](x[rows]))

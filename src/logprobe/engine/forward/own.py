@@ -72,7 +72,7 @@ def own_decoder(
     small = {name: tensor.clone() for name, tensor in own.items() if tensor.dim() == 1}
     try:
         decoder = Decoder(spec, small | _frequencies(module, spec), panels)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, AttributeError, TypeError, RuntimeError) as error:
         return f"it is put together in another way ({type(error).__name__}: {error})"
     if unplaced := sorted(own.keys() - decoder.names):
         return f"its tensor {unplaced[0]} is not known here"

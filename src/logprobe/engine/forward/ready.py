@@ -219,7 +219,8 @@ def _recalled(files: ModelFiles, store: LoadStore) -> ReadyModel | None:
     try:
         decoder = Decoder(record.decoder, own, panels)
         meets_references = _meets_references(decoder, record, tensors)
-    except (KeyError, ValueError) as error:  # a tensor that a damaged file lacks, or one of another shape
+    # A tensor that a damaged file lacks, or one of another shape.
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
         logger.warning("%s: what is stored of it lacks %s; it is proven again", files.name, error)
         return None
     if not meets_references:

@@ -95,7 +95,7 @@ class PanelWeights:
 
 
 def _bias_of(part: PanelWeights) -> torch.Tensor:
-    return torch.zeros(part.num_outputs) if part.bias is None else part.bias
+    return torch.zeros(part.num_outputs, dtype=torch.float32) if part.bias is None else part.bias
 
 
 def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
