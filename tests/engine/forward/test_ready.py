@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -131,6 +132,15 @@ def name_another_form(file: Path) -> None:
     file.write_text(file.read_text().replace("float32", "float31"))
 
 
+def cut_frequencies(file: Path) -> None:
+    with safe_open(file, framework="pt") as stored:
+        metadata = stored.metadata()
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    tensors["inv_freq.every_layer"] = tensors["inv_freq.every_layer"][:-1].contiguous()
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    save_file(tensors, file, metadata)
+
+
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [
@@ -142,6 +152,7 @@ def name_another_form(file: Path) -> None:
         (f"panels/*/{INDEX}", name_another_form),
         (f"loads/*/{FILE}", truncate),
         (f"loads/*/{FILE}", flip_bits),
+        (f"loads/*/{FILE}", cut_frequencies),
         (f"loads/*/{FILE}", lambda file: file.unlink()),
     ],
 )
