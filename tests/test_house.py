@@ -45,7 +45,8 @@ def test_the_project_speaks_of_itself_alone() -> None:
     folders = ("docs", "deploy", "examples", "benchmarks", ".ci", ".github")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
     files += [*SOURCES, *TESTS, *(file for file in ROOT.iterdir() if file.suffix in {".md", ".toml", ".yml"})]
-    texts = [file for file in files if file.suffix not in {".png", ".pyc"} and file.is_file()]
+    texts = [file for file in files if file.suffix != ".png" and "__pycache__" not in file.parts]
+    texts = [file for file in texts if file.is_file()]
     assert ROOT / "README.md" in texts
     assert [name(file) for file in texts if elsewhere.search(file.read_text("utf-8"))] == []
 

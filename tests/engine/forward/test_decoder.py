@@ -18,8 +18,10 @@ from decoders import EXPERTS, GENERIC, OWN, hidden, loaded, logprobs, spread_out
 from families.tiny import model_of
 from families.trials import load
 from logprobe.engine.forward import decoder as decoder_module
+from logprobe.errors import UnsupportedModelError
 from logprobe.models import load_config, resolve
 from logprobe.models.loading import load_state
+from logprobe.models.lora import LoraWeights, LowRank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +126,17 @@ def test_models_keep_their_numbers_in_every_form(
     prompts = [np.arange(2, 42, dtype=np.int32)]
     want = transformers_logprobs(model, prompts)
     torch.testing.assert_close(logprobs(forward, prompts, split=13), want, rtol=0, atol=TOLERANCE)
+
+
+def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
+    folder: Callable[[str], Path],
+) -> None:
+    forward = loaded(folder("Mixtral"))
+    part = LowRank(torch.zeros(2, 1), torch.zeros(1, 2))
+    names = ["model.layers.1.self_attn.q_proj", "vision.layers.0.fc", "model.layers.1.mlp.gate"]
+    forward.decoder.check_lora(LoraWeights("own", "", 1, dict.fromkeys(names[:2], part)))
+    with pytest.raises(UnsupportedModelError, match="gate, which takes no weights"):
+        forward.decoder.check_lora(LoraWeights("own", "", 1, dict.fromkeys(names, part)))
 
 
 def test_plain_weights_run_by_transformers_modules(tiny_model_folder: Path) -> None:

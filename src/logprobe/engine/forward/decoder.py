@@ -21,6 +21,7 @@ from logprobe.engine.forward.launch import Launches
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
 from logprobe.engine.forward.lora import LoraRows
 from logprobe.engine.forward.pool import KVPool
+from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
@@ -98,9 +99,10 @@ class Layer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all its matrices but the experts'."""
+        """Of all its matrices but the experts' and their router's."""
         mlp = () if self.mlp is None else (*self.mlp.gate_names, self.mlp.down_name)
-        return (*self.projections, self.output_name, *mlp)
+        shared = () if self.shared_gate is None else (self.shared_gate[0],)
+        return (*self.projections, self.output_name, *mlp, *shared)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -170,6 +172,17 @@ class Decoder:
         pool.lay_out(self.kv_shapes, partial(torch.zeros, dtype=torch.float32))
         return pool
 
+    def check_lora(self, lora: LoraWeights) -> None:
+        """See that every layer which some weights change takes them here.
+
+        Raises:
+            UnsupportedModelError: one does not.
+        """
+        taken = {name for layer in self.layers for name in layer.names}
+        for name in lora.parts:
+            if name.startswith(f"{self.spec.path}.") and name not in taken:
+                raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights: their layers go by the names that are here."""
 
@@ -209,7 +222,7 @@ class Decoder:
         """Room for a step of so many rows."""
 
         def make(*shape: int) -> torch.Tensor:
-            return torch.empty(num_rows, *shape, dtype=torch.float32)
+            return torch.empty(num_rows, *shape, dtype=torch.float32, device=self.device)
 
         heads = (self.num_heads, self.spec.head_dim)
         kinds = {layer.rotary for layer in self.layers if layer.rotary is not None}
@@ -224,7 +237,7 @@ class Decoder:
             inner=make(self.mlp_width),
             angles={kind: (make(width), make(width)) for kind, width in widths.items()},
             query_scales=None if self.spec.factors.queries is None else make(),
-            slots=torch.zeros(num_rows, dtype=torch.int64),
+            slots=torch.zeros(num_rows, dtype=torch.int64, device=self.device),
             pool=pool,
             attend=attend,
         )

@@ -119,6 +119,9 @@ class GenericDecoder:
         """A pool that is laid out when its layers first store."""
         return KVPool(num_slots)
 
+    def check_lora(self, lora: LoraWeights) -> None:
+        """Every linear layer takes weights."""
+
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights; from any thread."""
         self._room.make(lora)

@@ -66,7 +66,13 @@ class NativeForward:
         return self.layout.weights
 
     def transformers_model(self) -> Any:
-        """The module of transformers with the weights that run: the one that runs, or one made when asked."""
+        """The module of transformers with the weights that run: the one that runs, or one made when asked.
+
+        Raises:
+            EngineClosedError: this one was closed.
+        """
+        if self.decoder is None:
+            raise EngineClosedError("the engine was closed, and its model with it")
         if not isinstance(self.decoder, Decoder):
             return self.decoder.model
         if self._own_module is None:
@@ -108,7 +114,10 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the LoRA weights were loaded")
-        return load_lora(name, path, load_config(self._files), number, dtype=self.dtype, device=self.device)
+        config = load_config(self._files)
+        lora = load_lora(name, path, config, number, dtype=self.dtype, device=self.device)
+        self.decoder.check_lora(lora)
+        return lora
 
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights.
