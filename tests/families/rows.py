@@ -35,6 +35,11 @@ def longrope(dim: int = 8) -> dict[str, Any]:
     }
 
 
+def phi3_longrope(dim: int = 8) -> dict[str, Any]:
+    """The same for Phi-3, whose own key wins over that of its rotary settings."""
+    return longrope(dim) | {"original_max_position_embeddings": BOUNDARY}
+
+
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -80,8 +85,8 @@ RIGHT = [
     Row("Phi", "phi", "own"),
     Row("Phi-3", "phi3", "own", {"sliding_window": None}),
     Row("Phi-3 with a window", "phi3", "own"),
-    Row("Phi-3 with longrope", "phi3", "own", {"sliding_window": None, **longrope()}),
-    Row("Phi-3 with longrope and a window", "phi3", "own", longrope()),
+    Row("Phi-3 with longrope", "phi3", "own", {"sliding_window": None, **phi3_longrope()}),
+    Row("Phi-3 with longrope and a window", "phi3", "own", phi3_longrope()),
     Row(
         "Phi-4-mini with longrope",
         "phi3",
@@ -89,6 +94,7 @@ RIGHT = [
         special={
             "sliding_window": None,
             "tie_word_embeddings": True,
+            "original_max_position_embeddings": BOUNDARY,
             "rope_parameters": {**longrope(4)["rope_parameters"], "partial_rotary_factor": 0.5},
         },
     ),
