@@ -141,7 +141,7 @@ def test_lora_weights_of_a_layer_that_takes_none_are_refused_by_its_name(
 
 def test_plain_weights_run_by_transformers_modules(tiny_model_folder: Path) -> None:
     layout = loaded(tiny_model_folder, "plain").layout
-    assert (layout.weights, layout.why_generic) == ("plain", "its weights are plain ones")
+    assert (layout.weights, layout.why_generic) == ("plain", "plain weights were asked for")
 
 
 def test_a_model_that_our_decoder_gives_other_numbers_for_runs_by_transformers_modules(

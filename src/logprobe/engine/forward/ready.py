@@ -40,6 +40,7 @@ Load: TypeAlias = "Callable[..., Any]"
 """`dtype` and `device` → a transformers module."""
 
 TOLERANCE = 1e-4  # of the largest logit, as at the first load
+NEEDS = "float32 on a CPU with fused products (FMA)"
 KEPT_LOGITS = 2  # of each reference: its last tokens, which saw all others
 
 logger = logging.getLogger("logprobe")
@@ -70,11 +71,11 @@ def make_ready(
     """
     can_publish = device == "cpu" and dtype == torch.float32 and can_widen()
     if weights == "published" and not can_publish:
-        raise ParameterError(
-            "weights", "published needs float32 on a CPU with fused products (FMA); use auto or plain"
-        )
-    uses_panels = can_publish and weights != "plain"
-    store = LoadStore.of(files) if uses_panels and load is None else None
+        raise ParameterError("weights", f"published needs {NEEDS}; use auto or plain")
+    why_plain = None if can_publish else f"our own decoder needs {NEEDS}"
+    if weights == "plain":
+        why_plain = "plain weights were asked for"
+    store = LoadStore.of(files) if why_plain is None and load is None else None
     if store is not None and (recalled := _recalled(files, store)) is not None:
         return recalled
     from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
@@ -85,19 +86,19 @@ def make_ready(
         context_len = _context_len(module)
         with torch.inference_mode():
             proof = Proof(module, context_len=context_len)
-            return _proven(files, module, proof, store, uses_panels=uses_panels)
+            return _proven(files, module, proof, store, why_plain)
 
     ready: ReadyModel = refusing(module, prove)
     return ready
 
 
 def _proven(
-    files: ModelFiles, module: Any, proof: Proof, store: LoadStore | None, *, uses_panels: bool
+    files: ModelFiles, module: Any, proof: Proof, store: LoadStore | None, why_plain: str | None
 ) -> ReadyModel:
     from logprobe.engine.forward.own import describe, own_decoder
 
-    if not uses_panels:
-        return _generic(module, proof, {}, "its weights are plain ones")
+    if why_plain is not None:
+        return _generic(module, proof, {}, why_plain)
     spec = describe(module, proof)
     panels = _panels(module, store, with_experts=not isinstance(spec, str))
     with compiled_beside(kernel_names({one.form.name for one in panels.values()})):
