@@ -170,6 +170,10 @@ def with_a_tensor(model: Any) -> None:
     attention.register_parameter("extra", torch.nn.Parameter(torch.ones(4), requires_grad=False))
 
 
+def with_a_bias_of_a_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.bias = torch.nn.Parameter(torch.ones(64), requires_grad=False)
+
+
 def with_a_wider_layer(model: Any) -> None:
     config = copy.deepcopy(model.config)
     config.num_key_value_heads *= 2
@@ -185,6 +189,7 @@ def with_a_setting(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (with_a_bias_of_a_norm, "its tensor model.layers.1.input_layernorm.bias is not known here"),
         (with_a_tensor, "its tensor model.layers.1.self_attn.extra is not known here"),
         (
             with_a_wider_layer,

@@ -425,7 +425,8 @@ class Decoder:
 
     def _norm(self, name: str) -> Norm:
         kind = self.family.norm
-        self.names |= {f"{name}.weight", f"{name}.bias"}
+        is_centred = kind == "layer"
+        self.names |= {f"{name}.weight", f"{name}.bias"} if is_centred else {f"{name}.weight"}
         weight = (
             self.tensors[f"{name}.weight"]
             if self.family.has_norm_weights
@@ -433,9 +434,9 @@ class Decoder:
         )
         return Norm(
             weight + 1.0 if kind == "rms from one" else weight,
-            self.tensors.get(f"{name}.bias"),
+            self.tensors.get(f"{name}.bias") if is_centred else None,
             self.spec.epsilon,
-            is_centred=kind == "layer",
+            is_centred,
         )
 
 
