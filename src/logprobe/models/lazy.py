@@ -1,0 +1,169 @@
+"""transformers' module with matrices that are read from where they lie whenever something computes with them.
+
+A model of eight billion weights is 32 GB of float32; a product needs a piece of one matrix at a time. The
+module is built by transformers itself, of matrices that are one zero seen at every place. While it is
+`reading`, a product with such a matrix reads the matrix's own numbers, piece by piece.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from transformers import PreTrainedConfig
+
+    from logprobe.models.sources import Rows, Source
+
+PIECE_NUMBERS = 1 << 22  # that are float32 at a time: 16 MB, which stay in a cache
+FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+UNUSED = "rotary_emb.inv_freq"  # frequencies, which older files hold and a module makes itself
+
+
+@dataclass(frozen=True, slots=True)
+class LazyModel:
+    """A module of transformers and the source of its parameters, by their names in it."""
+
+    module: Any
+    source: Source
+    unread: dict[int, str]  # names of the parameters that have no numbers yet, by identity
+
+    @classmethod
+    def of(cls, module: Any) -> LazyModel:
+        """A module that has all its numbers."""
+        state = {name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}
+        return cls(module, StateSource(state), {})
+
+    @contextmanager
+    def reading(
+        self, advance: Callable[[int], None] = lambda _: None, *, has_numbers: bool = True
+    ) -> Iterator[None]:
+        """Let the module run; without numbers, every product with what is unread is zeros.
+
+        Args:
+            advance: is told of bytes that were read.
+            has_numbers: whether the results matter.
+        """
+        with _Reading(self, advance, has_numbers=has_numbers):
+            yield
+
+    @torch.no_grad()
+    def materialise_(self) -> None:
+        """Read every parameter that is still unread."""
+        for parameter in self.module.parameters():
+            if (name := self.unread.pop(id(parameter), None)) is not None:
+                parameter.data = self.source.read(name).to(parameter.device, parameter.dtype, copy=True)
+
+
+class _Reading(TorchFunctionMode):
+    """Gives operators the numbers of parameters that are unread."""
+
+    def __init__(self, model: LazyModel, advance: Callable[[int], None], *, has_numbers: bool) -> None:
+        super().__init__()
+        self._source, self._unread = model.source, model.unread
+        self._advance, self._has_numbers = advance, has_numbers
+        self._piece = torch.empty(PIECE_NUMBERS, dtype=torch.float32)
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_about_it = getattr(func, "__name__", "") == "__get__"  # shape, dtype, device
+        if is_about_it or not any(map(self._is_unread, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        if func is functional.linear and not self._is_unread(args[0]):
+            return self._product(*args, **kwargs)
+        if func is functional.embedding and len(args) > 1:
+            ids, places = torch.unique(args[0], return_inverse=True)
+            return func(places, self._read(args[1], ids).to(args[1].dtype))
+        if func is torch.Tensor.__getitem__:
+            return self._read(args[0])[args[1]].to(args[0].dtype)
+        return func(*map(self._whole, args), **{name: self._whole(one) for name, one in kwargs.items()})
+
+    def _is_unread(self, value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(self._is_unread, value))
+        return id(value) in self._unread
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(..., inputs) times (outputs, inputs), a piece of outputs at a time."""
+        num_outputs, num_inputs = weight.shape
+        out = x.new_zeros(*x.shape[:-1], num_outputs)
+        if self._has_numbers:
+            step = max(1, PIECE_NUMBERS // num_inputs)
+            pieces = [slice(start, min(start + step, num_outputs)) for start in range(0, num_outputs, step)]
+            reads = [partial(self._read, weight, rows) for rows in pieces]
+            made = made_ahead(reads) if len(reads) > 1 else (read() for read in reads)
+            for rows, piece in zip(pieces, made, strict=True):
+                if piece.dtype != torch.float32:
+                    piece = self._piece[: piece.numel()].view(piece.shape).copy_(piece)  # noqa: PLW2901
+                out[..., rows] = functional.linear(x, piece)
+        return out if bias is None else out + bias
+
+    def _whole(self, value: Any) -> Any:
+        """A value with the numbers of what is unread in it."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._whole, value))
+        return self._read(value).to(value.dtype) if id(value) in self._unread else value
+
+    def _read(self, parameter: torch.Tensor, rows: Rows = EVERY) -> torch.Tensor:
+        tensor = self._source.read(self._unread[id(parameter)], rows)
+        self._advance(tensor.nbytes)
+        return tensor
+
+
+def lazy_model(
+    config: PreTrainedConfig, source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager"
+) -> LazyModel | None:
+    """The model of a configuration on the CPU, with its vectors read and its matrices unread.
+
+    None where the source's tensors are not the module's own, name by name: transformers alone knows how to
+    convert them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        empty = auto.from_config(config)
+    own = _own_names(empty, source)
+    if getattr(config, "quantization_config", None) is not None or own is None:
+        return None
+    source = RenamedSource(source, own)
+    if any(source.read(name).dtype not in FLOATS for name in own):
+        return None
+    zero = torch.zeros((), dtype=dtype)
+    state = {
+        name: zero.expand(shape) if len(shape) > 1 else source.read(name).to(dtype, copy=True)
+        for name, shape in source.shapes.items()
+    }
+    module = type(empty).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attn_implementation
+    )
+    module.eval().requires_grad_(requires_grad=False)
+    unread = {id(one): name for name, one in module.named_parameters() if one.dim() > 1}
+    return LazyModel(module, source, unread)
+
+
+def _own_names(empty: Any, source: Source) -> Mapping[str, str] | None:
+    """The names of a source's tensors by those of a module's parameters, all but those of tied ones."""
+    tied = empty.all_tied_weights_keys
+    wanted = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items() if name not in tied}
+    for prefix in ("", f"{empty.base_model_prefix}."):
+        names = {f"{prefix}{name}": name for name in source.shapes if not name.endswith(UNUSED)}
+        twice = {name: names.pop(name) for name in tied if name in names}
+        found = {name: source.shapes[own] for name, own in names.items()}
+        if found == wanted and all(
+            torch.equal(source.read(own), source.read(names[tied[name]])) for name, own in twice.items()
+        ):
+            return names
+    return None
