@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from logprobe.models.lazy import LazyModel
     from logprobe.models.resolution import ModelFiles
+    from logprobe.models.sources import Source
 
 State: TypeAlias = "Mapping[str, torch.Tensor]"
 """A model's weights by name."""
@@ -58,8 +60,28 @@ def load_model(
     return ready
 
 
+def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | None:
+    """The model of some files, or of a state, float32, with matrices that are read when they are needed.
+
+    None where transformers alone knows how to make its parameters of what there is.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    from logprobe.models.lazy import lazy_model
+    from logprobe.models.sources import FolderSource, StateSource
+
+    source: Source = FolderSource(files.folder) if state is None else StateSource(_copied(state))
+    if not source.shapes:
+        return None
+    model = lazy_model(load_config(files), source, dtype=torch.float32)
+    if model is not None and (files.folder / "generation_config.json").is_file():
+        model.module.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
+    return model
+
+
 def load_state(
-    config: PreTrainedConfig,
+    files: ModelFiles,
     state: State,
     *,
     dtype: torch.dtype,
@@ -73,13 +95,14 @@ def load_state(
     import torch
     from transformers import AutoModelForCausalLM
 
+    config = load_config(files)
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         kind = type(auto.from_config(config))
     loaded, info = kind.from_pretrained(
         None,
         config=config,
-        state_dict={name: weight.detach().to("cpu", copy=True) for name, weight in state.items()},
+        state_dict=_copied(state),
         dtype=dtype,
         attn_implementation="eager",
         ignore_mismatched_sizes=True,
@@ -97,6 +120,18 @@ def load_state(
         )
     ready: PreTrainedModel = loaded.to(device).eval().requires_grad_(requires_grad=False)
     return ready
+
+
+def _copied(state: State) -> dict[str, torch.Tensor]:
+    """On the CPU; tensors that share memory share it there too."""
+    copies: dict[tuple[int, ...], torch.Tensor] = {}
+    copied: dict[str, torch.Tensor] = {}
+    for name, weight in state.items():
+        place = (weight.data_ptr(), *weight.shape, *weight.stride())
+        if place not in copies:
+            copies[place] = weight.detach().to("cpu", copy=True)
+        copied[name] = copies[place]
+    return copied
 
 
 def read_state(folder: str | Path) -> dict[str, torch.Tensor]:

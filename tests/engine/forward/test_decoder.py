@@ -19,7 +19,7 @@ from families.tiny import model_of
 from families.trials import load
 from logprobe.engine.forward import decoder as decoder_module
 from logprobe.errors import UnsupportedModelError
-from logprobe.models import load_config, resolve
+from logprobe.models import resolve
 from logprobe.models.loading import load_state
 from logprobe.models.lora import LoraWeights, LowRank
 
@@ -217,7 +217,7 @@ def test_a_decoder_gives_the_tensors_of_transformers_module_back(
     state = loaded(path).decoder.state()
     want = AutoModelForCausalLM.from_pretrained(path).state_dict()
     assert load_file(path / "model.safetensors").keys() <= want.keys()  # of a tied head it has none
-    again = load_state(load_config(resolve(str(path))), state, dtype=torch.float32).state_dict()
+    again = load_state(resolve(str(path)), state, dtype=torch.float32).state_dict()
     assert state.keys() == again.keys() == want.keys()
     for name, tensor in want.items():
         assert torch.equal(state[name], tensor), name

@@ -27,6 +27,7 @@ from logprobe.errors import ParameterError
 from logprobe.kernels.layers import widen
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
+from logprobe.models.lazy import LazyModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,9 @@ def panels_of(model: nn.Module) -> dict[str, Any]:
     """By name."""
     with torch.inference_mode():
         return {
-            name: panels for names, panels in packed(matrices_of(model, with_experts=True)) for name in names
+            name: panels
+            for names, panels in packed(matrices_of(model, with_experts=True), LazyModel.of(model).source)
+            for name in names
         }
 
 

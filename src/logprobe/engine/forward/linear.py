@@ -7,11 +7,10 @@ same kernels serve one row and a whole prompt.
 from __future__ import annotations
 
 import functools
-import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,14 +18,15 @@ from torch import nn
 
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
+from logprobe.models.sources import made_ahead
 from logprobe.models.stored.panels import reading_order
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.threads.parallel import Stage
+    from logprobe.models.sources import Source
 
 GATES_AND_VALUES = ".gate_up_proj"
 HALVES = (".gates", ".values")  # of one layer that gives both; each is in panels of its own
@@ -168,56 +168,58 @@ def is_transposed(module: object) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-Matrices: TypeAlias = "list[tuple[tuple[str, ...], torch.Tensor]]"
-"""(outputs, inputs) each, with the names of all that share one."""
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix of a module, or the part of a parameter that is one, by its place there."""
+
+    names: tuple[str, ...]  # of all modules that share it
+    parameter: str
+    expert: int | None = None  # of several in one parameter
+    half: int | None = None  # of one that gives gates and values
+    is_transposed: bool = False
+
+    def panels(self, source: Source) -> PanelWeights:
+        """Its panels, read from where it lies."""
+        is_whole = self.expert is None and self.half is None and not self.is_transposed
+        if is_whole and (blocks := source.panels(self.parameter)) is not None:
+            return blocks
+        weight = source.read(self.parameter)
+        if self.expert is not None:
+            weight = weight[self.expert]
+        if self.is_transposed:
+            weight = weight.t()
+        return pack_floats(weight if self.half is None else weight.chunk(2)[self.half])
 
 
-def matrices_of(model: nn.Module, *, with_experts: bool) -> Matrices:
+def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
     """Every matrix of a module, in the order in which a step reads them.
 
     A matrix goes by its module's name; of several experts' in one parameter, each has its number behind that
     one's name, and of one that gives gates and values each half has a name.
     """
     transposed = {name for name, module in model.named_modules() if is_transposed(module)}
-    names: dict[int, list[str]] = {}
-    weights: dict[int, torch.Tensor] = {}
+    shared: dict[int, list[str]] = {}
     for full_name, parameter in model.named_parameters(remove_duplicate=False):
-        name, weight = full_name.removesuffix(".weight"), parameter.detach()
-        if weight.dim() == 2:
-            matrices = {name: weight.t() if name in transposed else weight}
-        elif weight.dim() == 3 and with_experts:
-            matrices = {f"{name}[{number}]": one for number, one in enumerate(weight)}
-        else:
-            continue
-        for part_name, part in _in_halves(matrices):
-            names.setdefault(part.data_ptr(), []).append(part_name)
-            weights[part.data_ptr()] = part
-    addresses = sorted(names, key=lambda address: reading_order(names[address][0]))
-    return [(tuple(names[address]), weights[address]) for address in addresses]
+        if parameter.dim() == 2 or (parameter.dim() == 3 and with_experts):
+            shared.setdefault(id(parameter), []).append(full_name)
+    matrices: list[Matrix] = []
+    for full_names in shared.values():
+        parameter = model.get_parameter(full_names[0])
+        names = [name.removesuffix(".weight") for name in full_names]
+        experts = range(len(parameter)) if parameter.dim() == 3 else [None]
+        halves = range(2) if names[0].endswith(GATES_AND_VALUES) else [None]
+        for expert, half in itertools.product(experts, halves):
+            part = ("" if expert is None else f"[{expert}]") + ("" if half is None else HALVES[half])
+            own = tuple(f"{name}{part}" for name in names)
+            matrices.append(Matrix(own, full_names[0], expert, half, names[0] in transposed))
+    return sorted(matrices, key=lambda matrix: reading_order(matrix.names[0]))
 
 
-def packed(matrices: Matrices) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
-    """Their panels, in their order, packed on all cores, as many ahead of who takes them."""
-    num_threads = os.cpu_count() or 1
-    waiting: deque[tuple[tuple[str, ...], Future[PanelWeights]]] = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
-        for names, weight in matrices:
-            waiting.append((names, pool.submit(pack_floats, weight)))
-            if len(waiting) > num_threads:
-                first, panels = waiting.popleft()
-                yield first, panels.result()
-        while waiting:
-            first, panels = waiting.popleft()
-            yield first, panels.result()
-
-
-def _in_halves(matrices: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Matrices, and the halves of those that give gates and values, which a kernel reads side by side."""
-    for name, weight in matrices.items():
-        if name.partition("[")[0].endswith(GATES_AND_VALUES):
-            yield from zip((f"{name}{half}" for half in HALVES), weight.chunk(2), strict=True)
-        else:
-            yield name, weight
+def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
+    """Their panels, in their order, packed on all cores."""
+    matrices = list(matrices)
+    made = made_ahead(partial(matrix.panels, source) for matrix in matrices)
+    return zip((matrix.names for matrix in matrices), made, strict=True)
 
 
 def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:

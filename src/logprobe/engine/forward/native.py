@@ -6,7 +6,6 @@ Before it: the scheduler's plan. After it: hidden rows in their slots, which the
 from __future__ import annotations
 
 import gc
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +45,7 @@ class NativeForward:
         self.device = _choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.device)
         self._files, self._is_replaced = files, state is not None
-        load = None if state is None else partial(load_state, load_config(files), state)
-        ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, load=load)
+        ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, state=state)
         self.decoder, self.layout = ready.decoder, ready.layout
         self.is_recalled = ready.is_recalled
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
@@ -77,7 +75,7 @@ class NativeForward:
             return self.decoder.model
         if self._own_module is None:
             self._own_module = (
-                load_state(load_config(self._files), self.decoder.state(), dtype=self.dtype)
+                load_state(self._files, self.decoder.state(), dtype=self.dtype)
                 if self._is_replaced
                 else load_model(self._files, dtype=self.dtype)
             )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.decoder import Decoder
     from logprobe.engine.forward.generic import DecoderPlace, GenericDecoder
     from logprobe.engine.forward.pool import KVPool
+    from logprobe.models.lazy import LazyModel
 
 NUM_TOKENS = 12
 # What transformers calls the layers whose attention is followed here; others select or compress what they
@@ -55,21 +56,21 @@ class Reference:
 class Proof:
     """Runs a model by itself, then by the engine's ways, and compares."""
 
-    def __init__(self, model: Any, *, context_len: int) -> None:
+    def __init__(self, model: LazyModel, *, context_len: int) -> None:
         """Run a model as transformers would, and note what its attention is called with.
 
         Raises:
             UnsupportedModelError: it has layers of a kind that cannot be followed.
         """
-        self.model = model
+        self._lazy, self.model = model, model.module
         self.step = CurrentStep()
         self.context_len = context_len
-        self.rope_boundary = rope_boundary(model)
+        self.rope_boundary = rope_boundary(self.model)
         self.largest_difference = 0.0  # nats, of what was proven last
         self.place: DecoderPlace
         self._check_layer_types()
-        self.references = [self._reference(start) for start in self._starts()]
-        self.step.reach(model)
+        self.references = self._references()
+        self.step.reach(self.model)
         self._learn_rules()
 
     def prove(self, decoder: Decoder | GenericDecoder) -> KVPool:
@@ -132,18 +133,33 @@ class Proof:
             across.add(self.rope_boundary - NUM_TOKENS)  # the last under the short frequencies
         return sorted({0, max(last, 0), *(start for start in across if 0 < start < last)})
 
-    def _reference(self, start: int) -> Reference:
-        count = min(NUM_TOKENS, self.context_len)
-        token_ids = _probe_ids(self.model, count, seed=start)
-        positions = np.arange(start, start + count)
-        inputs = {"input_ids": torch.from_numpy(token_ids)[None].to(self.model.device)}
-        if start:  # at the first positions the model is left to count by itself
-            inputs["position_ids"] = torch.from_numpy(positions)[None].to(self.model.device)
-        with WatchedRun(self.model) as watched:
-            logits = self.model(**inputs, use_cache=False).logits[0].float()
+    def _references(self) -> list[Reference]:
+        """Of the first positions, which the model is left to count by itself; of all others together."""
+        others = [start for start in self._starts() if start]
+        short, long = ([one for one in others if self._is_long(one) == is_long] for is_long in (False, True))
+        return [reference for starts in ([0], short, long) if starts for reference in self._run(starts)]
+
+    def _is_long(self, start: int) -> bool:
+        return self.rope_boundary is not None and start + self._count > self.rope_boundary
+
+    @property
+    def _count(self) -> int:
+        return min(NUM_TOKENS, self.context_len)
+
+    def _run(self, starts: list[int]) -> list[Reference]:
+        """Texts from some positions on, beside each other."""
+        ids = np.stack([_probe_ids(self.model, self._count, seed=start) for start in starts])
+        positions = np.array(starts)[:, None] + np.arange(self._count)
+        inputs = {"input_ids": torch.from_numpy(ids).to(self.model.device)}
+        if starts != [0]:
+            inputs["position_ids"] = torch.from_numpy(positions).to(self.model.device)
+        with WatchedRun(self.model) as watched, self._lazy.reading():
+            logits = self.model(**inputs, use_cache=False).logits.float()
         self.place = watched.place
-        is_long = self.rope_boundary is not None and start + count > self.rope_boundary
-        return Reference(token_ids, positions, logits, is_long)
+        return [
+            Reference(*of_one, self._is_long(start))
+            for start, of_one in zip(starts, zip(ids, positions, logits, strict=True), strict=True)
+        ]
 
     def _check_layer_types(self) -> None:
         kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -156,7 +172,9 @@ class Proof:
         self.model.set_attn_implementation(masks.NAME)
         self.step.masks.clear()
         first = self.references[0]
-        self.model(input_ids=torch.from_numpy(first.token_ids)[None].to(self.model.device), use_cache=False)
+        ids = torch.from_numpy(first.token_ids)[None].to(self.model.device)
+        with self._lazy.reading(has_numbers=False):
+            self.model(input_ids=ids, use_cache=False)
         config = self.model.config.get_text_config(decoder=True)
         num_layers = getattr(config, "decoder_layers", config.num_hidden_layers)
         if len(self.step.masks) != num_layers:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,22 +21,22 @@ from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.layers.widen import can_widen
 from logprobe.models import load_model
+from logprobe.models.loading import load_lazily, load_state
 from logprobe.models.stored.record import LoadRecord
 from logprobe.models.stored.store import LoadStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from logprobe.config import Weights
     from logprobe.engine.forward.generic import GenericDecoder
     from logprobe.engine.forward.proof import Proof
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models import ModelFiles
+    from logprobe.models.lazy import LazyModel
+    from logprobe.models.loading import State
 
     Tensors = dict[str, torch.Tensor]
-
-Load: TypeAlias = "Callable[..., Any]"
-"""`dtype` and `device` → a transformers module."""
 
 TOLERANCE = 1e-4  # of the largest logit, as at the first load
 NEEDS = "float32 on a CPU with fused products (FMA)"
@@ -61,9 +60,9 @@ class ReadyModel:
 
 
 def make_ready(
-    files: ModelFiles, *, dtype: torch.dtype, device: str, weights: Weights, load: Load | None = None
+    files: ModelFiles, *, dtype: torch.dtype, device: str, weights: Weights, state: State | None = None
 ) -> ReadyModel:
-    """The model of some files, or that of a module of other weights, of which nothing is stored.
+    """The model of some files; with other weights, of which nothing is stored, where a state is given.
 
     Raises:
         UnsupportedModelError: the model cannot be followed, or its numbers differ.
@@ -75,71 +74,83 @@ def make_ready(
     why_plain = None if can_publish else f"our own decoder needs {NEEDS}"
     if weights == "plain":
         why_plain = "plain weights were asked for"
-    store = LoadStore.of(files) if why_plain is None and load is None else None
+    store = LoadStore.of(files) if why_plain is None and state is None else None
     if store is not None and (recalled := _recalled(files, store)) is not None:
         return recalled
     from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
 
-    module = (load or partial(load_model, files))(dtype=dtype, device=device)
+    model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
 
     def prove() -> ReadyModel:
-        context_len = _context_len(module)
+        context_len = _context_len(model.module)
         with torch.inference_mode():
-            proof = Proof(module, context_len=context_len)
-            return _proven(files, module, proof, store, why_plain)
+            proof = Proof(model, context_len=context_len)
+            return _proven(files, model, proof, store, why_plain)
 
-    ready: ReadyModel = refusing(module, prove)
+    ready: ReadyModel = refusing(model.module, prove)
     return ready
 
 
+def _loaded(
+    files: ModelFiles, state: State | None, *, dtype: torch.dtype, device: str, is_lazy: bool
+) -> LazyModel:
+    """The module of transformers, of matrices that are read when they are needed where that can be had."""
+    from logprobe.models.lazy import LazyModel
+
+    if is_lazy and (lazy := load_lazily(files, state)) is not None:
+        return lazy
+    if state is None:
+        return LazyModel.of(load_model(files, dtype=dtype, device=device))
+    return LazyModel.of(load_state(files, state, dtype=dtype, device=device))
+
+
 def _proven(
-    files: ModelFiles, module: Any, proof: Proof, store: LoadStore | None, why_plain: str | None
+    files: ModelFiles, model: LazyModel, proof: Proof, store: LoadStore | None, why_plain: str | None
 ) -> ReadyModel:
     from logprobe.engine.forward.own import describe, own_decoder
 
     if why_plain is not None:
-        return _generic(module, proof, {}, why_plain)
-    spec = describe(module, proof)
-    panels = _panels(module, store, with_experts=not isinstance(spec, str))
+        return _generic(model, proof, {}, why_plain)
+    spec = describe(model.module, proof)
+    panels = _panels(model, store, with_experts=not isinstance(spec, str))
     with compiled_beside(kernel_names({one.form.name for one in panels.values()})):
         pass
-    own = spec if isinstance(spec, str) else own_decoder(spec, module, proof, panels)
+    own = spec if isinstance(spec, str) else own_decoder(spec, model.module, proof, panels)
     if isinstance(own, str):
         logger.info("%s: runs by transformers' own modules: %s", files.name, own)
-        return _generic(module, proof, panels, own)
+        return _generic(model, proof, panels, own)
     ready = _ready(own, own.kv_shapes, proof, own.hidden_size)
     if store is not None:
         store.write_record(*_record(ready, proof))
     return ready
 
 
-def _panels(module: Any, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
+def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
     """Those that are stored, or those of the module's matrices, stored now where they can be."""
     from logprobe.engine.forward.linear import matrices_of, packed
 
-    matrices = matrices_of(module, with_experts=with_experts)
+    matrices = matrices_of(model.module, with_experts=with_experts)
     if store is not None:
         stored = store.panels()
-        if all(any(name in stored for name in names) for names, _ in matrices):
+        if all(any(name in stored for name in matrix.names) for matrix in matrices):
             return stored
-        if stored := store.write_panels(packed(matrices)):
+        if stored := store.write_panels(packed(matrices, model.source)):
             return stored
-    return {name: panels for names, panels in packed(matrices) for name in names}
+    return {name: panels for names, panels in packed(matrices, model.source) for name in names}
 
 
-def _generic(module: Any, proof: Proof, panels: Mapping[str, PanelWeights], reason: str) -> ReadyModel:
+def _generic(model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights], reason: str) -> ReadyModel:
     from logprobe.engine.forward.generic import GenericDecoder
     from logprobe.engine.forward.linear import use_panels_
     from logprobe.engine.forward.rope import follow_steps_
 
+    module = model.module
     if proof.rope_boundary is not None:
         follow_steps_(module, proof.step, proof.rope_boundary)
+    use_panels_(module, panels)
+    model.materialise_()
     decoder = GenericDecoder(module, proof.place, proof.step)
     pool = proof.prove(decoder)
-    if panels:
-        use_panels_(module, panels)
-        decoder = GenericDecoder(module, proof.place, proof.step)
-        pool = proof.prove(decoder)
     return _ready(
         decoder, pool.shapes, proof, decoder.hidden_size, why_generic=reason, has_panels=bool(panels)
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from logprobe.kernels.layers.widen import (
     BFLOAT16,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
+PIECE_NUMBERS = 1 << 20  # that are looked at together: they stay in a cache
 STEP = 32  # what the number of inputs is filled up to a multiple of: a block of any form
 
 
@@ -108,27 +110,37 @@ def _end_to_end(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PanelWeights:
-    """Panels of (outputs, inputs) float32, in the smallest form of float that holds every one exactly."""
-    wide = weight.detach().float().contiguous()
-    form, values = _narrowest(wide)
+    """Panels of (outputs, inputs), in the smallest form of float that holds every one exactly."""
+    weight = weight.detach()
+    form, dtype = _narrowest(weight)
     num_outputs, width = weight.shape
-    values = np.pad(values, ((0, 0), (0, -width % STEP)))
-    num_inputs = values.shape[1]
-    values = _filled_up(values).reshape(-1, PANEL, num_inputs)
-    if form is BFLOAT16:  # (panels, pairs, PANEL, 2)
-        values = values.reshape(len(values), PANEL, num_inputs // 2, 2).transpose(0, 2, 1, 3)
-    else:
-        values = values.transpose(0, 2, 1)
-    return PanelWeights(form, num_outputs, width, as_bytes(values), bias)
+    panels = PanelWeights(form, num_outputs, width, torch.empty(0, dtype=torch.uint8), bias)
+    data = _on_lines(panels.num_bytes)
+    # (steps of inputs, PANEL) a panel; of bfloat16, a step is two.
+    unit = torch.int32 if form is BFLOAT16 else dtype
+    steps = data.view(unit).view(-1, panels.panel_bytes // (PANEL * unit.itemsize), PANEL)
+    for number, target in enumerate(steps):
+        rows = weight[number * PANEL : (number + 1) * PANEL].to(dtype)
+        filled = functional.pad(
+            rows, (0, -width % STEP, 0, PANEL - len(rows))
+        )  # also where it is nothing: a copy
+        target.copy_(filled.view(unit).t())
+    return replace(panels, data=data)
 
 
-def _narrowest(weight: torch.Tensor) -> tuple[Form, Array]:
-    brain, half = weight.bfloat16(), weight.half()
-    if torch.equal(brain.float(), weight):
-        return BFLOAT16, brain.view(torch.int16).numpy().view(np.uint16)
-    if torch.equal(half.float(), weight):
-        return FLOAT16, half.numpy()
-    return FLOAT32, weight.numpy()
+def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
+    """The form of the fewest bytes that holds all numbers, and torch's type of it."""
+    if weight.dtype == torch.bfloat16:
+        return BFLOAT16, torch.bfloat16
+    fitting = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
+    for rows in torch.split(weight, max(1, PIECE_NUMBERS // weight.shape[1])):
+        wide = rows.float()
+        fitting = {
+            form: dtype for form, dtype in fitting.items() if torch.equal(wide.to(dtype).float(), wide)
+        }
+        if not fitting:
+            return FLOAT32, torch.float32
+    return next(iter(fitting.items()))
 
 
 def pack_nibbles(values: Array, scales: Array, summands: Array) -> PanelWeights:
@@ -165,10 +177,15 @@ def pack_octets(values: Array, scales: Array) -> PanelWeights:
 
 def as_bytes(values: Array) -> torch.Tensor:
     """An array's bytes, in its order, on a line of the cache."""
-    size = values.nbytes
+    data = _on_lines(values.nbytes)
+    data.numpy().view(values.dtype).reshape(values.shape)[...] = values
+    return data
+
+
+def _on_lines(size: int) -> torch.Tensor:
+    """Room for bytes that begins with a line of the cache."""
     memory = np.empty(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
-    memory[start : start + size].view(values.dtype).reshape(values.shape)[...] = values
     return torch.from_numpy(memory[start : start + size])
 
 
