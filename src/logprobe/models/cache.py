@@ -68,11 +68,12 @@ def remove_entry(folder: Path) -> None:
 
 
 @contextmanager
-def new_entry(folder: Path) -> Iterator[Path | None]:
-    """Hand out an empty folder that becomes `folder` when the block ends well, and vanishes otherwise.
+def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
+    """Hand out a folder that becomes `folder` when the block ends well, and vanishes when it fails.
 
     Only one process at a time is in the block of one entry. The others wait, and then get None, because the
-    entry is there. What a killed process left behind is cleared by the next one.
+    entry is there. What an interrupted one left behind is cleared by the next one, or handed out again where
+    that `resumes`.
 
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.
@@ -84,13 +85,19 @@ def new_entry(folder: Path) -> Iterator[Path | None]:
             if folder.is_dir():
                 yield None
                 return
-            _remove(partial)
-            partial.mkdir()
+            if not resumes:
+                _remove(partial)
+            partial.mkdir(exist_ok=True)
             try:
                 yield partial
                 partial.replace(folder)
-            finally:
+            except Exception:
                 _remove(partial)
+                raise
+            except BaseException:
+                if not resumes:
+                    _remove(partial)
+                raise
     except OSError as error:
         if isinstance(error, DownloadError):
             raise

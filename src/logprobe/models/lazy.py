@@ -7,7 +7,6 @@ module is built by transformers itself, of matrices that are one zero seen at ev
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedConfig
 
@@ -44,18 +44,9 @@ class LazyModel:
         state = {name: one.detach() for name, one in module.named_parameters(remove_duplicate=False)}
         return cls(module, StateSource(state), {})
 
-    @contextmanager
-    def reading(
-        self, advance: Callable[[int], None] = lambda _: None, *, has_numbers: bool = True
-    ) -> Iterator[None]:
-        """Let the module run; without numbers, every product with what is unread is zeros.
-
-        Args:
-            advance: is told of bytes that were read.
-            has_numbers: whether the results matter.
-        """
-        with _Reading(self, advance, has_numbers=has_numbers):
-            yield
+    def reading(self, *, has_numbers: bool = True) -> AbstractContextManager[Any]:
+        """Let the module run; without numbers, every product with what is unread is zeros."""
+        return _Reading(self, has_numbers=has_numbers)
 
     @torch.no_grad()
     def materialise_(self) -> None:
@@ -68,10 +59,9 @@ class LazyModel:
 class _Reading(TorchFunctionMode):
     """Gives operators the numbers of parameters that are unread."""
 
-    def __init__(self, model: LazyModel, advance: Callable[[int], None], *, has_numbers: bool) -> None:
+    def __init__(self, model: LazyModel, *, has_numbers: bool) -> None:
         super().__init__()
-        self._source, self._unread = model.source, model.unread
-        self._advance, self._has_numbers = advance, has_numbers
+        self._source, self._unread, self._has_numbers = model.source, model.unread, has_numbers
         self._piece = torch.empty(PIECE_NUMBERS, dtype=torch.float32)
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,9 +107,7 @@ class _Reading(TorchFunctionMode):
         return self._read(value).to(value.dtype) if id(value) in self._unread else value
 
     def _read(self, parameter: torch.Tensor, rows: Rows = EVERY) -> torch.Tensor:
-        tensor = self._source.read(self._unread[id(parameter)], rows)
-        self._advance(tensor.nbytes)
-        return tensor
+        return self._source.read(self._unread[id(parameter)], rows)
 
 
 def lazy_model(

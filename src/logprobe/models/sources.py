@@ -131,3 +131,9 @@ def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def weight_bytes(folder: Path) -> int:
+    """What the files of a model's weights take."""
+    files = (file for pattern in ("*.safetensors", "*.gguf") for file in folder.glob(pattern))
+    return sum(file.stat().st_size for file in files)

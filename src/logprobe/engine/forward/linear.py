@@ -215,11 +215,9 @@ def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
     return sorted(matrices, key=lambda matrix: reading_order(matrix.names[0]))
 
 
-def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[tuple[tuple[str, ...], PanelWeights]]:
+def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[PanelWeights]:
     """Their panels, in their order, packed on all cores."""
-    matrices = list(matrices)
-    made = made_ahead(partial(matrix.panels, source) for matrix in matrices)
-    return zip((matrix.names for matrix in matrices), made, strict=True)
+    return made_ahead(partial(matrix.panels, source) for matrix in matrices)
 
 
 def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:

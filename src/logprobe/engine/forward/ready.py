@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,8 @@ from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.layers.widen import can_widen
 from logprobe.models import load_model
 from logprobe.models.loading import load_lazily, load_state
+from logprobe.models.progress import CountedSource, LoadProgress
+from logprobe.models.sources import weight_bytes
 from logprobe.models.stored.record import LoadRecord
 from logprobe.models.stored.store import LoadStore
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4  # of the largest logit, as at the first load
 NEEDS = "float32 on a CPU with fused products (FMA)"
+NUM_READS = 3  # of all weights at a first load: two runs of the proof, and once for the panels
 KEPT_LOGITS = 2  # of each reference: its last tokens, which saw all others
 
 logger = logging.getLogger("logprobe")
@@ -79,15 +82,19 @@ def make_ready(
         return recalled
     from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
 
-    model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
+    with LoadProgress(files.name) as progress:
+        model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
+        if state is None and model.unread:
+            model = replace(model, source=CountedSource(model.source, progress))
+            progress.start(model.source, weight_bytes(files.folder), NUM_READS)
 
-    def prove() -> ReadyModel:
-        context_len = _context_len(model.module)
-        with torch.inference_mode():
-            proof = Proof(model, context_len=context_len)
-            return _proven(files, model, proof, store, why_plain)
+        def prove() -> ReadyModel:
+            context_len = _context_len(model.module)
+            with torch.inference_mode():
+                proof = Proof(model, context_len=context_len)
+                return _proven(files, model, proof, store, why_plain, progress)
 
-    ready: ReadyModel = refusing(model.module, prove)
+        ready: ReadyModel = refusing(model.module, prove)
     return ready
 
 
@@ -105,16 +112,23 @@ def _loaded(
 
 
 def _proven(
-    files: ModelFiles, model: LazyModel, proof: Proof, store: LoadStore | None, why_plain: str | None
+    files: ModelFiles,
+    model: LazyModel,
+    proof: Proof,
+    store: LoadStore | None,
+    why_plain: str | None,
+    progress: LoadProgress,
 ) -> ReadyModel:
     from logprobe.engine.forward.own import describe, own_decoder
 
     if why_plain is not None:
         return _generic(model, proof, {}, why_plain)
     spec = describe(model.module, proof)
+    progress.say("packing")
     panels = _panels(model, store, with_experts=not isinstance(spec, str))
     with compiled_beside(kernel_names({one.form.name for one in panels.values()})):
         pass
+    progress.say("proving")
     own = spec if isinstance(spec, str) else own_decoder(spec, model.module, proof, panels)
     if isinstance(own, str):
         logger.info("%s: runs by transformers' own modules: %s", files.name, own)
@@ -134,9 +148,11 @@ def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) ->
         stored = store.panels()
         if all(any(name in stored for name in matrix.names) for matrix in matrices):
             return stored
-        if stored := store.write_panels(packed(matrices, model.source)):
+        parts = [matrix.names for matrix in matrices]
+        if stored := store.write_panels(parts, lambda start: packed(matrices[start:], model.source)):
             return stored
-    return {name: panels for names, panels in packed(matrices, model.source) for name in names}
+    made = zip(matrices, packed(matrices, model.source), strict=True)
+    return {name: panels for matrix, panels in made for name in matrix.names}
 
 
 def _generic(model: LazyModel, proof: Proof, panels: Mapping[str, PanelWeights], reason: str) -> ReadyModel:

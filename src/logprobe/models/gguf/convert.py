@@ -12,7 +12,6 @@ from logprobe.errors import InputError, LogprobeError
 from logprobe.models.cache import MANIFEST, say
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.panels import write_panels
 from logprobe.models.gguf.tokenizer import build_tokenizer
 from logprobe.models.gguf.weights import write_weights
 
@@ -40,6 +39,5 @@ def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
     except Exception as error:  # libraries read the file's own words, each with errors of its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{path}: cannot be converted ({reason:.300}); fetch it again") from error
-    write_panels(gguf, config, folder)
     manifest = {"name": name, "source": path.name, "source_sha256": sha256, "dtype": "float32"}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.kernels.layers.widen import LAYOUT
 from logprobe.kernels.processor import cpu_features, cpu_name
-from logprobe.models.cache import home
+from logprobe.models.cache import MANIFEST, home
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,7 +32,7 @@ def source_key(folder: Path) -> str:
         OSError: a file cannot be read.
     """
     digest = hashlib.sha256()
-    for name in _SETTINGS:
+    for name in (*_SETTINGS, MANIFEST):  # which has the checksum of a GGUF file
         if (folder / name).is_file():
             digest.update((folder / name).read_bytes())
     for file in sorted(folder.glob("*.safetensors")):

@@ -2,7 +2,8 @@
 
 PANELS holds the panels' bytes, INDEX where each module's lie, with their form and shape, and the length and
 checksum of the whole. The map is read-only and shared, so that all processes on one model hold one copy.
-Before it: a GGUF file, or a loaded module. After it: the engine's `published` layers.
+While they are written, LINES tells of each matrix that is whole: who was interrupted goes on behind the last.
+They are written, not mapped: on a full disk that is an error, where a write to a map would be a signal.
 """
 
 from __future__ import annotations
@@ -10,50 +11,105 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 import warnings
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import torch
 
 from logprobe.kernels.layers.forms import PanelWeights
 from logprobe.kernels.layers.widen import FORMS, LAYOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Sequence
 
 PANELS: Final = "panels.bin"
 INDEX: Final = "panels.json"
+LINES: Final = "panels.lines"
+ON_DISK: Final = "panels.on-disk"  # is there when the panels are sure to outlive a loss of power
 ALIGNMENT: Final = 64  # bytes of a cache line
 _CHUNK_BYTES: Final = 1 << 22
+_WRITTEN_BACK_S: Final = 120.0  # by when a system has long written to the disk what it was given
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _READ_AS_ONE: Final = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 _MOST: Final = 1 << 40  # no number of outputs or inputs is as large
 
 
-def write_panels(named: Iterable[tuple[tuple[str, ...], PanelWeights]], folder: Path) -> None:
-    """Write panels one after another, each under the names of all modules that share it.
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What the lines of a file that is being written hold for."""
+
+    layout: int
+    boot: str
+
+
+class _Line(msgspec.Struct, frozen=True, array_like=True):
+    """One matrix of a file of panels that is being written."""
+
+    names: tuple[str, ...]
+    entry: tuple[str, int, int, int]  # form, outputs, inputs, and where it begins
+    end: int
+    crc32: int  # of all before `end`
+
+
+def write_panels(
+    parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]], folder: Path
+) -> None:
+    """Write panels one after another, behind those of an interrupted call.
+
+    Args:
+        parts: the names of all modules that share each.
+        packed: gives those of all parts from a number on.
+        folder: where to.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    entries: dict[str, Any] = {}
-    with (folder / PANELS).open("wb") as file:
-        for names, panels in named:
-            file.write(bytes(-file.tell() % ALIGNMENT))
-            entry = [panels.form.name, panels.num_outputs, panels.num_inputs, file.tell()]
-            entries |= dict.fromkeys(names, entry)
-            file.write(panels.data.numpy().data)
-        num_bytes = file.tell()
-        file.flush()
-        os.fsync(file.fileno())  # the folder's name may appear right after this
-    index = {
-        "layout": LAYOUT,
-        "bytes": num_bytes,
-        "crc32": checksum(folder / PANELS),
-        "tensors": entries,
-    }
-    (folder / INDEX).write_text(json.dumps(index) + "\n", encoding="utf-8")
+    lines = _written(parts, folder)
+    end, crc32 = (lines[-1].end, lines[-1].crc32) if lines else (0, 0)
+    (folder / PANELS).touch()
+    os.truncate(folder / PANELS, end)
+    with (folder / PANELS).open("ab") as file, (folder / LINES).open("wb") as journal:
+        journal.write(_line(_Head(LAYOUT, boot_id())))
+        journal.writelines(map(_line, lines))
+        for names, panels in zip(parts[len(lines) :], packed(len(lines)), strict=True):
+            entry = (panels.form.name, panels.num_outputs, panels.num_inputs, end + -end % ALIGNMENT)
+            for data in (bytes(-end % ALIGNMENT), panels.data.numpy().data):
+                file.write(data)
+                crc32 = zlib.crc32(data, crc32)
+                end += len(data)
+            file.flush()
+            lines.append(_Line(names, entry, end, crc32))
+            journal.write(_line(lines[-1]))
+            journal.flush()
+    tensors = {name: line.entry for line in lines for name in line.names}
+    index = {"layout": LAYOUT, "bytes": end, "crc32": crc32, "boot": boot_id(), "tensors": tensors}
+    (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
+    (folder / LINES).unlink()
+
+
+def _line(value: _Head | _Line) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
+    """What an interrupted call has written since the machine was started: later, some may not be there."""
+    lines: list[_Line] = []
+    try:
+        head, *others = (folder / LINES).read_bytes().splitlines()
+        size = (folder / PANELS).stat().st_size
+        if msgspec.json.decode(head, type=_Head) != _Head(LAYOUT, boot_id()):
+            return []
+        for names, text in zip(parts, others, strict=False):
+            line = msgspec.json.decode(text, type=_Line)
+            if line.names != names or line.end > size:
+                break
+            lines.append(line)
+    except (OSError, ValueError):  # none, or one that is cut off: what was read until then is whole
+        pass
+    return lines
 
 
 def reading_order(name: str) -> tuple[str, int, str]:
@@ -65,18 +121,45 @@ def reading_order(name: str) -> tuple[str, int, str]:
 def read_panels(folder: Path, *, is_checked: bool = True) -> dict[str, PanelWeights]:
     """Map a folder's panels, by the name of their module; none where it has none that can be used.
 
-    Panels of another layout, a file of another length than the index says, or (where `is_checked`) another
-    checksum count as none: whoever asked builds them again.
+    Panels of another layout, a file of another length than the index says, one that may not have reached the
+    disk before the machine lost its power, or (where `is_checked`) another checksum count as none: whoever
+    asked builds them again.
     """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        num_bytes = (folder / PANELS).stat().st_size
-        is_whole = index["layout"] == LAYOUT and index.get("bytes", num_bytes) == num_bytes
-        if not is_whole or (is_checked and index.get("crc32") not in {None, checksum(folder / PANELS)}):
+        is_whole = index["layout"] == LAYOUT and index["bytes"] == (folder / PANELS).stat().st_size
+        if not is_whole or not _is_safe(folder, index["boot"]):
+            return {}
+        if is_checked and index["crc32"] != checksum(folder / PANELS):
             return {}
         return _mapped(folder / PANELS, index["tensors"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
+
+
+def _is_safe(folder: Path, boot: str) -> bool:
+    """Whether the panels are on the disk, or were written since the machine was started.
+
+    A first load does not wait for the disk, which may take seconds for each gigabyte; a later one that finds
+    all written back vouches for it.
+    """
+    if (folder / ON_DISK).exists():
+        return True
+    if boot != boot_id():
+        return False
+    if time.time() - (folder / INDEX).stat().st_mtime > _WRITTEN_BACK_S and os.access(folder, os.W_OK):
+        with (folder / PANELS).open("rb") as file:
+            os.fsync(file.fileno())
+        (folder / ON_DISK).touch()
+    return True
+
+
+def boot_id() -> str:
+    """What tells the starts of a machine apart; nothing where the system does not say."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def stored_forms(folder: Path) -> set[str]:

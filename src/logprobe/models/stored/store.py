@@ -10,21 +10,19 @@ import shutil
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from logprobe.errors import DownloadError
-from logprobe.models.cache import new_entry
+from logprobe.models.cache import MANIFEST, new_entry
 from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key
-from logprobe.models.stored.panels import PANELS, read_panels, stored_forms, write_panels
+from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.stored.record import LoadRecord
-
-    Named = Iterable[tuple[tuple[str, ...], PanelWeights]]
 
 MOST_RECORDS: Final = 8  # of one model, a megabyte each
 
@@ -44,27 +42,34 @@ class LoadStore:
     @classmethod
     def of(cls, files: ModelFiles) -> Self | None:
         """The store of a model; None for the copy of a loaded one, which goes with its engine."""
-        has_weights = any(files.folder.glob("*.safetensors"))
+        has_weights = any(files.folder.glob("*.safetensors")) or (files.folder / MANIFEST).is_file()
         return cls(files.folder) if has_weights and not is_copy(files.folder) else None
 
     def panels(self, *, is_checked: bool = True) -> dict[str, PanelWeights]:
         """The mapped panels of the model, by the name of their module; none where there are none yet."""
-        return read_panels(self._where_panels_lie(), is_checked=is_checked) or {}
+        return read_panels(self._panels_folder, is_checked=is_checked)
 
     def forms(self) -> set[str]:
         """The forms of those panels."""
-        return stored_forms(self._where_panels_lie())
+        return stored_forms(self._panels_folder)
 
-    def write_panels(self, named: Named) -> dict[str, PanelWeights]:
-        """Write the panels of a model that has none, and map them; none where they cannot be written."""
+    def write_panels(
+        self, parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]]
+    ) -> dict[str, PanelWeights]:
+        """Write the panels of a model that has none, and map them; none where they cannot be written.
+
+        Args:
+            parts: the names of all modules that share each.
+            packed: gives those of all parts from a number on.
+        """
         self._forget(self._panels_folder)  # damaged, or of another layout
         try:
-            with new_entry(self._panels_folder) as partial:
+            with new_entry(self._panels_folder, resumes=True) as partial:
                 if partial is not None:
-                    write_panels(named, partial)
+                    write_panels(parts, packed, partial)
         except (DownloadError, OSError) as error:
             self._refuse(error)
-        return read_panels(self._panels_folder)
+        return read_panels(self._panels_folder, is_checked=False)
 
     def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
         """What was proven of the model by this code on this machine."""
@@ -82,11 +87,6 @@ class LoadStore:
                     write_record(partial, record, tensors)
         except (DownloadError, OSError) as error:
             self._refuse(error)
-
-    def _where_panels_lie(self) -> Path:
-        """In the model's own folder where it was converted from blocks, else in the cache."""
-        own = self._panels_folder / PANELS
-        return self._panels_folder if own.is_file() else self._folder
 
     def _refuse(self, error: Exception) -> None:
         """Say once why nothing can be kept."""
