@@ -55,11 +55,9 @@ def rows(count: int, width: int) -> torch.Tensor:
 def panels_of(model: nn.Module) -> dict[str, Any]:
     """By name."""
     with torch.inference_mode():
-        return {
-            name: panels
-            for names, panels in packed(matrices_of(model, with_experts=True), LazyModel.of(model).source)
-            for name in names
-        }
+        matrices = matrices_of(model, with_experts=True)
+        made = zip(matrices, packed(matrices, LazyModel.of(model).source), strict=True)
+        return {name: panels for matrix, panels in made for name in matrix.names}
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
