@@ -50,7 +50,7 @@ class EngineConfig:
         max_batch_tokens: most tokens that one step runs through the model.
         max_batch_rows: most requests that run at once.
         kv_bytes: bytes of the key/value pool with its hidden rows; `None` takes a quarter of
-            what is free, at most 1 GiB.
+            what the weights leave free, at most 1 GiB.
         weights: `auto` (`published` where this processor can, else `plain`), `published` (float32 numbers
             from the bytes of the model's own file, or from the narrowest float that holds its weights
             exactly, widened where they are used), or `plain` (transformers' own modules).
@@ -63,8 +63,9 @@ class EngineConfig:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
             or classes; several names may stand in one text with commas between.
         process: run the engine in a process of its own, so that this one and the engine share no interpreter.
-        data_parallel: engine processes, each with its share of the threads and a pool of `kv_bytes`; every
-            request runs on one of them. 2 or more imply `process`.
+        data_parallel: engine processes, each with its share of the threads and a pool of `kv_bytes` (`None`:
+            all pools together take that quarter); every request runs on one of them. 2 or more imply
+            `process`.
         engine: `native`, or `vllm` (extra `vllm`).
         engine_options: options of vLLM's own engine by their names there, such as `tensor_parallel_size`; a
             dict, or a text of JSON.

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from logprobe import LLM
 from logprobe.config import EngineConfig
 from logprobe.engine.forward import pool as memory_module
 from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.forward.pool import (
     ALIGNMENT,
+    BASE_BYTES,
     DEFAULT_SHARE,
     LEAST_DEFAULT_BYTES,
     MOST_DEFAULT_BYTES,
     UNKNOWN_FREE_BYTES,
     SlotMemory,
+    check_memory,
     default_kv_bytes,
+    free_bytes,
 )
-from logprobe.errors import ParameterError
+from logprobe.errors import ModelError, ParameterError
+from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
+from logprobe.models.stored.panels import read_panels, write_panels
 
 SIZE = 1 << 25
 
@@ -60,34 +68,128 @@ def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
     assert not tensor.any()
 
 
+GIB = 1 << 30
+
+
+class Machine:
+    """What a system says of its memory, in files below one folder."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        for name in ("_MEMINFO", "_MAPS", "_OWN_CGROUP", "_CGROUPS"):
+            patch.setattr(memory_module, name, folder / name)
+
+    def has(self, free: int, total: int = 64 * GIB) -> None:
+        kib = {"MemTotal": total >> 10, "MemFree": 1, "MemAvailable": free >> 10}
+        lines = [*(f"{name}:   {size} kB\n" for name, size in kib.items()), "HugePages_Total:       0\n"]
+        (self.folder / "_MEMINFO").write_text("".join(lines))
+
+    def maps(self, *lines: str) -> None:
+        anonymous = "7f0000000000-7f0000100000 rw-p 00000000 00:00 0\n"
+        (self.folder / "_MAPS").write_text(anonymous + "".join(f"{line}\n" for line in lines))
+
+    def runs_in(self, cgroup: str) -> None:
+        (self.folder / "_OWN_CGROUP").write_text(f"1:name=systemd:/elsewhere\n0::{cgroup}\n")
+
+    def limits(self, cgroup: str, limit: int | str, used: int = 0, files: int = 0) -> None:
+        folder = self.folder / "_CGROUPS" / cgroup
+        folder.mkdir(parents=True, exist_ok=True)
+        stat = f"anon {used}\nactive_file {files // 4}\ninactive_file {files - files // 4}"
+        for name, text in {"max": limit, "current": used + files, "stat": stat}.items():
+            (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine(tmp_path, monkeypatch)
+    machine.has(16 * GIB)
+    return machine
+
+
 @pytest.mark.parametrize(
-    ("free_kib", "limit", "want"),
+    ("free", "num_pools", "want"),
     [
-        (1 << 30, "max", MOST_DEFAULT_BYTES),
-        (1 << 20, "max", 1 << 28),
-        (1 << 20, str(1 << 29), (1 << 29) - (1 << 20) >> 2),
-        (1 << 10, "max", LEAST_DEFAULT_BYTES),
+        (64 * GIB, 1, MOST_DEFAULT_BYTES),
+        (GIB, 1, GIB // 4),
+        (GIB, 2, GIB // 8),
+        (64 * GIB, 8, MOST_DEFAULT_BYTES),
+        (16 * GIB, 8, GIB // 2),
+        (1 << 20, 1, LEAST_DEFAULT_BYTES),
     ],
 )
 def test_the_default_is_a_share_of_what_is_free(
-    free_kib: int, limit: str, want: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: Machine, free: int, num_pools: int, want: int
 ) -> None:
-    said = {
-        "_MEMINFO": f"MemTotal: 1 kB\nMemAvailable:   {free_kib} kB\n",
-        "_LIMIT": limit,
-        "_USED": "1048576",
-    }
-    for name, text in said.items():
-        (tmp_path / name).write_text(text)
-        monkeypatch.setattr(memory_module, name, tmp_path / name)
-    assert default_kv_bytes() == want
+    machine.has(free)
+    assert default_kv_bytes(num_pools) == want
 
 
-def test_a_system_that_does_not_say_what_is_free_gives_a_pool(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(memory_module, "_MEMINFO", tmp_path / "none")
+def test_a_system_that_does_not_say_what_is_free_gives_a_pool(machine: Machine) -> None:
+    (machine.folder / "_MEMINFO").unlink()
     assert default_kv_bytes() == UNKNOWN_FREE_BYTES // DEFAULT_SHARE
+    check_memory("any", 1 << 60)
+
+
+def test_weights_that_are_mapped_are_not_free(machine: Machine) -> None:
+    file = "r--s 00000000 fe:00 77                   /cache/a model/panels.bin"
+    machine.maps(
+        f"7f1000000000-7f1300000000 {file}",
+        f"7f2000000000-7f2300000000 {file}",  # the same file once more
+        "7f3000000000-7f3040000000 r--s 00000000 fe:00 78                   /cache/other/panels.bin",
+        "7f4000000000-7f4040000000 rw-s 00000000 00:01 79                   /dev/shm/rows",
+        "7f5000000000-7f5040000000 r-xp 00000000 fe:00 80                   /lib/libtorch_cpu.so",
+    )
+    assert free_bytes() == 3 * GIB
+    assert default_kv_bytes() == 3 * GIB // 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+@pytest.mark.usefixtures("machine")
+def test_the_panels_of_a_model_are_seen_to_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_MAPS", Path("/proc/self/maps"))
+    free = free_bytes()
+    panels = pack_floats(torch.ones(512, 2048))
+    write_panels([(("one",), panels), (("two",), panels)], tmp_path)
+    mapped = read_panels(tmp_path)
+    assert free - free_bytes() == 2 * panels.num_bytes
+    del mapped
+    assert free_bytes() == free
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "limits", "want"),
+    [
+        ("/", {}, 16 * GIB),  # a machine without limits
+        ("/", {".": ("max", 4 * GIB, 0)}, 16 * GIB),
+        ("/", {".": (8 * GIB, 2 * GIB, 5 * GIB)}, 6 * GIB),  # pages of files count as free
+        ("/pod/box", {"pod": (8 * GIB, 3 * GIB, 0), "pod/box": ("max", GIB, 0)}, 5 * GIB),
+        ("/pod/box", {"pod": (8 * GIB, 3 * GIB, 0), "pod/box": (2 * GIB, GIB, 0)}, GIB),
+        ("/docker/outer-name", {".": (2 * GIB, GIB, 0)}, GIB),  # a container that sees its own as the root
+        ("/", {".": (GIB, 2 * GIB, 0)}, 0),
+    ],
+)
+def test_a_container_has_what_its_limits_leave(
+    machine: Machine, cgroup: str, limits: dict[str, tuple[int | str, int, int]], want: int
+) -> None:
+    machine.runs_in(cgroup)
+    for name, facts in limits.items():
+        machine.limits(name, *facts)
+    assert free_bytes() == want
+
+
+def test_weights_that_can_never_be_in_memory_are_refused_by_name(machine: Machine) -> None:
+    machine.has(GIB, total=8 * GIB)
+    check_memory("fits", 8 * GIB - BASE_BYTES)  # in all: what is taken now may be free again soon
+    with pytest.raises(
+        ModelError, match=r"^big: needs 16\.5 GB of memory .*this machine has 8\.6 GB; use a sm"
+    ):
+        check_memory("big", 16_000_000_000)
+    machine.runs_in("/pod/box")
+    machine.limits("pod", 2 * GIB)
+    machine.limits("pod/box", "max")
+    check_memory("fits", GIB)
+    with pytest.raises(ModelError, match=r"^big: needs 2\.6 GB .*this container has 2\.1 GB"):
+        check_memory("big", 2 * GIB - 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
@@ -106,3 +208,34 @@ def test_more_bytes_than_there_are_is_told_with_the_parameter(tiny_model_folder:
     name = str(tiny_model_folder)
     with pytest.raises(ParameterError, match=r"kv_bytes.*cannot be had.*ask for fewer"):
         NativeForward(EngineConfig(model=name, kv_bytes=1 << 60), resolve(name))
+
+
+def test_a_load_tells_the_size_of_the_pool_and_of_what_it_is_a_part(
+    tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "logprobe")
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+        room = llm.engine.capabilities().num_slots
+    assert re.search(rf"room for {room} tokens \(2 MB of [\d.]+ .B that the weights leave\)", caplog.text)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_pool_that_outgrows_what_the_weights_leave_is_made_with_a_warning(
+    tiny_model_folder: Path, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.has(1 << 20)
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+        assert llm.engine.capabilities().num_slots > 2
+    [warning] = caplog.messages
+    assert warning.startswith("kv_bytes: a pool of 2 MB is more than the 1 MB that the weights leave;")
+
+
+def test_other_weights_have_as_many_slots_however_much_is_free(
+    tiny_model_folder: Path, machine: Machine
+) -> None:
+    config = EngineConfig(model=str(tiny_model_folder))
+    machine.has(GIB)
+    forward = NativeForward(config, resolve(config.model))
+    machine.has(GIB // 2)
+    state = AutoModelForCausalLM.from_pretrained(config.model).state_dict()
+    assert forward.with_weights(config, state).num_slots == forward.num_slots

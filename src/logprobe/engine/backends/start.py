@@ -12,7 +12,7 @@ from logprobe.config import ENGINES
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.pool import keep_out_of_collections, resident_bytes
+from logprobe.engine.forward.pool import free_bytes, in_words, keep_out_of_collections, resident_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
@@ -52,6 +52,7 @@ class NativeParts:
     capabilities: Capabilities
     text: TextEdge
     eos_token_ids: frozenset[int]
+    kv_bytes: int  # of its pool
 
 
 def start_engine(config: EngineConfig) -> LoadedModel:
@@ -120,8 +121,15 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         weight_version=files.version,
     )
     keep_out_of_collections()
+    if forward.device == "cpu" and forward.kv_bytes > free_bytes():
+        logger.warning(
+            "kv_bytes: a pool of %s is more than the %s that the weights leave; once it is full, it drives "
+            "them out of memory, and steps wait for the disk; give kv_bytes fewer",
+            in_words(forward.kv_bytes),
+            in_words(free_bytes()),
+        )
     logger.info("%s: %s", files.name, _what_it_took(forward, time.perf_counter() - began))
-    return NativeParts(engine, capabilities, text, eos_token_ids)
+    return NativeParts(engine, capabilities, text, eos_token_ids, forward.kv_bytes)
 
 
 def _stored_forms(files: ModelFiles) -> set[str]:
@@ -142,7 +150,11 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
     resident = resident_bytes()
     memory = "" if resident is None else f", {resident / 1e6:.0f} MB resident"
     way = "recalled" if forward.is_recalled else "proven"
-    return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, room for {forward.num_slots} tokens"
+    pool = in_words(forward.kv_bytes)
+    if forward.device == "cpu":
+        pool += f" of {in_words(free_bytes())} that the weights leave"
+    room = f"room for {forward.num_slots} tokens ({pool})"
+    return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, {room}"
 
 
 def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:

@@ -6,6 +6,7 @@ Before it: the scheduler's plan. After it: hidden rows in their slots, which the
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,12 @@ class NativeForward:
         self.rope_boundary = ready.layout.rope_boundary
         self.eos_token_ids = ready.eos_token_ids
         self._had_loras = False  # some row of the last step ran under LoRA weights
-        self._reserve_slots(config.kv_bytes or default_kv_bytes(), ready)
-        self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
         if not ready.is_recalled:
             gc.collect()  # transformers' module, where ours took its place
             return_freed()
+        self.kv_bytes = config.kv_bytes or default_kv_bytes(config.data_parallel)
+        self._reserve_slots(self.kv_bytes, ready)
+        self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
     @property
     def weights(self) -> str:
@@ -136,7 +138,8 @@ class NativeForward:
         """
         if self.decoder is None:
             raise EngineClosedError("the engine was closed before the new weights answered")
-        return NativeForward(config, self._files, state)
+        # As many slots: what was admitted counts on them, and less is free while both are here.
+        return NativeForward(replace(config, kv_bytes=self.kv_bytes), self._files, state)
 
     def _new_zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self._memory is not None:

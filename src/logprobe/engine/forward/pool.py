@@ -13,46 +13,121 @@ import math
 import mmap
 import os
 import sys
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from logprobe.errors import ModelError
 from logprobe.kernels.layers.store import store_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 ALIGNMENT = 64  # bytes of a cache line
 MOST_TENSORS = 1 << 12  # that are aligned without the sum of their bytes outgrowing the memory
-DEFAULT_SHARE: Final = 4  # a pool is at most a quarter of what is free
+DEFAULT_SHARE: Final = 4  # all pools of a machine are at most a quarter of what the weights leave
 MOST_DEFAULT_BYTES: Final = 1 << 30
 LEAST_DEFAULT_BYTES: Final = 1 << 26
 UNKNOWN_FREE_BYTES: Final = 1 << 31  # where the system does not say
-_MEMINFO, _STATM, _LIMIT, _USED = (
-    Path("/proc/meminfo"),
-    Path("/proc/self/statm"),
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory.current"),
-)
+BASE_BYTES: Final = 500_000_000  # of the libraries, a step's scratch and the least pool
+_MEMINFO: Final = Path("/proc/meminfo")
+_STATM: Final = Path("/proc/self/statm")
+_MAPS: Final = Path("/proc/self/maps")
+_OWN_CGROUP: Final = Path("/proc/self/cgroup")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def default_kv_bytes() -> int:
-    """The size of a pool that nobody gave one."""
-    return min(MOST_DEFAULT_BYTES, max(free_bytes() // DEFAULT_SHARE, LEAST_DEFAULT_BYTES))
+def default_kv_bytes(num_pools: int = 1) -> int:
+    """The size of each pool that nobody gave one, of so many on this machine, once the weights are mapped."""
+    share = free_bytes() // (DEFAULT_SHARE * num_pools)
+    return min(MOST_DEFAULT_BYTES, max(share, LEAST_DEFAULT_BYTES))
 
 
 def free_bytes() -> int:
-    """Memory that this process could take without driving others out: the machine's, or its container's."""
-    try:
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())
-        free = int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
+    """Memory that this process could take and drive nothing out: the machine's, or its container's.
+
+    The system counts pages of files as free, read or not yet. Those that this process maps are its weights,
+    which each step reads, so they are not.
+    """
+    free = _meminfo().get("MemAvailable")
+    if free is None:
         return UNKNOWN_FREE_BYTES
+    for cgroup, limit in _limited_cgroups():
+        free = min(free, limit - _held_bytes(cgroup))
+    return max(free - _mapped_bytes(), 0)
+
+
+def check_memory(name: str, num_bytes: int) -> None:
+    """Refuse a model whose weights, of so many bytes, can never be in memory here, before they are read.
+
+    Raises:
+        ModelError: the machine, or its container, has less memory in all.
+    """
+    total = _meminfo().get("MemTotal")
+    if total is None:
+        return
+    limit = min((limit for _, limit in _limited_cgroups()), default=total)
+    where = "this container" if limit < total else "this machine"
+    needed, total = num_bytes + BASE_BYTES, min(total, limit)
+    if needed > total:
+        raise ModelError(
+            f"{name}: needs {in_words(needed)} of memory for its weights and a pool of keys and values, and "
+            f"{where} has {in_words(total)}; use a smaller model, the same with weights of fewer bits, or "
+            "more memory"
+        )
+
+
+def in_words(num_bytes: int) -> str:
+    """A size as messages tell it."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _meminfo() -> dict[str, int]:
+    """The machine's memory by the kernel's names, bytes; nothing where the system does not say."""
     try:
-        return max(min(free, int(_LIMIT.read_text()) - int(_USED.read_text())), 0)
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return free
+        lines = [line.split() for line in _MEMINFO.read_text(encoding="ascii").splitlines()]
+        return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
+    except (OSError, ValueError):
+        return {}
+
+
+def _limited_cgroups() -> Iterator[tuple[Path, int]]:
+    """The control groups (version 2) around this process that have a limit, and that, bytes."""
+    try:
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    # A container may see its own group as the root, whatever its name outside.
+    for name in (PurePosixPath(own), *PurePosixPath(own).parents):
+        with suppress(OSError, ValueError):  # none of that name, or one without a limit ("max")
+            yield _CGROUPS / name, int((_CGROUPS / name / "memory.max").read_text())
+
+
+def _held_bytes(cgroup: Path) -> int:
+    """Memory of a control group that nothing but its end frees: without the pages of files."""
+    try:
+        held = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return held - int(stat["active_file"]) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _mapped_bytes() -> int:
+    """Bytes of the files that this process maps to read them, each part once."""
+    try:
+        lines = [line.split(maxsplit=5) for line in _MAPS.read_text().splitlines()]
+    except OSError:
+        return 0
+    sizes: dict[tuple[str, ...], int] = {}
+    for addresses, access, *place, _ in (line for line in lines if len(line) > 5):
+        if access == "r--s":
+            begin, end = (int(part, 16) for part in addresses.split("-"))
+            sizes[*place] = max(end - begin, sizes.get((*place,), 0))
+    return sum(sizes.values())
 
 
 def resident_bytes() -> int | None:

@@ -17,6 +17,7 @@ import pytest
 
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
+from logprobe.engine.forward.pool import LEAST_DEFAULT_BYTES, MOST_DEFAULT_BYTES
 from logprobe.errors import EngineError, ParameterError
 from logprobe.testing import open_requests, process_ids
 from refusals import raises
@@ -182,6 +183,14 @@ def test_200_aborts_at_random_leave_nothing(engine: Front, teller: Any, until: U
 def test_a_process_that_cannot_use_its_settings_says_why(start: Any) -> None:
     with raises(ParameterError, parameter="kv_bytes"), start(kv_bytes=100):
         pass
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_process_that_starts_again_has_the_pool_that_requests_were_admitted_by(start: Any) -> None:
+    with start(kv_bytes=None) as engine:
+        core: Any = engine.core
+        given = core._starting(core._replicas[0]).settings["kv_bytes"]
+        assert LEAST_DEFAULT_BYTES <= given <= MOST_DEFAULT_BYTES
 
 
 @pytest.mark.usefixtures("nothing_left")

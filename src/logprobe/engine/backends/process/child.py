@@ -99,7 +99,7 @@ class Child:
             return
         self._thread.start(self._publish, self._end)
         eos = sorted(self._parts.eos_token_ids)
-        self._send_pulse(beside=[Ready(self._parts.capabilities, eos)])
+        self._send_pulse(beside=[Ready(self._parts.capabilities, eos, self._parts.kv_bytes)])
         self._serve()
         self._thread.close()
 

@@ -60,7 +60,7 @@ class ProcessEngine:
     def __init__(self, config: EngineConfig, text: TextEdge) -> None:
         settings = {field.name: getattr(config, field.name) for field in fields(config)}
         settings |= {"logits_processors": processor_names(config.logits_processors)}
-        self._settings = settings | {"process": False, "data_parallel": 1}
+        self._settings = settings | {"process": False}
         # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
         self._loras: dict[int, LoadLora] = {}
         self._weights: LoadWeights | None = None
@@ -77,10 +77,12 @@ class ProcessEngine:
         ]
         atexit.register(self._close_replicas)
         try:
-            ready, *_ = [replica.ready.result() for replica in self._replicas]
+            ready = min([one.ready.result() for one in self._replicas], key=lambda one: one.kv_bytes)
         except BaseException:
             self._close_replicas()
             raise
+        # Requests are admitted by the smallest pool, and a process that starts later has no smaller one.
+        self._settings["kv_bytes"] = ready.kv_bytes
         self._open(config, text, ready)
 
     def _open(self, config: EngineConfig, text: TextEdge, ready: Ready) -> None:

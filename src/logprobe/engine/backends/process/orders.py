@@ -31,6 +31,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
     capabilities: Capabilities
     eos_token_ids: list[int]
+    kv_bytes: int  # of its pool
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
