@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from families.outcomes import GENERIC, OWN, REFUSED, UNBUILT
 from families.rows import RIGHT
+from logprobe.models.stored.store import MOST_RECORDS
 
 HEADER = """# Models
 
@@ -33,6 +34,25 @@ with the model's own, at its first positions, at its last and across each length
   with `weights="plain"`, of 16 bits or on a GPU. `logprobe info MODEL` and the log say why.
 - Frequencies that change with the length of a text (longrope) are those of one forward pass over the whole
   text. A text that outgrows the short ones is computed again from its start.
+
+## What lies on the disk
+
+Beside a model's files, the first load leaves two things for the next ones, in `~/.cache/logprobe` or where
+`LOGPROBE_HOME` says:
+
+- **panels**, its weights as the processor reads them, about as large as in their published form: 2 bytes a
+  weight where bfloat16 or float16 holds them, those of its blocks from a `.gguf` file. All processes map
+  them, so that they are in memory once. Those of a `.gguf` file are made when it is converted, and lie with
+  its converted files.
+- **records** of what was proven of it, with a few of transformers' logits: about a megabyte each, some more
+  where the vocabulary is large. New versions of this library or of those below it make new ones; a model
+  keeps at most {most_records}.
+
+`logprobe models list` says what files, panels and records take of each model, also of folders and of the
+hub's models, which are listed as "left by" their names. `logprobe models show MODEL` says it of one, and of a
+folder exactly: folders of one name share a line of the list. `logprobe models rm MODEL` removes the files
+that the cache keeps, panels, records, and what a killed command left half made; of your own folders and of
+the hub's files it removes nothing. All of it is made again when the model is loaded again.
 """
 
 
@@ -48,7 +68,7 @@ def page() -> str:
     refused = [f"| {reason} | {_named(kinds)} |" for reason, kinds in REFUSED.items()]
     return "\n".join(
         [
-            HEADER.format(version=_minor(transformers.__version__)),
+            HEADER.format(version=_minor(transformers.__version__), most_records=MOST_RECORDS),
             "## Proven variants\n",
             "| family | `model_type` | layers |",
             "| --- | --- | --- |",

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
 
+from logprobe import LLM
 from logprobe.cli.models import app
+from logprobe.models import KNOWN_MODELS
+from logprobe.models.resolution import known_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,3 +138,101 @@ def test_show_fetches_nothing(home: Path) -> None:
     assert (done.exit_code, done.stdout) == (1, "")
     assert "logprobe models pull smollm2" in done.stderr
     assert not home.exists()
+
+
+KEYS = f"{'0' * 16}-{'a' * 16}"  # of a source, of code and machine
+
+
+def leave(home: Path, stem: str, *, kind: str = "loads", num_bytes: int = 1_500_000) -> Path:
+    """What a load of a model of that stem leaves."""
+    folder = home / kind / f"{stem}-{KEYS}"
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(bytes(num_bytes))
+    return folder
+
+
+def listed(name: str) -> dict[str, Any]:
+    rows = json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)
+    [row] = [row for row in rows if row["name"] == name]
+    return dict(row)
+
+
+def sizes(row: dict[str, Any]) -> list[int | None]:
+    return [row[f"{what}_bytes"] for what in ("files", "panels", "records", "size")]
+
+
+def test_list_tells_what_files_panels_and_records_take(home: Path, converted: Path) -> None:
+    before = listed("own")["files_bytes"]
+    (converted / "panels.bin").write_bytes(bytes(2_000_000))
+    for kind in ("panels", "loads"):
+        leave(home, converted.name, kind=kind)
+        leave(home, "tiny", kind=kind)
+    assert sizes(listed("own")) == [before, 3_500_000, 1_500_000, before + 5_000_000]
+    assert sizes(listed("tiny")) == [None, 1_500_000, 1_500_000, 3_000_000]
+    assert listed("tiny")["folder"] is None
+    table = CliRunner().invoke(app, ["list"]).stdout.splitlines()
+    assert f"files 0 kB, panels 4 MB, records 2 MB  {converted}" in table[2]
+    assert re.split(" {2,}", table[3].strip()) == ["tiny", "left by tiny", "panels 2 MB, records 2 MB"]
+
+
+def test_a_model_that_was_not_fetched_whole_is_told_with_what_it_left(home: Path) -> None:
+    name = known_folder(KNOWN_MODELS["smollm2"]).name
+    (home / "models" / f".{name}.partial").mkdir(parents=True)
+    (home / "models" / f".{name}.partial" / "part").write_bytes(bytes(3000))
+    record = leave(home, name)
+    assert sizes(listed("smollm2")) == [3000, 0, 1_500_000, 1_503_000]
+    assert "not fetched, files 3 kB, records 2 MB" in CliRunner().invoke(app, ["list"]).stdout
+    done = CliRunner().invoke(app, ["rm", "smollm2", "--yes"])
+    assert (done.exit_code, done.stdout) == (0, f"{home / 'models' / name}\n{record}\n")
+    assert sizes(listed("smollm2")) == [None] * 4
+
+
+def test_rm_takes_panels_and_records_along_and_tells_as_json(home: Path, converted: Path) -> None:
+    own = [leave(home, converted.name, kind=kind, num_bytes=10) for kind in ("panels", "loads")]
+    other = leave(home, "tiny")
+    asked = CliRunner().invoke(app, ["rm", "own"], input="n\n")
+    assert f"remove {converted} and 2 more (0 kB)?" in asked.stderr
+    size_bytes = listed("own")["size_bytes"]
+    done = CliRunner().invoke(app, ["rm", "own", "--yes", "--json"])
+    removed = [str(folder) for folder in (converted, *own)]
+    assert json.loads(done.stdout) == {"removed": removed, "size_bytes": size_bytes}
+    assert not [folder for folder in (converted, *own) if folder.exists()]
+    assert other.is_dir()
+
+
+def test_what_a_folder_that_is_gone_left_is_shown_and_removed_by_its_name(home: Path) -> None:
+    left = [leave(home, "tiny", kind=kind) for kind in ("panels", "loads")]
+    shown = json.loads(CliRunner().invoke(app, ["show", "tiny", "--json"]).stdout)
+    assert shown == {"model": "tiny", "title": "left by tiny", "panels": "2 MB", "records": "2 MB"}
+    done = CliRunner().invoke(app, ["rm", "tiny", "--yes"])
+    assert done.stdout.splitlines() == [str(folder) for folder in left]
+    assert "tiny" not in CliRunner().invoke(app, ["list"]).stdout
+
+
+def test_a_folder_named_like_a_known_model_is_told_apart(home: Path) -> None:
+    left = leave(home, "smollm2")
+    assert sizes(listed("smollm2")) == [None] * 4
+    assert sizes(listed("./smollm2")) == [None, 0, 1_500_000, 1_500_000]
+    assert CliRunner().invoke(app, ["rm", "smollm2", "--yes"]).exit_code == 1
+    assert CliRunner().invoke(app, ["rm", "./smollm2", "--yes"]).stdout == f"{left}\n"
+
+
+def test_a_folder_that_was_loaded_is_shown_with_what_that_left_and_keeps_its_files(
+    home: Path, tiny_model_folder: Path
+) -> None:
+    name = str(tiny_model_folder)
+    files = {file: file.read_bytes() for file in tiny_model_folder.iterdir()}
+    with LLM(name, weights="published", kv_bytes=1 << 20) as llm:
+        assert llm.engine.capabilities().weights == "published"
+    left = [folder for kind in ("panels", "loads") for folder in (home / kind).glob("[!.]*")]
+    assert len(left) == 2
+    shown = json.loads(CliRunner().invoke(app, ["show", name, "--json"]).stdout)
+    assert shown["folder"] == name
+    assert {"files", "panels", "records"} <= shown.keys()
+    row = listed(tiny_model_folder.name[:40])
+    assert row["panels_bytes"] > 0
+    assert row["records_bytes"] > 0
+    done = CliRunner().invoke(app, ["rm", name, "--yes"])
+    assert (done.exit_code, done.stdout.splitlines()) == (0, [*map(str, left)])
+    assert {file: file.read_bytes() for file in tiny_model_folder.iterdir()} == files
+    assert not any(folder.exists() for folder in left)

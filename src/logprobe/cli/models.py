@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,20 +14,21 @@ from logprobe.cli.options import MODEL_HELP, complete_model
 from logprobe.cli.tables import console, print_facts
 from logprobe.errors import LogprobeError, ModelNotFoundError
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
-from logprobe.models.cache import MANIFEST, entries, entry_size_bytes, remove_entry
+from logprobe.models.cache import MANIFEST, entries, entry_size_bytes, in_words, remove_entry
 from logprobe.models.resolution import known_folder
+from logprobe.models.stored.disk import left_by_others, of_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from logprobe.models.stored.disk import OnDisk
 
 app = typer.Typer(name="models", help="Fetch, list, show and remove models.", no_args_is_help=True)
 
 _Name = Annotated[str, typer.Argument(help=MODEL_HELP, show_default=True, autocompletion=complete_model)]
 _Here = Annotated[
     str,
-    typer.Argument(
-        help="A known name, a converted .gguf file, or a folder in the cache.", autocompletion=complete_model
-    ),
+    typer.Argument(help="A name that `list` tells, or a model's folder.", autocompletion=complete_model),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 # Of a model's config.json, under the names that most families share.
@@ -57,24 +59,23 @@ def path(name: _Name = DEFAULT_MODEL) -> None:
 
 @app.command("list")
 def list_(*, as_json: _Json = False) -> None:
-    """List the models known by name, and the .gguf files converted so far."""
+    """List the models known by name, the .gguf files converted so far, and what loads of others left.
+
+    Each with what its files, its panels and its records take on the disk.
+    """
     with _one_line_errors():
-        rows = _rows()
+        models = _models()
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps([model.row() for model in models], indent=2))
         return
     # A terminal is too narrow for the folders, which `path` and `show` tell.
     num_columns = 3 if console().is_terminal else 4
-    print_facts([[row["name"], row["title"], *_state(row)][:num_columns] for row in rows])
-
-
-def _state(row: dict[str, Any]) -> list[str]:
-    return [f"{row['size_bytes'] / 1e6:.0f} MB", row["folder"]] if row["folder"] else ["not fetched", ""]
+    print_facts([[model.name, model.title, *model.state()][:num_columns] for model in models])
 
 
 @app.command()
 def show(name: _Name = DEFAULT_MODEL, *, as_json: _Json = False) -> None:
-    """Print what a model on this machine is: shape, license, source, size, folder; load nothing."""
+    """Print what a model on this machine is: shape, license, source, sizes, folder; load nothing."""
     with _one_line_errors():
         facts = _facts(name)
     if as_json:
@@ -85,21 +86,107 @@ def show(name: _Name = DEFAULT_MODEL, *, as_json: _Json = False) -> None:
 
 @app.command()
 def rm(
-    name: _Here, *, yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")] = False
+    name: _Here,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before.")] = False,
+    as_json: _Json = False,
 ) -> None:
-    """Remove a model from the cache, and print its folder; it can be fetched again. Others' files stay."""
+    """Remove from the cache a model, its panels and its records, and print their folders.
+
+    All of it can be had again. Files of others, such as a folder of yours or the hub's own, stay.
+    """
     with _one_line_errors():
-        folder = _entry(name)
-    size = f"{entry_size_bytes(folder) / 1e6:.0f} MB"
-    if not (yes or typer.confirm(f"remove {folder} ({size})?", err=True)):
+        entries_ = _removable(name)
+    size_bytes = sum(map(entry_size_bytes, entries_))
+    more = f" and {len(entries_) - 1} more" if len(entries_) > 1 else ""
+    if not (yes or typer.confirm(f"remove {entries_[0]}{more} ({in_words(size_bytes)})?", err=True)):
         raise typer.Exit(1)
     with _one_line_errors():
-        remove_entry(folder)
-    typer.echo(folder)
+        for entry in entries_:
+            remove_entry(entry)
+            if not as_json:
+                typer.echo(entry)
+    if as_json:
+        typer.echo(json.dumps({"removed": [*map(str, entries_)], "size_bytes": size_bytes}, indent=2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A model that is known, or that left something here."""
+
+    name: str
+    title: str
+    license: str | None = None
+    source_sha256: str | None = None
+    disk: OnDisk
+
+    def row(self) -> dict[str, Any]:
+        """The line as JSON."""
+        disk = self.disk
+        is_here = disk.folder is not None or disk.entries
+        return {
+            "name": self.name,
+            "title": self.title,
+            "license": self.license,
+            "source_sha256": self.source_sha256,
+            "folder": None if disk.folder is None else str(disk.folder),
+            "size_bytes": disk.size_bytes if is_here else None,
+            "files_bytes": disk.files_bytes if is_here else None,
+            "panels_bytes": disk.panels_bytes if is_here else None,
+            "records_bytes": disk.records_bytes if is_here else None,
+        }
+
+    def state(self) -> list[str]:
+        """What it takes, and its folder."""
+        is_missing = self.disk.folder is None and self.source_sha256 is not None
+        sizes = [f"{what} {size}" for what, size in _sizes(self.disk).items()]
+        return [", ".join([*["not fetched"] * is_missing, *sizes]), str(self.disk.folder or "")]
+
+
+def _models() -> list[_Model]:
+    known = {known_folder(model): model for model in KNOWN_MODELS.values()}
+    models = [
+        _Model(
+            name=model.name,
+            title=model.title,
+            license=model.license,
+            source_sha256=model.gguf_sha256,
+            disk=of_folder(folder),
+        )
+        for folder, model in known.items()
+    ]
+    converted = [folder for folder in entries() if folder not in known]
+    for folder in converted:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        models.append(
+            _Model(
+                name=manifest["name"],
+                title=f"converted from {manifest['source']}",
+                source_sha256=manifest["source_sha256"],
+                disk=of_folder(folder),
+            )
+        )
+    taken = {model.name for model in models}
+    for name, disk in left_by_others([*known, *converted]).items():
+        # As `resolve` has it, where a folder is named like a model of the cache.
+        models.append(_Model(name=f"./{name}" if name in taken else name, title=f"left by {name}", disk=disk))
+    return models
+
+
+def _sizes(disk: OnDisk) -> dict[str, str]:
+    """What takes space, and how much."""
+    sizes = {"files": disk.files_bytes, "panels": disk.panels_bytes, "records": disk.records_bytes}
+    return {what: in_words(size) for what, size in sizes.items() if size}
 
 
 def _facts(name: str) -> dict[str, Any]:
-    folder = resolve(name, download=False).folder
+    try:
+        folder = resolve(name, download=False).folder
+    except ModelNotFoundError:
+        for model in _models():
+            if model.name == name and model.disk.entries:
+                return {"model": name, "title": model.title, **_sizes(model.disk)}
+        raise
     known = KNOWN_MODELS.get(name)
     facts: dict[str, Any] = {"model": name}
     if known is not None:
@@ -109,50 +196,27 @@ def _facts(name: str) -> dict[str, Any]:
     facts |= {title: config[key] for key, title in _SHAPE.items() if config.get(key) is not None}
     if (folder / MANIFEST).is_file():
         facts["source"] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source"]
-    return facts | {"size": f"{entry_size_bytes(folder) / 1e6:.0f} MB", "folder": str(folder)}
+    disk = of_folder(folder)
+    return facts | {"size": in_words(disk.size_bytes), **_sizes(disk), "folder": str(folder)}
 
 
-def _entry(name: str) -> Path:
-    """The folder of the cache that a name stands for.
+def _removable(name: str) -> tuple[Path, ...]:
+    """What the cache has of a model: entries, one or more.
 
     Raises:
-        ModelNotFoundError: it is not in the cache, or not the cache's to remove.
+        ModelNotFoundError: it has nothing.
     """
-    kept = {row["folder"]: row["name"] for row in _rows() if row["folder"]}
-    known = [folder for folder, stem in kept.items() if stem == name]
-    folder = str(Path(name).expanduser().resolve())
-    if known or folder in kept:
-        return Path(known[0] if known else folder)
-    here = ", ".join(kept.values()) or "nothing"
+    here = [model for model in _models() if model.disk.entries]
+    folder = Path(name).expanduser()
+    for model in here:
+        if name == model.name or model.disk.folder == folder.resolve():
+            return model.disk.entries
+    if name and folder.is_dir() and (left := of_folder(folder).entries):
+        return left
+    names = ", ".join(model.name for model in here) or "nothing"
     raise ModelNotFoundError(
-        f"no {name!r} in the cache; there is {here}, and nothing but the cache's own files is removed"
+        f"no {name!r} in the cache; there is {names}, and nothing but the cache's own files is removed"
     )
-
-
-def _rows() -> list[dict[str, Any]]:
-    known = {known_folder(model): model for model in KNOWN_MODELS.values()}
-    rows = [
-        _row(folder, model.name, model.title, model.license, model.gguf_sha256)
-        for folder, model in known.items()
-    ]
-    for folder in entries():
-        if folder not in known:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            source = f"converted from {manifest['source']}"
-            rows.append(_row(folder, manifest["name"], source, None, manifest["source_sha256"]))
-    return rows
-
-
-def _row(folder: Path, name: str, title: str, license_: str | None, sha256: str) -> dict[str, Any]:
-    is_here = folder.is_dir()
-    return {
-        "name": name,
-        "title": title,
-        "license": license_,
-        "source_sha256": sha256,
-        "folder": str(folder) if is_here else None,
-        "size_bytes": entry_size_bytes(folder) if is_here else None,
-    }
 
 
 @contextmanager

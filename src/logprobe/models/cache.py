@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import stat
 import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 MANIFEST: Final = "logprobe.json"
 # Part of every entry's name: raising it makes all entries of older conversions unused.
 CONVERSION: Final = 2
+_HALF_MADE: Final = re.compile(
+    r"^\.(.+)\.partial$"
+)  # the name of an entry that is being made, or was not made
 
 
 def home() -> Path:
@@ -45,22 +50,29 @@ def entries() -> list[Path]:
     return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if folder.is_dir())
 
 
+def cached(*kinds: str) -> list[Path]:
+    """List the folders of all entries of some kinds (`models`, `panels`, `loads`), finished or half made."""
+    folders = [folder for kind in kinds for folder in sorted((home() / kind).glob("*")) if folder.is_dir()]
+    return [*dict.fromkeys(folder.with_name(_HALF_MADE.sub(r"\1", folder.name)) for folder in folders)]
+
+
 def entry_size_bytes(folder: Path) -> int:
-    """Add up the sizes of an entry's files."""
-    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    """Add up the sizes of an entry's files, and of what is half made of it."""
+    return sum(_size_bytes(file) for file in [*folder.glob("*"), *_partial(folder).rglob("*")])
 
 
 def remove_entry(folder: Path) -> None:
-    """Remove a finished entry, whole: it is out of the way before its files go.
+    """Remove an entry, whole: it is out of the way before its files go; and what is half made of it.
 
     Raises:
         OutputError: it cannot be removed; then it is still there.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = _partial(folder)
     try:
         with _locked(folder):
             _remove(partial)
-            folder.replace(partial)
+            with suppress(FileNotFoundError):  # it was half made
+                folder.replace(partial)
             _remove(partial)
     except OSError as error:
         reason = error.strerror or error
@@ -78,7 +90,7 @@ def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial = _partial(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
@@ -108,6 +120,18 @@ def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
         ) from error
 
 
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _size_bytes(file: Path) -> int:
+    try:
+        facts = file.stat()
+    except OSError:  # whoever makes or removes the entry took it away
+        return 0
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else 0
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
@@ -127,6 +151,13 @@ def _locked(folder: Path) -> Iterator[None]:
 def _remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
+
+
+def in_words(num_bytes: int) -> str:
+    """Give a size as people read it."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e6:.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} kB"
 
 
 def say(message: str) -> None:

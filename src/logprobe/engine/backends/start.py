@@ -12,13 +12,14 @@ from logprobe.config import ENGINES
 from logprobe.engine.backends.thread import EngineThread
 from logprobe.engine.engine import Engine
 from logprobe.engine.forward.native import NativeForward
-from logprobe.engine.forward.pool import free_bytes, in_words, keep_out_of_collections, resident_bytes
+from logprobe.engine.forward.pool import free_bytes, keep_out_of_collections, resident_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.models.cache import in_words
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors

@@ -21,6 +21,7 @@ import torch
 
 from logprobe.errors import ModelError
 from logprobe.kernels.layers.store import store_rows
+from logprobe.models.cache import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,11 +78,6 @@ def check_memory(name: str, num_bytes: int) -> None:
             f"{where} has {in_words(total)}; use a smaller model, the same with weights of fewer bits, or "
             "more memory"
         )
-
-
-def in_words(num_bytes: int) -> str:
-    """A size as messages tell it."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def _meminfo() -> dict[str, int]:
