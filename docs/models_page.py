@@ -42,8 +42,7 @@ Beside a model's files, the first load leaves two things for the next ones, in `
 
 - **panels**, its weights as the processor reads them, about as large as in their published form: 2 bytes a
   weight where bfloat16 or float16 holds them, those of its blocks from a `.gguf` file. All processes map
-  them, so that they are in memory once. Those of a `.gguf` file are made when it is converted, and lie with
-  its converted files.
+  them, so that they are in memory once.
 - **records** of what was proven of it, with a few of transformers' logits: about a megabyte each, some more
   where the vocabulary is large. New versions of this library or of those below it make new ones; a model
   keeps at most {most_records}.

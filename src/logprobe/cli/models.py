@@ -96,18 +96,18 @@ def rm(
     All of it can be had again. Files of others, such as a folder of yours or the hub's own, stay.
     """
     with _one_line_errors():
-        entries_ = _removable(name)
-    size_bytes = sum(map(entry_size_bytes, entries_))
-    more = f" and {len(entries_) - 1} more" if len(entries_) > 1 else ""
-    if not (yes or typer.confirm(f"remove {entries_[0]}{more} ({in_words(size_bytes)})?", err=True)):
+        removable = _removable(name)
+    size_bytes = sum(map(entry_size_bytes, removable))
+    more = f" and {len(removable) - 1} more" if len(removable) > 1 else ""
+    if not (yes or typer.confirm(f"remove {removable[0]}{more} ({in_words(size_bytes)})?", err=True)):
         raise typer.Exit(1)
     with _one_line_errors():
-        for entry in entries_:
+        for entry in removable:
             remove_entry(entry)
             if not as_json:
                 typer.echo(entry)
     if as_json:
-        typer.echo(json.dumps({"removed": [*map(str, entries_)], "size_bytes": size_bytes}, indent=2))
+        typer.echo(json.dumps({"removed": [*map(str, removable)], "size_bytes": size_bytes}, indent=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,11 @@ class _Model:
     license: str | None = None
     source_sha256: str | None = None
     disk: OnDisk
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it is no model of the cache, which knows its source."""
+        return self.source_sha256 is None
 
     def row(self) -> dict[str, Any]:
         """The line as JSON."""
@@ -138,7 +143,7 @@ class _Model:
 
     def state(self) -> list[str]:
         """What it takes, and its folder."""
-        is_missing = self.disk.folder is None and self.source_sha256 is not None
+        is_missing = self.disk.folder is None and not self.is_left
         sizes = [f"{what} {size}" for what, size in _sizes(self.disk).items()]
         return [", ".join([*["not fetched"] * is_missing, *sizes]), str(self.disk.folder or "")]
 
@@ -183,10 +188,10 @@ def _facts(name: str) -> dict[str, Any]:
     try:
         folder = resolve(name, download=False).folder
     except ModelNotFoundError:
-        for model in _models():
-            if model.name == name and model.disk.entries:
-                return {"model": name, "title": model.title, **_sizes(model.disk)}
-        raise
+        left = next((model for model in _models() if model.name == name and model.is_left), None)
+        if left is None:
+            raise
+        return {"model": name, "title": left.title, **_sizes(left.disk)}
     known = KNOWN_MODELS.get(name)
     facts: dict[str, Any] = {"model": name}
     if known is not None:
