@@ -20,7 +20,7 @@ def random_blocks(type_name: str, num_rows: int, num_inputs: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("type_name", sorted(HALVES))
-@pytest.mark.parametrize("num_rows", [1, 48, 100])
+@pytest.mark.parametrize("num_rows", [1, 48, 1000])
 def test_panels_hold_the_numbers_of_the_formats_own_dequantisation(type_name: str, num_rows: int) -> None:
     raw = random_blocks(type_name, num_rows, 512)
     panels = panels_of_blocks(raw, type_name)
@@ -28,6 +28,15 @@ def test_panels_hold_the_numbers_of_the_formats_own_dequantisation(type_name: st
     want = dequantize(raw, GGMLQuantizationType[type_name]).astype(np.float32)
     assert np.array_equal(panels.rows(np.arange(num_rows)), want)
     assert (panels.num_outputs, panels.num_inputs) == want.shape
+
+
+@pytest.mark.parametrize("type_name", sorted(HALVES))
+def test_outputs_are_the_rows_that_an_order_names(type_name: str) -> None:
+    raw, order = random_blocks(type_name, 1000, 512), np.random.default_rng(1).permutation(1000)
+    got, want = panels_of_blocks(raw, type_name, order), panels_of_blocks(raw[order], type_name)
+    assert got is not None
+    assert want is not None
+    assert np.array_equal(got.data.numpy(), want.data.numpy())
 
 
 def test_a_type_without_a_form_is_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from logprobe.kernels.layers.activations import ACTIVATIONS
-from logprobe.kernels.layers.forms import PanelWeights, pack_floats, pack_nibbles, pack_octets
+from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
 from logprobe.kernels.layers.panels import Finish, panel_stage
 from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
@@ -34,12 +34,17 @@ def weights(form: str) -> PanelWeights:
     if form in {"float32", "bfloat16", "float16"}:
         return pack_floats(floats(form))
     wide = np.float32 if form.endswith("wide") else np.float16
+    panels = empty_panels(FORMS[form], OUTPUTS, INPUTS)
     block = FORMS[form].inputs
     shape = (OUTPUTS, INPUTS // block)
     scales = rng.random(shape).astype(wide)
     if form.startswith("nibbles"):
-        return pack_nibbles(rng.integers(0, 16, (*shape, block)), scales, (-8 * scales).astype(wide))
-    return pack_octets(rng.integers(-128, 128, (*shape, block)).astype(np.int8), scales)
+        header = np.stack([scales, (-8 * scales).astype(wide)], axis=-1)
+        fill_blocks(panels, 0, header, rng.integers(0, 1 << 32, (*shape, 4), dtype=np.uint32))
+    else:
+        octets = rng.integers(-128, 128, (*shape, block)).astype(np.int8)
+        fill_blocks(panels, 0, scales[..., None], octets)
+    return panels
 
 
 def activations(num_rows: int, seed: int = 3) -> torch.Tensor:

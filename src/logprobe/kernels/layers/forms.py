@@ -121,9 +121,7 @@ def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panel
     steps = data.view(unit).view(-1, panels.panel_bytes // (PANEL * unit.itemsize), PANEL)
     for number, target in enumerate(steps):
         rows = weight[number * PANEL : (number + 1) * PANEL].to(dtype)
-        filled = functional.pad(
-            rows, (0, -width % STEP, 0, PANEL - len(rows))
-        )  # also where it is nothing: a copy
+        filled = functional.pad(rows, (0, -width % STEP, 0, PANEL - len(rows)))  # a copy in any case
         target.copy_(filled.view(unit).t())
     return replace(panels, data=data)
 
@@ -143,36 +141,42 @@ def _narrowest(weight: torch.Tensor) -> tuple[Form, torch.dtype]:
     return next(iter(fitting.items()))
 
 
-def pack_nibbles(values: Array, scales: Array, summands: Array) -> PanelWeights:
-    """Panels of scale · value + summand.
+def empty_panels(form: Form, num_outputs: int, num_inputs: int) -> PanelWeights:
+    """Panels of a form with blocks, all zeros, for `fill_blocks`."""
+    shape = PanelWeights(form, num_outputs, num_inputs, torch.empty(0, dtype=torch.uint8))
+    return replace(shape, data=_on_lines(shape.num_bytes))
+
+
+def fill_blocks(panels: PanelWeights, start: int, header: Array, groups: Array) -> None:
+    """Write some outputs of panels that have none yet.
 
     Args:
-        values: (outputs, blocks, 32), each in [0, 16).
-        scales: (outputs, blocks) float16 or float32.
-        summands: (outputs, blocks), of the same type.
+        panels: what `empty_panels` gives.
+        start: the first output, a multiple of PANEL.
+        header: (outputs, blocks, 1 or 2) of float16 or float32: scales, and summands of a form with nibbles.
+        groups: (outputs, blocks, inputs of a block) int8, or (outputs, blocks, 4) uint32, each eight nibbles.
     """
-    num_outputs, num_blocks = scales.shape
-    form = NIBBLES if scales.dtype == np.float16 else NIBBLES_WIDE
-    parts = _filled_up(np.stack([scales, summands], axis=2))
-    header = parts.reshape(-1, PANEL, num_blocks, 2).transpose(0, 2, 3, 1)
-    pairs = _filled_up(values.astype(np.uint8)).reshape(-1, PANEL, num_blocks, 4, 4, 2)
-    groups = (pairs[..., 0] | pairs[..., 1] << 4).transpose(0, 2, 3, 1, 4)  # (panels, blocks, 4, PANEL, 4)
-    data = _blocks(header, groups)
-    return PanelWeights(form, num_outputs, 32 * num_blocks, data)
+    blocks = panels.data.numpy().reshape(
+        -1, panels.padded_inputs // panels.form.inputs, panels.form.block_bytes
+    )
+    blocks = blocks[start // PANEL :]
+    _fill_lanes(blocks[..., : panels.form.header], header)
+    _fill_lanes(blocks[..., panels.form.header :], groups)
 
 
-def pack_octets(values: Array, scales: Array) -> PanelWeights:
-    """Panels of scale · value.
-
-    Args:
-        values: (outputs, blocks, 32) int8 with scales of float16, or (outputs, blocks, 16) with float32.
-        scales: (outputs, blocks).
-    """
-    num_outputs, num_blocks, size = values.shape
-    form = OCTETS if scales.dtype == np.float16 else OCTETS_WIDE
-    header = _filled_up(scales).reshape(-1, PANEL, num_blocks).transpose(0, 2, 1)
-    groups = _filled_up(values).reshape(-1, PANEL, num_blocks, size).transpose(0, 2, 3, 1)
-    return PanelWeights(form, num_outputs, size * num_blocks, _blocks(header, groups))
+def _fill_lanes(target: Array, values: Array) -> None:
+    """Numbers of (outputs, blocks, n) into the bytes of (panels, blocks, n · PANEL · their size)."""
+    num_whole, num_left = divmod(len(values), PANEL)
+    lanes = target.view(values.dtype)
+    lanes = np.lib.stride_tricks.as_strided(
+        lanes,
+        (len(lanes), *values.shape[1:], PANEL),
+        (*lanes.strides[:2], PANEL * values.itemsize, values.itemsize),
+    )
+    whole = values[: num_whole * PANEL].reshape(num_whole, PANEL, *values.shape[1:])
+    lanes[:num_whole] = whole.transpose(0, 2, 3, 1)
+    if num_left:
+        lanes[num_whole, ..., :num_left] = values[num_whole * PANEL :].transpose(1, 2, 0)
 
 
 def as_bytes(values: Array) -> torch.Tensor:
@@ -183,8 +187,8 @@ def as_bytes(values: Array) -> torch.Tensor:
 
 
 def _on_lines(size: int) -> torch.Tensor:
-    """Room for bytes that begins with a line of the cache."""
-    memory = np.empty(size + LINE, np.uint8)
+    """Bytes of zeros that begin with a line of the cache; none is written."""
+    memory = np.zeros(size + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
     return torch.from_numpy(memory[start : start + size])
 
@@ -193,14 +197,6 @@ def _filled_up(rows: Array) -> Array:
     """Rows of zeros up to a whole number of panels."""
     missing = -len(rows) % PANEL
     return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
-
-
-def _blocks(header: Array, groups: Array) -> torch.Tensor:
-    """Headers and groups of (panels, blocks, ...), side by side."""
-    parts = [
-        np.ascontiguousarray(part).view(np.uint8).reshape(*part.shape[:2], -1) for part in (header, groups)
-    ]
-    return as_bytes(np.concatenate(parts, axis=2))
 
 
 def _float32_rows(data: Array, panels: Array, lanes: Array) -> Array:

@@ -6,13 +6,17 @@ six become eight, since a panel has no such fields. Before it: a tensor's raw ro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.kernels.layers.forms import pack_nibbles, pack_octets
+from logprobe.kernels.layers.forms import empty_panels, fill_blocks
+from logprobe.kernels.layers.widen import NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE, PANEL, Form
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from logprobe.kernels.layers.forms import PanelWeights
@@ -20,20 +24,30 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
 
 LARGEST_EIGHTH = 65504 / 8  # scales beyond it leave float16 when they are multiplied by 8
+CHUNK_NUMBERS = 1 << 18  # that are unpacked at a time: what is made on the way stays in a cache
 
 
-def panels_of_blocks(raw: Array, type_name: str) -> PanelWeights | None:
+def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> PanelWeights | None:
     """Panels of a tensor's rows; None where its type has no form here.
 
     Args:
         raw: (outputs, bytes of a row) uint8, as `gguf.GGUFReader` gives them.
         type_name: of the tensor's quantisation, for example `Q4_1`.
+        order: (outputs,) the row of `raw` that each output is; as they stand without.
     """
-    read = _READERS.get(type_name)
-    if read is None:
+    layout = _LAYOUTS.get(type_name)
+    if layout is None:
         return None
-    block_bytes, unpack = read
-    panels: PanelWeights | None = unpack(raw.reshape(len(raw), -1, block_bytes))
+    num_outputs = len(raw)
+    blocks = raw.reshape(num_outputs, -1, layout.block_bytes)
+    if type_name == "Q4_0" and np.abs(_halves(blocks, 0)).max() > LARGEST_EIGHTH:
+        return None
+    panels = empty_panels(layout.form, num_outputs, blocks.shape[1] * layout.inputs)
+    step = PANEL * max(1, CHUNK_NUMBERS // (PANEL * panels.num_inputs))
+    for start in range(0, num_outputs, step):
+        rows = slice(start, start + step)
+        header, groups = layout.unpack(blocks[rows if order is None else order[rows]])
+        fill_blocks(panels, start, header, groups)
     return panels
 
 
@@ -42,64 +56,89 @@ def _halves(blocks: Array, start: int) -> Array:
 
 
 def _low_and_high(packed: Array) -> Array:
-    """Low nibbles of all bytes, and then the high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+    """Low nibbles of (..., n) bytes, and then the high ones: (..., 2, n)."""
+    values = np.empty((*packed.shape[:-1], 2, packed.shape[-1]), np.uint8)
+    np.bitwise_and(packed, 15, out=values[..., 0, :])
+    np.right_shift(packed, 4, out=values[..., 1, :])
+    return values
 
 
-def _q4_0(blocks: Array) -> PanelWeights | None:
+def _nibbles(packed: Array) -> Array:
+    """The same, eight to a number: (..., 2, n / 8) uint32."""
+    twos = np.ascontiguousarray(packed).view(np.uint16)
+    values = np.empty((*twos.shape[:-1], 2, twos.shape[-1]), np.uint8)
+    values[..., 0, :] = twos & 0x0F | twos >> 4 & 0xF0
+    values[..., 1, :] = twos >> 4 & 0x0F | twos >> 8 & 0xF0
+    return values.view(np.uint32)
+
+
+def _q4_0(blocks: Array) -> tuple[Array, Array]:
     scales = _halves(blocks, 0)
-    if np.abs(scales).max() > LARGEST_EIGHTH:
-        return None
-    return pack_nibbles(_low_and_high(blocks[..., 2:]), scales, scales * np.float16(-8))
+    return np.stack([scales, scales * np.float16(-8)], axis=-1), _fours(blocks[..., 2:])
 
 
-def _q4_1(blocks: Array) -> PanelWeights | None:
-    return pack_nibbles(_low_and_high(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2))
+def _q4_1(blocks: Array) -> tuple[Array, Array]:
+    return np.ascontiguousarray(blocks[..., :4]).view(np.float16), _fours(blocks[..., 4:])
 
 
-def _q5_0(blocks: Array) -> PanelWeights | None:
+def _fours(packed: Array) -> Array:
+    """Blocks of 32."""
+    return _nibbles(packed).reshape(*packed.shape[:2], 4)
+
+
+def _q5_0(blocks: Array) -> tuple[Array, Array]:
     fifths = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-    values = (_low_and_high(blocks[..., 6:]) | fifths << 4).astype(np.int8) - np.int8(16)
-    return pack_octets(values, _halves(blocks, 0))
+    fifths <<= 4
+    values = _low_and_high(blocks[..., 6:]).reshape(fifths.shape)
+    values |= fifths
+    return _halves(blocks, 0)[..., None], values.view(np.int8) - np.int8(16)
 
 
-def _q8_0(blocks: Array) -> PanelWeights | None:
-    return pack_octets(blocks[..., 2:].view(np.int8), _halves(blocks, 0))
+def _q8_0(blocks: Array) -> tuple[Array, Array]:
+    return _halves(blocks, 0)[..., None], blocks[..., 2:].view(np.int8)
 
 
-def _q4_k(blocks: Array) -> PanelWeights | None:
+def _q4_k(blocks: Array) -> tuple[Array, Array]:
     """Blocks of 256: eight scales and eight summands of six bits each, over two of float16."""
-    num_outputs = len(blocks)
     fields = blocks[..., 4:16].reshape(*blocks.shape[:2], 3, 4)
     low, middle, high = fields[..., 0, :], fields[..., 1, :], fields[..., 2, :]
     scales = np.concatenate([low & 63, (high & 15) | low >> 6 << 4], axis=-1)
     summands = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
     wide_scales = _halves(blocks, 0)[..., None].astype(np.float32) * scales
     wide_summands = -(_halves(blocks, 2)[..., None].astype(np.float32) * summands)
-    chunks = blocks[..., 16:].reshape(num_outputs, -1, 4, 32)
-    values = np.stack([chunks & 15, chunks >> 4], axis=3).reshape(num_outputs, -1, 32)
-    return pack_nibbles(values, wide_scales.reshape(num_outputs, -1), wide_summands.reshape(num_outputs, -1))
+    header = np.stack([wide_scales, wide_summands], axis=-1)
+    groups = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    return header.reshape(len(blocks), -1, 2), groups.reshape(len(blocks), -1, 4)
 
 
-def _q6_k(blocks: Array) -> PanelWeights | None:
+def _q6_k(blocks: Array) -> tuple[Array, Array]:
     """Blocks of 256: four low bits, two high ones, and a scale of eight bits for each 16 values."""
-    num_outputs = len(blocks)
-    low = blocks[..., :128].reshape(num_outputs, -1, 2, 2, 32)  # halves of a block, halves of those
-    high = blocks[..., 128:192].reshape(num_outputs, -1, 2, 1, 32)
-    fours = np.stack([low & 15, low >> 4], axis=3).reshape(num_outputs, -1, 2, 4, 32)
-    twos = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    values = (fours | twos << 4).astype(np.int8) - np.int8(32)
+    values = _low_and_high(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64))  # of halves of a block
+    fours = values.reshape(*blocks.shape[:2], 2, 4, 32)
+    high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32)
+    for place in range(4):
+        fours[..., place, :] |= (high >> 2 * place & 3) << 4
     scales = blocks[..., 192:208].view(np.int8).astype(np.float32) * _halves(blocks, 208)[..., None]
-    return pack_octets(
-        values.reshape(num_outputs, -1, 16), scales.astype(np.float32).reshape(num_outputs, -1)
-    )
+    octets = fours.view(np.int8)
+    octets -= np.int8(32)
+    return scales.reshape(len(blocks), -1, 1), octets.reshape(len(blocks), -1, 16)
 
 
-_READERS: dict[str, tuple[int, Any]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q6_K": (210, _q6_k),
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a type's blocks lie, and how some rows of them become a panel's headers and groups."""
+
+    inputs: int
+    block_bytes: int
+    form: Form
+    unpack: Callable[[Array], tuple[Array, Array]]
+
+
+_LAYOUTS = {
+    "Q4_0": _Layout(32, 18, NIBBLES, _q4_0),
+    "Q4_1": _Layout(32, 20, NIBBLES, _q4_1),
+    "Q5_0": _Layout(32, 22, OCTETS, _q5_0),
+    "Q8_0": _Layout(32, 34, OCTETS, _q8_0),
+    "Q4_K": _Layout(256, 144, NIBBLES_WIDE, _q4_k),
+    "Q6_K": _Layout(256, 210, OCTETS_WIDE, _q6_k),
 }
