@@ -127,7 +127,8 @@ def lazy_model(
     if getattr(config, "quantization_config", None) is not None or own is None:
         return None
     source = RenamedSource(source, own)
-    if any(source.read(name).dtype not in FLOATS for name in own):
+    first_rows = (source.read(name, slice(1) if shape else EVERY) for name, shape in source.shapes.items())
+    if any(row.dtype not in FLOATS for row in first_rows):
         return None
     zero = torch.zeros((), dtype=dtype)
     state = {
