@@ -43,7 +43,7 @@ def test_list_shows_every_known_model_as_json(home: Path) -> None:
 
 
 def test_list_shows_what_was_converted(home: Path) -> None:
-    folder = home / "models" / "gguf-0123456789abcdef-c2"
+    folder = home / "models" / "gguf-0123456789abcdef-c3"
     folder.mkdir(parents=True)
     manifest = json.dumps({"name": "own", "source": "own.gguf", "source_sha256": "0123"})
     (folder / "logprobe.json").write_text(manifest)
@@ -84,19 +84,19 @@ def test_wrong_use_is_exit_code_2() -> None:
 @pytest.fixture
 def converted(home: Path) -> Path:
     """An entry of the cache, as a conversion leaves it."""
-    folder = home / "models" / "gguf-0123456789abcdef-c2"
+    folder = home / "models" / "gguf-0123456789abcdef-c3"
     folder.mkdir(parents=True)
     manifest = {"name": "own", "source": "own.gguf", "source_sha256": "0123"}
     config = {"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}
     for name, content in {"logprobe.json": manifest, "config.json": config, "tokenizer.json": {}}.items():
         (folder / name).write_text(json.dumps(content))
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.gguf").write_bytes(b"weights")
     return folder
 
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_rm_removes_one_model_whole(converted: Path, by_name: bool) -> None:
-    other = converted.with_name("gguf-fedcba9876543210-c2")
+    other = converted.with_name("gguf-fedcba9876543210-c3")
     shutil.copytree(converted, other)
     (other / "logprobe.json").write_text(json.dumps({"name": "else", "source": "", "source_sha256": "1"}))
     done = CliRunner().invoke(app, ["rm", "own" if by_name else str(converted), "--yes"])

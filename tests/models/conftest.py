@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import urllib.request
 import zipfile
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
-from logprobe.models import KNOWN_MODELS, ModelFiles, resolve
-from logprobe.models.fetch import fetch_gguf
+from logprobe.models import ModelFiles, resolve
+from logprobe.models.cache import GGUF
 from logprobe.models.known import KnownModel, Package
 
 if TYPE_CHECKING:
@@ -261,26 +258,6 @@ def real_files(request: pytest.FixtureRequest) -> ModelFiles:
 
 
 @pytest.fixture(scope="session")
-def fetched_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Fetch a known model's GGUF file, once for all test processes: it takes seconds."""
-    own = tmp_path_factory.getbasetemp()
-    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-    @cache
-    def fetch(name: str) -> Path:
-        folder = common / f"fetched-{name}"
-        with FileLock(common / f"{folder.name}.lock"):
-            if not folder.exists():
-                partial = tmp_path_factory.mktemp("fetched")
-                fetch_gguf(KNOWN_MODELS[name], partial)
-                partial.rename(folder)
-        [path] = folder.glob("*.gguf")
-        return path
-
-    return fetch
-
-
-@pytest.fixture
-def real_gguf(request: pytest.FixtureRequest, fetched_gguf: Callable[[str], Path]) -> Path:
-    """Give a known model's GGUF file itself, unopened: to open Gemma's takes ten seconds."""
-    return fetched_gguf(request.param)
+def real_gguf(request: pytest.FixtureRequest) -> Path:
+    """Give a known model's GGUF file itself, unopened: to read the keys of Gemma's takes ten seconds."""
+    return resolve(request.param).folder / GGUF

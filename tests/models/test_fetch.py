@@ -9,6 +9,7 @@ import pytest
 
 from logprobe.errors import ChecksumError, DownloadError
 from logprobe.models import KNOWN_MODELS, load_model, load_tokenizer, resolve
+from logprobe.models.cache import entry_size_bytes
 from logprobe.models.fetch import fetch_gguf
 
 if TYPE_CHECKING:
@@ -41,12 +42,13 @@ def test_a_known_model_is_fetched_converted_and_loaded(
     assert sorted(path.name for path in files.folder.iterdir()) == [
         "config.json",
         "logprobe.json",
-        "model.safetensors",
-        "panels.bin",
-        "panels.json",
+        "model.gguf",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+    gguf = files.folder / "model.gguf"
+    assert f"sha256:{hashlib.sha256(gguf.read_bytes()).hexdigest()}" == files.version
+    assert entry_size_bytes(files.folder) < 1.5 * gguf.stat().st_size
     token_ids = load_tokenizer(files)("the abab 12", return_tensors="pt")["input_ids"]
     logits = load_model(files, dtype=torch.float32)(input_ids=token_ids).logits
     assert logits.isfinite().all()

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from logprobe.errors import InputError, ModelNotFoundError, UnsupportedModelError
 from logprobe.models import resolve
+from logprobe.models.cache import checksum_of, entry_size_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -66,16 +67,86 @@ def test_a_known_model_that_is_not_here_is_not_fetched_unasked(home: Path) -> No
     assert not home.exists()
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, home: Path, write_gguf: Callable[..., Path]) -> None:
+def entry_of(path: Path) -> Path:
+    return resolve(str(path), download=False).folder
+
+
+def test_a_gguf_file_is_read_once_and_stays_where_it_is(
+    tmp_path: Path, home: Path, write_gguf: Callable[..., Path]
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     found = resolve(str(path))
-    first = found.folder
     assert found.version == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-    assert first.parent == home / "models"
-    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    assert found.folder.parent == home / "models"
+    assert (found.folder / "model.gguf").readlink() == path
+    assert entry_size_bytes(found.folder) < path.stat().st_size / 4
+    stamp = (found.folder / "config.json").stat().st_mtime_ns
+    assert entry_of(path) == found.folder
+    assert (found.folder / "config.json").stat().st_mtime_ns == stamp
+
+
+def test_a_file_that_was_moved_is_found_where_it_is_named(
+    tmp_path: Path, home: Path, write_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder = entry_of(path)
+    assert home.is_dir()
     moved = path.rename(tmp_path / "moved.gguf")
-    assert resolve(str(moved), download=False).folder == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(ModelNotFoundError, match=r"tiny\.gguf: is not there any more; name the \.gguf file"):
+        resolve(str(folder))
+    monkeypatch.chdir(tmp_path)
+    assert entry_of(Path(moved.name)) == folder
+    assert (folder / "model.gguf").readlink() == moved
+    assert resolve(str(folder)).folder == folder
+
+
+def test_a_file_at_two_places_has_one_entry_which_points_at_the_last(
+    tmp_path: Path, home: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(path.read_bytes())
+    assert home / "models" == entry_of(path).parent
+    for named in (copy, path):
+        assert (entry_of(named) / "model.gguf").readlink() == named
+
+
+def test_an_entry_is_not_read_from_a_file_that_took_the_place_of_its_own(
+    tmp_path: Path, home: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder = entry_of(path)
+    assert home.is_dir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ModelNotFoundError, match=r"tiny\.gguf: is another file by now"):
+        resolve(str(folder))
+    assert entry_of(path) != folder
+
+
+def test_a_checksum_is_computed_once_as_long_as_the_file_is_the_same(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"one")
+    monkeypatch.setattr("logprobe.models.cache.FRESH_NS", 0)
+    first = checksum_of(path)
+    assert first == hashlib.sha256(b"one").hexdigest()
+    with monkeypatch.context() as patch:
+        patch.setattr("logprobe.models.cache.hashlib.file_digest", None)
+        assert checksum_of(path) == first
+    path.write_bytes(b"two")
+    assert checksum_of(path) == hashlib.sha256(b"two").hexdigest()
+    (home / "checksums.json").write_text("[{]")
+    assert checksum_of(path) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_the_checksum_of_a_file_that_was_just_written_is_not_kept(tmp_path: Path, home: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"one")
+    checksum_of(path)
+    assert not (home / "checksums.json").exists()
 
 
 def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:
@@ -83,7 +154,7 @@ def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:
     path.write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(InputError, match=r"broken\.gguf: not a readable GGUF file"):
         resolve(str(path))
-    assert [found.name for found in (home / "models").iterdir() if found.suffix != ".lock"] == []
+    assert not list((home / "models").glob("[!.]*"))
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

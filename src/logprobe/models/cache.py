@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 import stat
 import sys
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from platformdirs import user_cache_path
 
@@ -25,11 +28,17 @@ if TYPE_CHECKING:
 
 # The file of an entry that says where it came from; it is written last.
 MANIFEST: Final = "logprobe.json"
+# The GGUF file of an entry: itself, or a link to where the user keeps it.
+GGUF: Final = "model.gguf"
 # Part of every entry's name: raising it makes all entries of older conversions unused.
-CONVERSION: Final = 2
-_HALF_MADE: Final = re.compile(
-    r"^\.(.+)\.partial$"
-)  # the name of an entry that is being made, or was not made
+CONVERSION: Final = 3
+CHECKSUMS: Final = "checksums.json"
+MOST_CHECKSUMS: Final = 256
+FRESH_NS: Final = (
+    2_000_000_000  # a file written as lately may be written again within the same tick of its clock
+)
+# The name of an entry that is being made, or was not made.
+_HALF_MADE: Final = re.compile(r"^\.(.+)\.partial$")
 
 
 def home() -> Path:
@@ -59,6 +68,56 @@ def cached(*kinds: str) -> list[Path]:
 def entry_size_bytes(folder: Path) -> int:
     """Add up the sizes of an entry's files, and of what is half made of it."""
     return sum(_size_bytes(file) for file in [*folder.glob("*"), *_partial(folder).rglob("*")])
+
+
+def checksum_of(path: Path) -> str:
+    """The SHA-256 of a file, computed once as long as its size and times stay what they are.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    facts, place = path.stat(), os.path.abspath(path)  # noqa: PTH100 - a link that is set anew is another file
+    now = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+    known = _checksums()
+    if known.get(place, [])[:-1] == now:
+        return str(known[place][-1])
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > FRESH_NS:
+        _remember(known | {place: [*now, sha256]})
+    return sha256
+
+
+def _checksums() -> dict[str, list[Any]]:
+    """Of files by their place: size, times, SHA-256."""
+    try:
+        known = json.loads((home() / CHECKSUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    is_ours = isinstance(known, dict) and all(isinstance(facts, list) for facts in known.values())
+    return known if is_ours else {}
+
+
+def _remember(known: dict[str, list[Any]]) -> None:
+    """Write what is known; a cache that cannot be written remembers nothing."""
+    own = home() / f".{CHECKSUMS}.{os.getpid()}"
+    with suppress(OSError):
+        home().mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(dict([*known.items()][-MOST_CHECKSUMS:])), encoding="utf-8")
+        own.replace(home() / CHECKSUMS)
+
+
+def point_at(link: Path, path: Path) -> None:
+    """Let a link be one to a file, whatever it was before.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    own = link.with_name(f".{link.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        own.unlink()
+    own.symlink_to(path.absolute())
+    own.replace(link)
 
 
 def remove_entry(folder: Path) -> None:

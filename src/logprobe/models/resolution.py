@@ -1,4 +1,4 @@
-"""A model's name → the folder with its files, fetched and converted if they are not there yet.
+"""A model's name → the folder with its files, fetched and read if they are not there yet.
 
 The command line and the engine call `resolve`; `loading` and `vocabulary` take what it returns.
 """
@@ -9,14 +9,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from logprobe.errors import ModelNotFoundError, UnsupportedModelError, closest
-from logprobe.models.cache import entry_folder, new_entry
+from logprobe.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, closest
+from logprobe.models.cache import GGUF, MANIFEST, checksum_of, entry_folder, new_entry, point_at
 from logprobe.models.known import KNOWN_MODELS, KnownModel
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A folder with config, safetensors and tokenizer files, and the name it was asked for by."""
+    """A folder with config, weights and tokenizer files, and the name it was asked for by."""
 
     name: str
     folder: Path
@@ -56,17 +56,21 @@ def known_folder(model: KnownModel) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Give the folder back if it holds a config, safetensors weights and a tokenizer.
+    """Give the folder back if it holds a config, weights and a tokenizer.
+
+    Weights are safetensors; or, in an entry of the cache, a GGUF file or a link to one.
 
     Raises:
-        ModelNotFoundError: one of the three is missing.
+        ModelNotFoundError: one of the three is missing, or a linked file has been moved or changed.
         UnsupportedModelError: the weights or the tokenizer are only there in a form that is not read.
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"{folder}: no config.json there; name the folder that holds the model's files"
         )
-    if not any(folder.glob("*.safetensors")):
+    if has_gguf(folder):
+        _check_linked(folder)
+    elif not any(folder.glob("*.safetensors")):
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         if pickled:
             raise UnsupportedModelError(
@@ -80,6 +84,23 @@ def checked_folder(folder: Path) -> Path:
             f"{folder}: no tokenizer.json there; save the fast tokenizer there (save_pretrained)"
         )
     return folder
+
+
+def has_gguf(folder: Path) -> bool:
+    """Whether it is an entry of the cache whose weights are a GGUF file's."""
+    return (folder / MANIFEST).is_file() and ((folder / GGUF).is_symlink() or (folder / GGUF).is_file())
+
+
+def _check_linked(folder: Path) -> None:
+    """Refuse a user's file that is not what the entry was made of."""
+    link = folder / GGUF
+    if not link.is_symlink():
+        return
+    path = link.readlink()
+    if not path.is_file():
+        raise ModelNotFoundError(f"{path}: is not there any more; name the .gguf file where it is now")
+    if checksum_of(path) != json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]:
+        raise ModelNotFoundError(f"{path}: is another file by now; name it to read it anew")
 
 
 def _check_shards(folder: Path) -> None:
@@ -111,6 +132,7 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
             scratch.mkdir()
             gguf = fetch_gguf(model, scratch)
             convert(gguf, partial, name=model.name, sha256=model.gguf_sha256)
+            gguf.replace(partial / GGUF)
             _remove_tree(scratch)
     return folder
 
@@ -120,21 +142,29 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
         raise UnsupportedModelError(
             f"{path}: is a file, but no .gguf file; name a model folder or a .gguf file"
         )
-    from logprobe.models.fetch import sha256_of
-
-    sha256 = sha256_of(path)
+    sha256 = checksum_of(path)
     folder = entry_folder("gguf", sha256)
     if not folder.is_dir():
         from logprobe.kernels.compiling import compiled_beside, kernel_names
         from logprobe.models.gguf.convert import convert
-        from logprobe.models.stored.panels import stored_forms
+        from logprobe.models.gguf.weights import forms_of_panels
 
-        with compiled_beside(kernel_names()), new_entry(folder) as partial:
+        with compiled_beside(kernel_names(forms_of_panels(path))), new_entry(folder) as partial:
             if partial is not None:
                 convert(path, partial, name=path.stem, sha256=sha256)
-        with compiled_beside(kernel_names(stored_forms(folder))):
-            pass
-    return ModelFiles(name, folder, f"sha256:{sha256}")
+                point_at(partial / GGUF, path)
+    _link_anew(folder / GGUF, path)
+    return ModelFiles(name, checked_folder(folder), f"sha256:{sha256}")
+
+
+def _link_anew(link: Path, path: Path) -> None:
+    """Let an entry be of the same file at the place where it was named last."""
+    if link.is_symlink() and link.readlink() != path.absolute():
+        try:
+            point_at(link, path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise DownloadError(f"{link}: cannot be made to point at {path} ({reason})") from error
 
 
 def _hub_folder(name: str, *, download: bool) -> Path:

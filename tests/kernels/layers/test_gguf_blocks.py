@@ -1,25 +1,13 @@
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from gguf_blocks import FORMS, random_blocks
 from logprobe.kernels.layers.gguf_blocks import panels_of_blocks
 
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
 
-
-def random_blocks(type_name: str, num_rows: int, num_inputs: int) -> np.ndarray:
-    """Any bits are a block, as long as its float16 fields are finite numbers."""
-    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (num_rows, num_inputs // inputs, size), dtype=np.uint8)
-    for place in HALVES[type_name]:
-        fields = rng.normal(0, 0.02, blocks.shape[:2]).astype(np.float16)
-        blocks[..., place : place + 2] = fields[..., None].view(np.uint8)
-    return blocks.reshape(num_rows, -1)
-
-
-@pytest.mark.parametrize("type_name", sorted(HALVES))
+@pytest.mark.parametrize("type_name", sorted(FORMS))
 @pytest.mark.parametrize("num_rows", [1, 48, 1000])
 def test_panels_hold_the_numbers_of_the_formats_own_dequantisation(type_name: str, num_rows: int) -> None:
     raw = random_blocks(type_name, num_rows, 512)
@@ -30,7 +18,7 @@ def test_panels_hold_the_numbers_of_the_formats_own_dequantisation(type_name: st
     assert (panels.num_outputs, panels.num_inputs) == want.shape
 
 
-@pytest.mark.parametrize("type_name", sorted(HALVES))
+@pytest.mark.parametrize("type_name", sorted(FORMS))
 def test_outputs_are_the_rows_that_an_order_names(type_name: str) -> None:
     raw, order = random_blocks(type_name, 1000, 512), np.random.default_rng(1).permutation(1000)
     got, want = panels_of_blocks(raw, type_name, order), panels_of_blocks(raw[order], type_name)

@@ -45,6 +45,12 @@ def interrupted(after: int) -> Callable[[int], Iterator[PanelWeights]]:
     return pack
 
 
+def write_entry(entry: Path, pack: Callable[[int], Iterator[PanelWeights]]) -> None:
+    with new_entry(entry, resumes=True) as partial:
+        assert partial is not None
+        write_panels(PARTS, pack, partial)
+
+
 def bytes_of(folder: Path) -> tuple[bytes, Any]:
     return (folder / PANELS).read_bytes(), json.loads((folder / INDEX).read_text(encoding="utf-8"))
 
@@ -61,9 +67,8 @@ def whole(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("after", range(5))
 def test_an_interrupted_file_is_gone_on_with(whole: Path, tmp_path: Path, after: int) -> None:
     entry = tmp_path / "entry"
-    with pytest.raises(KeyboardInterrupt), new_entry(entry, resumes=True) as partial:
-        assert partial is not None
-        write_panels(PARTS, interrupted(after), partial)
+    with pytest.raises(KeyboardInterrupt):
+        write_entry(entry, interrupted(after))
     assert not entry.exists()
     starts: list[int] = []
 
@@ -71,9 +76,7 @@ def test_an_interrupted_file_is_gone_on_with(whole: Path, tmp_path: Path, after:
         starts.append(start)
         return packed(start)
 
-    with new_entry(entry, resumes=True) as partial:
-        assert partial is not None
-        write_panels(PARTS, noting, partial)
+    write_entry(entry, noting)
     assert starts == [after]
     assert bytes_of(entry) == bytes_of(whole)
     assert sorted(read_panels(entry)) == ["embedding", "first", "head", "second", "third"]
@@ -134,9 +137,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
         yield weights()[start]
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left on device"), new_entry(entry, resumes=True) as partial:
-        assert partial is not None
-        write_panels(PARTS, full, partial)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_entry(entry, full)
     assert [path.name for path in tmp_path.iterdir()] == [".entry.lock"]
 
 

@@ -51,6 +51,12 @@ def panels_of_blocks(raw: Array, type_name: str, order: Array | None = None) -> 
     return panels
 
 
+def form_of_blocks(type_name: str) -> str | None:
+    """The name of the form of such panels; None where the type has none."""
+    layout = _LAYOUTS.get(type_name)
+    return None if layout is None else layout.form.name
+
+
 def _halves(blocks: Array, start: int) -> Array:
     return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)[..., 0]
 

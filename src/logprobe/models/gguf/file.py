@@ -1,49 +1,61 @@
-"""What a GGUF file says of itself: typed look-ups of its metadata, and its tensors.
+"""What a GGUF file says of itself: typed look-ups of its metadata, and its tensors where they lie.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `gguf_config`, `gguf_weights`
-and `gguf_tokenizer` read through this.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `config`, `weights` and `tokenizer` read
+through this.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from logprobe.errors import InputError, UnsupportedModelError
-from logprobe.models.gguf.header import check_header
+from logprobe.models.gguf.header import read_header
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
+CHUNK_NUMBERS: Final = 1 << 18  # dequantised at a time: what is made on the way stays in a cache
 _MISSING: Final = object()
 
 
 class GgufFile:
-    """An open GGUF file; keys that begin with a dot are the architecture's own.
+    """A GGUF file; keys that begin with a dot are the architecture's own.
 
     Raises:
         InputError: the file is no GGUF file, or is cut off.
+        UnsupportedModelError: it does not name its architecture.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        header = read_header(path)
+        if header.architecture is None:
+            raise UnsupportedModelError(
+                f"{path.name}: the key 'general.architecture' is missing; fetch a complete file"
+            )
+        self.architecture = header.architecture
+        self._tensors = header.tensors
+
+    @cached_property
+    def _reader(self) -> Any:
+        """Of the keys; a large vocabulary takes it seconds."""
         from gguf import GGUFReader
 
-        self.path = path
-        check_header(path)
         try:
-            self._reader = GGUFReader(path)
-            self.architecture = str(self.value("general.architecture"))
+            return GGUFReader(self.path)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
-            raise InputError(f"{path}: not a readable GGUF file ({error}); fetch it again") from error
-        self._shapes = {
-            tensor.name: tuple(int(n) for n in tensor.shape[::-1]) for tensor in self._reader.tensors
-        }
+            raise InputError(f"{self.path}: not a readable GGUF file ({error}); fetch it again") from error
 
     def value(self, key: str, default: Any = _MISSING) -> Any:
         """Give one metadata value as Python numbers, strings and lists.
 
         Raises:
+            InputError: the file cannot be read.
             UnsupportedModelError: the file lacks the key and no default was given.
         """
         field = self._reader.fields.get(self._full(key))
@@ -60,23 +72,39 @@ class GgufFile:
         prefix = f"{self.architecture}."
         return {"." + key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)}
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors' names and shapes, outermost dimension first, in the file's order."""
-        return self._shapes
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def tensor(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Dequantise one tensor: float32, outermost dimension first."""
-        from gguf.quants import dequantize
+    def type_name(self, name: str) -> str:
+        """Of a tensor's numbers: `F32`, or that of a quantisation, for example `Q4_1`."""
+        return self._tensors[name].type_name
 
-        found = next(tensor for tensor in self._reader.tensors if tensor.name == name)
-        return np.ascontiguousarray(dequantize(found.data, found.tensor_type), dtype=np.float32)
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """One tensor's rows on the file's own pages, (rows, bytes): all but its innermost dimension are rows.
 
-    def raw(self, name: str) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], str]:
-        """One tensor's rows as they stand in the file, (rows, bytes), and the name of their type."""
-        found = next(tensor for tensor in self._reader.tensors if tensor.name == name)
-        rows = np.asarray(found.data).reshape(self._shapes[name][0], -1)
-        return rows.view(np.uint8), found.tensor_type.name
+        The pages go with the array.
+        """
+        tensor = self._tensors[name]
+        data = np.memmap(
+            self.path, np.uint8, "c", tensor.start, tensor.num_bytes
+        )  # what is written stays here
+        return np.asarray(data).reshape(int(np.prod(tensor.shape[:-1])), -1)
 
     def _full(self, key: str) -> str:
         return f"{self.architecture}{key}" if key.startswith(".") else key
+
+
+def dequantised(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
+    """Rows as they stand in a file, (rows, bytes), as float32."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType[type_name]
+    block_len, block_bytes = GGML_QUANT_SIZES[kind]
+    numbers = np.empty((len(raw), raw.shape[1] // block_bytes * block_len), np.float32)
+    step = max(1, CHUNK_NUMBERS // numbers.shape[1])
+    for start in range(0, len(raw), step):
+        numbers[start : start + step] = dequantize(raw[start : start + step], kind)
+    return numbers

@@ -1,26 +1,31 @@
-"""GGUF tensors → one safetensors file of float32, one tensor in memory at a time.
+"""A GGUF file's tensors where they lie, as transformers' own parameters: `GgufSource`.
 
-The names and shapes are checked against transformers' own module before anything is written, so a tensor that
-has no place there, or a place that gets no tensor, is an error and never a random weight.
+Before it: a file and its configuration (`config`). After it: panels, and transformers' module (`lazy`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import torch
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.kernels.layers.gguf_blocks import form_of_blocks, panels_of_blocks
+from logprobe.models.gguf.file import GgufFile, dequantised
+from logprobe.models.sources import EVERY
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from transformers import PreTrainedConfig
 
-    from logprobe.models.gguf.file import GgufFile
+    from logprobe.kernels.layers.forms import PanelWeights
+    from logprobe.models.sources import Rows
 
+FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TOP: Final = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -44,58 +49,96 @@ _GEMMA3_BLOCK: Final = _BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_ALIGNMENT_BYTES: Final = 8
 
 
-def write_weights(gguf: GgufFile, config: PreTrainedConfig, path: Path) -> None:
-    """Write every tensor of the file under its transformers name.
-
-    Layout: 8 bytes of header length, a JSON header, the data
-    (https://huggingface.co/docs/safetensors/index#format).
+def forms_of_panels(path: Path) -> set[str]:
+    """The forms in which the blocks of a file's tensors are kept as panels.
 
     Raises:
-        UnsupportedModelError: the file's tensors are not exactly the model's.
-        OSError: the file cannot be written.
+        InputError: it is no GGUF file, or is cut off.
+        UnsupportedModelError: it does not name its architecture.
+        OSError: it cannot be read.
     """
-    names = {source: transformers_name(gguf.architecture, source) for source in gguf.shapes}
-    _check_against_module(gguf, config, names)
-    with path.open("wb") as file:
-        header = _header({names[source]: shape for source, shape in gguf.shapes.items()})
-        file.write(len(header).to_bytes(_ALIGNMENT_BYTES, "little"))
-        file.write(header)
-        for source in _with_progress(gguf):
-            file.write(read_weight(gguf, config, source).data)
-        file.flush()
-        # The entry's name appears right after this: its bytes must not be younger than its name.
-        os.fsync(file.fileno())
+    gguf = GgufFile(path)
+    forms = {form_of_blocks(gguf.type_name(name)) for name, shape in gguf.shapes.items() if len(shape) > 1}
+    return {form for form in forms if form is not None}
 
 
-def read_weight(
-    gguf: GgufFile, config: PreTrainedConfig, source: str
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Dequantise one tensor and give it the order of rows, and the offset, that transformers expects."""
-    weight: np.ndarray[Any, np.dtype[np.float32]] = in_order(gguf, config, source, gguf.tensor(source))
-    if gguf.architecture == "gemma3" and source.endswith("norm.weight"):
-        # The file holds what the norm multiplies by; the module adds the one itself.
-        return weight - np.float32(1)
-    return weight
+class GgufSource:
+    """The tensors of a GGUF file; its pages are mapped while something is read of them."""
 
+    def __init__(self, path: Path, config: PreTrainedConfig) -> None:
+        """Read the header.
 
-def in_order(
-    gguf: GgufFile, config: PreTrainedConfig, source: str, rows: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
-    """Bring a tensor's rows, of whatever form, into the order that transformers expects."""
-    if gguf.architecture == "llama" and ".attn_q." in source:
-        return _halves_apart(rows, config.num_attention_heads)
-    if gguf.architecture == "llama" and ".attn_k." in source:
-        return _halves_apart(rows, config.num_key_value_heads)
-    return rows
+        Raises:
+            InputError: it is no GGUF file, or is cut off.
+            UnsupportedModelError: a tensor that transformers does not know.
+            OSError: it cannot be read.
+        """
+        self._gguf, self._config = GgufFile(path), config
+        own = self._gguf.shapes
+        self._own_names = {transformers_name(self._gguf.architecture, name): name for name in own}
+        self._shapes = {name: own[source] for name, source in self._own_names.items()}
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What there is, by transformers' names."""
+        return self._shapes
 
-def _halves_apart(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Undo llama.cpp's pairing of rotary rows: (0, n/2, 1, n/2+1, ...) of a head becomes (0, 1, 2, ...)."""
-    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
+    def check(self) -> None:
+        """Hold the tensors against those of transformers' own module.
+
+        A tensor that has no place there, or a place that gets no tensor, would be a random weight.
+
+        Raises:
+            UnsupportedModelError: they are not exactly the model's, or of a type that cannot be read.
+        """
+        _check_against_module(self._gguf.path, self._config, self._shapes)
+        for name, shape in self._shapes.items():
+            try:
+                self.read(name, slice(0, 1) if len(shape) > 1 else EVERY)
+            except NotImplementedError as error:
+                raise UnsupportedModelError(
+                    f"{self._gguf.path.name}: {name} is of the type "
+                    f"{self._gguf.type_name(self._own_names[name])}, which is not read"
+                ) from error
+
+    def read(self, name: str, rows: Rows = EVERY) -> torch.Tensor:
+        """Some rows of one tensor: float32 where it lies in blocks, else of the file's own type."""
+        own, shape = self._own_names[name], self._shapes[name]
+        raw, type_name = self._gguf.raw(own), self._gguf.type_name(own)
+        chosen = rows.numpy() if isinstance(rows, torch.Tensor) else rows
+        order = self._order(own)
+        index = chosen if order is None else order[chosen]
+        if len(shape) == 1:
+            return self._numbers(own, raw, type_name).view(-1)[index]
+        return self._numbers(own, raw.reshape(shape[0], -1)[index], type_name).view(-1, *shape[1:])
+
+    def _numbers(self, own: str, raw: NDArray[np.uint8], type_name: str) -> torch.Tensor:
+        if type_name in FLOATS:
+            numbers = torch.from_numpy(raw).view(FLOATS[type_name])
+        else:
+            numbers = torch.from_numpy(dequantised(raw, type_name))
+        if self._gguf.architecture == "gemma3" and own.endswith("norm.weight"):
+            # The file holds what the norm multiplies by; the module adds the one itself.
+            return numbers.float() - 1
+        return numbers
+
+    def _order(self, own: str) -> NDArray[np.int64] | None:
+        """The row of the file that each row of a module's tensor is; None where they are the same.
+
+        llama.cpp pairs the rotary rows of a head: (0, n/2, 1, n/2 + 1, ...) are transformers' (0, 1, 2, ...).
+        """
+        heads = {"attn_q": self._config.num_attention_heads, "attn_k": self._config.num_key_value_heads}
+        part = own.split(".")[-2]
+        if self._gguf.architecture != "llama" or part not in heads:
+            return None
+        return np.arange(self._gguf.shapes[own][0]).reshape(heads[part], -1, 2).swapaxes(1, 2).ravel()
+
+    def panels(self, name: str) -> PanelWeights | None:
+        """A matrix's blocks as panels; None where it lies in floats, or in blocks that have no form."""
+        own = self._own_names[name]
+        return panels_of_blocks(self._gguf.raw(own), self._gguf.type_name(own), self._order(own))
 
 
 def transformers_name(architecture: str, source: str) -> str:
@@ -118,8 +161,7 @@ def transformers_name(architecture: str, source: str) -> str:
     )
 
 
-def _check_against_module(gguf: GgufFile, config: PreTrainedConfig, names: dict[str, str]) -> None:
-    import torch
+def _check_against_module(path: Path, config: PreTrainedConfig, found: Mapping[str, tuple[int, ...]]) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -127,28 +169,10 @@ def _check_against_module(gguf: GgufFile, config: PreTrainedConfig, names: dict[
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
-    found = {names[source]: shape for source, shape in gguf.shapes.items()}
     wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if wrong:
         name = wrong[0]
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {len(wrong)} tensors do not fit {config.model_type}, first {name}: "
+            f"{path.name}: {len(wrong)} tensors do not fit {config.model_type}, first {name}: "
             f"the file has {found.get(name, 'none')}, the model {wanted.get(name, 'none')}"
         )
-
-
-def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + 4 * int(np.prod(shape))
-        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    return header + b" " * (-len(header) % _ALIGNMENT_BYTES)
-
-
-def _with_progress(gguf: GgufFile) -> Any:
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(gguf.shapes, description="converting to float32", console=Console(stderr=True))
