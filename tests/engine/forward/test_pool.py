@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,9 +29,8 @@ from logprobe.engine.forward.pool import (
     free_bytes,
 )
 from logprobe.errors import ModelError, ParameterError
-from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
-from logprobe.models.stored.panels import read_panels, write_panels
+from logprobe.models.cache import home
 
 SIZE = 1 << 25
 
@@ -144,16 +145,16 @@ def test_weights_that_are_mapped_are_not_free(machine: Machine) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
-@pytest.mark.usefixtures("machine")
-def test_the_panels_of_a_model_are_seen_to_be_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "_MAPS", Path("/proc/self/maps"))
-    free = free_bytes()
-    panels = pack_floats(torch.ones(512, 2048))
-    write_panels([(("one",), panels), (("two",), panels)], tmp_path)
-    mapped = read_panels(tmp_path)
-    assert free - free_bytes() == 2 * panels.num_bytes
-    del mapped
-    assert free_bytes() == free
+def test_the_panels_of_a_model_are_seen_to_be_mapped(
+    tiny_model_folder: Path, tmp_path: Path, machine: Machine
+) -> None:
+    folder = tmp_path / "seen"
+    shutil.copytree(tiny_model_folder, folder)
+    with LLM(str(folder), weights="published", kv_bytes=1 << 20):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+    [panels] = home().glob("panels/seen-*/panels.bin")
+    machine.maps(*(line for line in maps if line.endswith(str(panels))))
+    assert 0 <= 16 * GIB - free_bytes() - panels.stat().st_size < mmap.PAGESIZE
 
 
 @pytest.mark.parametrize(
