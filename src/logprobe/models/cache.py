@@ -185,7 +185,7 @@ def _partial(folder: Path) -> Path:
 
 def _size_bytes(file: Path) -> int:
     try:
-        facts = file.stat()
+        facts = file.lstat()  # a link to a user's file takes nothing
     except OSError:  # whoever makes or removes the entry took it away
         return 0
     return facts.st_size if stat.S_ISREG(facts.st_mode) else 0

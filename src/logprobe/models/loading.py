@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -97,6 +98,12 @@ def source_of(files: ModelFiles) -> Source | None:
     if has_gguf(files.folder):
         return GgufSource(files.folder / GGUF, load_config(files))
     return FolderSource(files.folder) if any(files.folder.glob("*.safetensors")) else None
+
+
+def num_weights(files: ModelFiles) -> int:
+    """How many numbers a model's files hold."""
+    source = source_of(files)
+    return 0 if source is None else sum(map(math.prod, source.shapes.values()))
 
 
 def _of_gguf(files: ModelFiles, dtype: torch.dtype, attn_implementation: str) -> Any:

@@ -16,12 +16,13 @@ import torch
 
 from logprobe.engine.forward.attention import every_way
 from logprobe.engine.forward.decoder import Decoder
+from logprobe.engine.forward.pool import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.layers.widen import can_widen
 from logprobe.models import load_model
-from logprobe.models.loading import load_lazily, load_state
+from logprobe.models.loading import load_lazily, load_state, num_weights
 from logprobe.models.progress import CountedSource, LoadProgress
 from logprobe.models.sources import weight_bytes
 from logprobe.models.stored.record import LoadRecord
@@ -80,6 +81,8 @@ def make_ready(
     store = LoadStore.of(files) if why_plain is None and state is None else None
     if store is not None and (recalled := _recalled(files, store)) is not None:
         return recalled
+    if device == "cpu" and state is None:
+        check_memory(files.name, weight_bytes(files.folder))
     from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
 
     with LoadProgress(files.name) as progress:
@@ -107,6 +110,8 @@ def _loaded(
     if is_lazy and (lazy := load_lazily(files, state)) is not None:
         return lazy
     if state is None:
+        if device == "cpu":
+            check_memory(files.name, num_weights(files) * dtype.itemsize)
         return LazyModel.of(load_model(files, dtype=dtype, device=device))
     return LazyModel.of(load_state(files, state, dtype=dtype, device=device))
 

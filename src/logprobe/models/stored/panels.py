@@ -8,6 +8,7 @@ They are written, not mapped: on a full disk that is an error, where a write to 
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -15,7 +16,7 @@ import time
 import warnings
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -35,6 +36,7 @@ _CHUNK_BYTES: Final = 1 << 22
 _WRITTEN_BACK_S: Final = 120.0  # by when a system has long written to the disk what it was given
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _READ_AS_ONE: Final = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
+T = TypeVar("T")
 _MOST: Final = 1 << 40  # no number of outputs or inputs is as large
 
 
@@ -96,20 +98,25 @@ def _line(value: _Head | _Line) -> bytes:
 
 def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
     """What an interrupted call has written since the machine was started: later, some may not be there."""
-    lines: list[_Line] = []
     try:
         head, *others = (folder / LINES).read_bytes().splitlines()
         size = (folder / PANELS).stat().st_size
-        if msgspec.json.decode(head, type=_Head) != _Head(LAYOUT, boot_id()):
-            return []
-        for names, text in zip(parts, others, strict=False):
-            line = msgspec.json.decode(text, type=_Line)
-            if line.names != names or line.end > size:
-                break
-            lines.append(line)
-    except (OSError, ValueError):  # none, or one that is cut off: what was read until then is whole
-        pass
-    return lines
+    except (OSError, ValueError):
+        return []
+    if _read(head, _Head) != _Head(LAYOUT, boot_id()):
+        return []
+    lines = (_read(text, _Line) for text in others)
+    both = zip(parts, lines, strict=False)
+    # The first that is cut off, or of another matrix, ends what is whole.
+    whole = itertools.takewhile(lambda one: one[1] and one[1].names == one[0] and one[1].end <= size, both)
+    return [line for _, line in whole if line is not None]
+
+
+def _read(text: bytes, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError:
+        return None
 
 
 def reading_order(name: str) -> tuple[str, int, str]:

@@ -18,7 +18,7 @@ import pytest
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
 from logprobe.engine.forward.pool import LEAST_DEFAULT_BYTES, MOST_DEFAULT_BYTES
-from logprobe.errors import EngineError, ParameterError
+from logprobe.errors import EngineError, ParameterError, UnsupportedModelError
 from logprobe.testing import open_requests, process_ids
 from refusals import raises
 
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_fault(
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(EngineError, match=r"cannot start.*header"), start(model=str(tmp_path)):
+    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors.*header"), start(model=str(tmp_path)):
         pass
 
 
