@@ -6,17 +6,22 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from logprobe import LLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import start_engine
 from logprobe.errors import ModelError, ParameterError, UnknownParameterError
+from logprobe.integrations.vllm.orders import FORMAT
 from logprobe.integrations.vllm.start import CPU_BLOCK_SIZE, engine_args
 from logprobe.models import resolve
 from refusals import raises
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+OPTIONS = {"enforce_eager": True}
 
 
 def test_without_vllm_the_error_says_how_to_install_it(
@@ -94,3 +99,15 @@ class TestOptions:
             start_engine(replace(vllm_config, max_model_len=100_000))
         with pytest.raises(ParameterError, match="this vLLM runs on cpu"):
             start_engine(replace(vllm_config, device="cuda"))
+
+    @pytest.mark.real_model
+    def test_weights_of_a_gguf_file_are_read_where_they_lie(self) -> None:
+        params = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
+        logprobs = []
+        for engine in ("native", "vllm"):
+            options = OPTIONS if engine == "vllm" else None
+            with LLM("smollm2", engine=engine, kv_bytes=1 << 29, engine_options=options) as llm:
+                [output] = llm.generate("The capital of France is", params)
+            logprobs.append(output.outputs[0].logprobs.chosen_entries().logprobs)
+        np.testing.assert_allclose(*logprobs, atol=1e-3)
+        assert engine_args(EngineConfig(engine="vllm"), resolve("smollm2")).load_format == FORMAT

@@ -19,10 +19,11 @@ from logprobe.engine.protocol import Capabilities
 from logprobe.engine.request import Requests
 from logprobe.errors import EngineError, ModelError, ParameterError, UnknownParameterError, require
 from logprobe.integrations.vllm.engine import VllmEngine
-from logprobe.integrations.vllm.orders import SETTINGS
+from logprobe.integrations.vllm.orders import FORMAT, SETTINGS
 from logprobe.integrations.vllm.params import portable_params, portable_row
 from logprobe.models import load_config, resolve
 from logprobe.models.quiet import quiet_transformers
+from logprobe.models.resolution import has_gguf
 from logprobe.processors import ModelFacts
 from logprobe.processors.registry import load_processors
 from logprobe.sampling import SamplingParams
@@ -158,6 +159,8 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
         "disable_log_stats": True,
         "generation_config": "vllm",  # a model's own settings of temperature and the like are not asked for
     }
+    if has_gguf(files.folder):
+        args["load_format"] = FORMAT
     defaults = {field.name: field.default for field in fields(EngineConfig)}
     names = {"max_batch_tokens": "max_num_batched_tokens", "max_batch_rows": "max_num_seqs"}
     for name, theirs in names.items():

@@ -1,6 +1,6 @@
 """What vLLM's workers load: a logits processor for both of its model runners, and a worker's one more method.
 
-The logits go to `WorkerDraw`. The first runner moves rows about and reports it (`update_state`); the second
+With it comes the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first runner moves rows about and reports it (`update_state`); the second
 gives each request a slot and each step a map (`ctx`).
 """
 
@@ -13,6 +13,7 @@ from vllm.v1.sample.logits_processor.interface import LogitsProcessor as FirstIn
 from vllm.v1.sample.logits_processor.interface import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SecondInterface
 
+import logprobe.integrations.vllm.weights  # noqa: F401 - vLLM's worker knows the loader from here on
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import text_edge
 from logprobe.integrations.vllm.drawing import WorkerDraw
