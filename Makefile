@@ -79,7 +79,7 @@ screenshots: $(VENV)/.base  ## docs/pictures: the page at three widths; needs ch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[web]'
 	$(BIN)/python docs/screenshots.py
 
-.PHONY: rivals bench
+.PHONY: rivals bench bench-real
 rivals: $(VENV)/.base  ## build the environments that the benchmarks compare with; one that fails stops no other
 	$(BIN)/python benchmarks/rivals/install.py
 
@@ -111,9 +111,12 @@ notebook: $(VENV)/.base  ## run examples/surprisal.ipynb anew and keep what it s
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook,frames,plot]'
 	$(BIN)/python docs/run_notebook.py
 
-bench: $(VENV)/.base  ## every benchmark beside the rivals that are there, then the pages of their figures; OPTIONS="--rounds 3" for fewer
-	@failed=; for script in benchmarks/bench_*.py; do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
+bench: $(VENV)/.base  ## every benchmark but bench-real beside the rivals that are there, then the pages of their figures; OPTIONS="--rounds 3" for fewer
+	@failed=; for script in $(filter-out benchmarks/bench_real.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$script $(OPTIONS) || failed="$$failed $$script"; done; \
 	$(BIN)/python benchmarks/report.py; $(BIN)/python docs/reliability_page.py > docs/reliability.md; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench-real: $(VENV)/.test  ## a model of 1.2 billion random weights beside the rivals that are there; OPTIONS="--model FOLDER" for another
+	$(BIN)/python benchmarks/bench_real.py $(OPTIONS) && $(BIN)/python benchmarks/report.py
 
 docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, errors), then all of them as a site in site/
 	$(BIN)/python docs/cli_help.py > docs/cli.md

@@ -122,13 +122,13 @@ class Options:
     rivals: tuple[str, ...]
 
 
-def parse_options(description: str) -> Options:
+def parse_options(description: str, default_model: str = DEFAULT_MODEL) -> Options:
     """Read the command line that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--smoke", action="store_true", help="seconds, ours alone, nothing saved")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="known name or folder")
+    parser.add_argument("--model", default=default_model, help="known name or folder")
     parser.add_argument("--rivals", default=",".join(RIVALS), help="comma-separated; ours always runs")
     given = parser.parse_args()
     return Options(

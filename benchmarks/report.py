@@ -27,12 +27,13 @@ of ours, and leads to all figures of the benchmark.
 HOW = """
 ## How it is measured
 
-Written by `make bench`, which runs every `benchmarks/bench_*.py`. Each rival runs in a process and
-environment of its own, on the same weights, prompts, number type and number of threads; the contestants take
-turns, and a ratio is the median over the rounds of ours against theirs in the same round. Above 1 means that
-ours is better, whichever way the unit counts. `best` is a rival's best public configuration, `default` what
-it does unasked, `q8_0` llama.cpp's own 8-bit weights. Seconds and rates belong to the machine named; the
-ratios are the claim.
+Written by `make bench`, which runs every `benchmarks/bench_*.py` but one: `make bench-real` runs
+`bench_real.py`, on a model of real size that it makes of random weights. Each rival runs in a process and
+environment of its own, on the same weights, prompts, number type (unless its label names another) and number
+of threads; the contestants take turns, and a ratio is the median over the rounds of ours against theirs in
+the same round. Above 1 means that ours is better, whichever way the unit counts. `best` is a rival's best
+public configuration, `default` what it does unasked, `q8_0` llama.cpp's own 8-bit weights. Seconds and rates
+belong to the machine named; the ratios are the claim.
 
 ## All figures
 """

@@ -1,39 +1,58 @@
-"""llama.cpp through xllamacpp on the 8-bit file that `make rivals` makes, for reference beside float32."""
+"""llama.cpp through xllamacpp, on a GGUF file: unless told, the 8-bit one that `make rivals` makes."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xllamacpp
-from protocol import Read, TokenIds, serve
+from protocol import Read, TokenIds, extend_all, serve
 
 WEIGHTS = Path(sys.prefix) / "weights.q8_0.gguf"
 THREADS = 2
+CONTEXT_LEN = 2048  # of the requests of all slots together
+WHOLE_VOCABULARY = 1 << 20  # more alternatives than any has tokens
 
 
 class LlamaCpp:
-    """One slot, since only requests alone are compared."""
+    """A server in this process, with a slot for each of the requests that come at once."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        del job  # its folder holds float32 weights, which this rival is not compared on
+        options = job.get("options", {})
+        self._weights = Path(options.get("weights", WEIGHTS))
         params = xllamacpp.CommonParams()
-        params.model.path = str(WEIGHTS)
-        params.n_ctx, params.n_parallel = 2048, 1
+        params.model.path = str(self._weights)
+        params.n_parallel = options.get("num_slots", 1)
+        params.n_ctx = options.get("context_len", CONTEXT_LEN)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = THREADS
+        params.cache_ram_mib = 0  # no prompt comes twice
         self._server = xllamacpp.Server(params)
+        self._pool = ThreadPoolExecutor(params.n_parallel)
 
     def use(self, variant: str) -> None:
         """Refuse what there is not."""
-        if variant != "q8_0":
-            raise ValueError(f"variant {variant!r}: only 'q8_0' is there")
+        if not self._weights.stem.endswith(variant):
+            raise ValueError(f"variant {variant!r}: only {self._weights.name} is there")
 
     def decode(self, prompts: list[TokenIds], new_tokens: int, logprobs: int | None) -> Read:
-        """Greedy tokens, one prompt after another."""
-        common = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "logprobs": logprobs}
-        answers = [self._server.handle_completions({"prompt": prompt, **common}) for prompt in prompts]
+        """Greedy tokens, as many prompts at once as there are slots."""
+        answers = self._complete(prompts, max_tokens=new_tokens, ignore_eos=True, logprobs=logprobs)
         return lambda: [
             [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]] for answer in answers
         ]
+
+    def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
+        """One request a prefix and round, for all alternatives of one token: the server has no other way."""
+        likeliest: list[int] = []
+        for tokens in rounds:
+            answers = self._complete(prefixes, max_tokens=1, logprobs=WHOLE_VOCABULARY)
+            likeliest = [answer["choices"][0]["logprobs"]["content"][0]["id"] for answer in answers]
+            prefixes = extend_all(prefixes, tokens)
+        return lambda: likeliest
+
+    def _complete(self, prompts: list[TokenIds], **params: Any) -> list[Any]:
+        asked = [{"prompt": prompt, "temperature": 0, **params} for prompt in prompts]
+        return list(self._pool.map(self._server.handle_completions, asked))
 
 
 if __name__ == "__main__":

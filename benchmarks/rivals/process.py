@@ -89,7 +89,9 @@ RIVALS = {
 class RivalProcess:
     """One running rival; owns its process, its pipes and its log file."""
 
-    def __init__(self, rival: Rival, *, log_folder: Path = ENVIRONMENTS) -> None:
+    def __init__(
+        self, rival: Rival, *, log_folder: Path = ENVIRONMENTS, environment: Mapping[str, str] | None = None
+    ) -> None:
         if not rival.is_installed:
             raise RivalError(f"{rival.name} has no environment; build it: make rivals")
         self.rival = rival
@@ -102,13 +104,18 @@ class RivalProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**os.environ, **_COMMON_ENVIRONMENT, **rival.environment},
+            env={**os.environ, **_COMMON_ENVIRONMENT, **rival.environment, **(environment or {})},
             text=True,
             start_new_session=True,
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read_lines, args=(self._process.stdout,), daemon=True)
         self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process itself; it may have children."""
+        return self._process.pid
 
     def _read_lines(self, stream: IO[str]) -> None:
         with stream:

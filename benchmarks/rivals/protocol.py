@@ -7,8 +7,8 @@ prints goes to stderr.
 A job: ``{"verb", "variant", "model_folder", "inputs": [...], "warm_up": 0}``. The first job opens the model;
 later ones may name another variant of the same rival. ``inputs`` holds one dict of keyword arguments a call;
 the first ``warm_up`` of them are run but not timed.
-A result: ``{"ok": true, "timings_s": [...], "output", "load_s", "peak_growth_bytes", "versions"}``, where
-``output`` is the last input's, or ``{"ok": false, "error": ...}``.
+A result: ``{"ok": true, "timings_s": [...], "output", "load_s", "load_peak_bytes", "peak_bytes",
+"peak_growth_bytes", "versions"}``, where ``output`` is the last input's, or ``{"ok": false, "error": ...}``.
 """
 
 import importlib.metadata
@@ -103,9 +103,13 @@ class PeakMemory:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # the high-water mark is the present level
         self._before = _resident_bytes("VmRSS")
 
+    def highest_bytes(self) -> int:
+        """Bytes of the highest level since the start, with those of files that are mapped."""
+        return _resident_bytes("VmHWM")
+
     def growth_bytes(self) -> int:
         """Bytes of the highest level since the start, less the level then."""
-        return max(0, _resident_bytes("VmHWM") - self._before)
+        return max(0, self.highest_bytes() - self._before)
 
 
 async def ask_rounds(lm: Any, prefixes: Sequence[TokenIds], rounds: Sequence[Sequence[int]]) -> Any:
@@ -140,6 +144,7 @@ def _run_job(rival: Any, job: dict[str, Any]) -> dict[str, Any]:
         "ok": True,
         "timings_s": timings_s[job.get("warm_up", 0) :],
         "output": output,
+        "peak_bytes": memory.highest_bytes(),
         "peak_growth_bytes": memory.growth_bytes(),
     }
 
@@ -160,7 +165,7 @@ def serve(open_rival: Callable[[dict[str, Any]], Any], packages: Sequence[str]) 
     """Answer jobs until stdin ends; ``open_rival(job)`` loads the model at the first one."""
     results = _private_stdout()
     rival: Any = None
-    load_s = 0.0
+    load_s, load_peak_bytes = 0.0, 0
     for line in sys.stdin:
         job = json.loads(line)
         try:
@@ -168,8 +173,10 @@ def serve(open_rival: Callable[[dict[str, Any]], Any], packages: Sequence[str]) 
                 started = time.perf_counter()
                 rival = open_rival(job)
                 load_s = time.perf_counter() - started
+                load_peak_bytes = _resident_bytes("VmHWM")
             rival.use(job["variant"])
-            result = _run_job(rival, job) | {"load_s": load_s, "versions": _versions(packages)}
+            result = _run_job(rival, job) | {"load_s": load_s, "load_peak_bytes": load_peak_bytes}
+            result["versions"] = _versions(packages)
         except Exception as error:  # noqa: BLE001 - a job's failure is its result
             traceback.print_exc()
             told = " ".join(f"{type(error).__name__}: {error}".split())

@@ -28,7 +28,8 @@ class Transformers:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._is_best = True
-        self._model = AutoModelForCausalLM.from_pretrained(job["model_folder"], dtype=torch.float32).eval()
+        dtype = getattr(torch, job.get("options", {}).get("dtype", "float32"))
+        self._model = AutoModelForCausalLM.from_pretrained(job["model_folder"], dtype=dtype).eval()
 
     def use(self, variant: str) -> None:
         """Choose how much of the prompt's logits is made at once."""

@@ -17,7 +17,8 @@ class Vllm:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._form: dict[str, bool] = {}
-        self._llm = LLM(job["model_folder"], max_logprobs=-1, seed=0, **ENGINE)
+        options = ENGINE | job.get("options", {})
+        self._llm = LLM(job["model_folder"], max_logprobs=-1, seed=0, **options)
 
     def use(self, variant: str) -> None:
         """Set the form in which logprobs are asked for."""

@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 # Only what is there is run: each benchmark is tested from the commit that adds it.
 SCRIPTS = sorted(BENCHMARKS.glob("bench_*.py"))
 CONTEXT_LEN = 1024
-IN_PROCESSES_OF_THEIR_OWN = {"bench_decode"}
+IN_PROCESSES_OF_THEIR_OWN = {"bench_decode", "bench_real"}
 
 
 class InThisProcess:
