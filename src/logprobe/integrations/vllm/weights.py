@@ -29,7 +29,7 @@ class SourceLoader(DefaultModelLoader):
     def download_model(self, model_config: Any) -> None:
         """Nothing: the files are here."""
 
-    def get_all_weights(self, model_config: Any, model: Any) -> Generator[tuple[str, Tensor], None, None]:
+    def get_all_weights(self, model_config: Any, _model: Any) -> Generator[tuple[str, Tensor], None, None]:
         """Every tensor by its name in transformers."""
         self.counter_before_loading_weights = time.perf_counter()
         source = source_of(ModelFiles(model_config.model, Path(model_config.model)))

@@ -1,7 +1,8 @@
 """What vLLM's workers load: a logits processor for both of its model runners, and a worker's one more method.
 
-With it comes the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first runner moves rows about and reports it (`update_state`); the second
-gives each request a slot and each step a map (`ctx`).
+With it comes the loader of weights that are no safetensors. The logits go to `WorkerDraw`. The first runner
+moves rows about and reports it (`update_state`); the second gives each request a slot and each step a map
+(`ctx`).
 """
 
 from __future__ import annotations
