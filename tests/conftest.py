@@ -228,6 +228,27 @@ def real_llm() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as float32 safetensors, which other programs read; written once a run."""
+    import torch
+    from filelock import FileLock
+
+    from logprobe.errors import ModelError
+    from logprobe.models import resolve
+    from logprobe.models.export import export_model
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "smollm2"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            try:
+                export_model(resolve("smollm2"), folder, dtype=torch.float32)
+            except ModelError as error:
+                pytest.skip(f"smollm2 cannot be had: {error}")
+    return folder
+
+
 @contextmanager
 def serving(
     model: Any, settings: ServerSettings, processors: tuple[Any, ...] = ()

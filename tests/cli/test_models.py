@@ -133,6 +133,17 @@ def test_show_tells_what_a_model_is_and_loads_nothing(converted: Path) -> None:
     assert [line.split("  ")[0] for line in table.splitlines()] == list(found)
 
 
+def test_export_is_one_line_where_it_cannot_be(model_folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["export", str(model_folder), str(tmp_path / "out")])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {model_folder}: lies in safetensors already, in {model_folder}; use that folder\n"
+    )
+    assert not (tmp_path / "out").exists()
+    done = CliRunner().invoke(app, ["export", str(model_folder), str(tmp_path / "out"), "--dtype", "int8"])
+    assert done.exit_code == 2
+
+
 def test_show_fetches_nothing(home: Path) -> None:
     done = CliRunner().invoke(app, ["show", "smollm2"])
     assert (done.exit_code, done.stdout) == (1, "")

@@ -160,12 +160,9 @@ def assert_greedy_equals_generate(llm: LLM, reference: Reference, texts: list[st
 
 
 @pytest.fixture(scope="module")
-def real_reference(real_llm: LLM) -> Reference:
-    from logprobe.models import resolve
-
-    folder = resolve(real_llm.config.model).folder
+def real_reference(smollm2_folder: Path) -> Reference:
     kind = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    return Reference(AutoModelForCausalLM.from_pretrained(folder, **kind))
+    return Reference(AutoModelForCausalLM.from_pretrained(smollm2_folder, **kind))
 
 
 @pytest.mark.real_model

@@ -20,6 +20,7 @@ from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from logprobe import AsyncLM
     from logprobe.engine.protocol import StepBatch
@@ -314,12 +315,13 @@ def test_a_setting_out_of_range_is_named(new_lm: Any, name: str, value: Any) -> 
 
 
 @pytest.mark.real_model
-def test_rows_of_the_real_model_equal_a_plain_forward_pass(real_llm: Any, plain_rows_of: Any) -> None:
+def test_rows_of_the_real_model_equal_a_plain_forward_pass(
+    real_llm: Any, plain_rows_of: Any, smollm2_folder: Path
+) -> None:
     from logprobe import AsyncLM as Class
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.models import resolve
 
-    plain = plain_rows_of(resolve("smollm2").folder)
+    plain = plain_rows_of(smollm2_folder)
     texts = ["The capital of France is", "The capital of France", "def main():\n    ", "1 + 1 ="]
     asked = [real_llm.text.encode(text).tolist() for text in texts]
     with Class(LoadedModel(real_llm.engine, real_llm.text)) as lm:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.models import resolve
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -142,10 +140,9 @@ def test_the_gguf_client_scores_alike(
 
 @pytest.mark.real_model
 def test_a_real_model_scores_alike_in_process_and_over_http(
-    real_server: Any, evaluate: Callable[..., Any]
+    real_server: Any, evaluate: Callable[..., Any], smollm2_folder: Path
 ) -> None:
-    folder = resolve("smollm2").folder
-    want = evaluate("hf", f"pretrained={folder},dtype=float32", "--device", "cpu")
+    want = evaluate("hf", f"pretrained={smollm2_folder},dtype=float32", "--device", "cpu")
     limit = real_server.service.capabilities.max_model_len
     got = evaluate("local-completions", over_http(real_server, limit), "--batch_size", "4")
     assert_same(got, want)

@@ -6,7 +6,7 @@ import json
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,9 @@ _Here = Annotated[
     str,
     typer.Argument(help="A name that `list` tells, or a model's folder.", autocompletion=complete_model),
 ]
+_Prepare = Annotated[
+    bool, typer.Option("--prepare", help="Pack and prove it too, which its first use would do.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 # Of a model's config.json, under the names that most families share.
 _SHAPE = {
@@ -44,10 +47,15 @@ _SHAPE = {
 
 
 @app.command()
-def pull(name: _Name = DEFAULT_MODEL) -> None:
-    """Fetch and convert a model unless it is there already, and print its folder."""
+def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
+    """Fetch a model unless it is there already, and print its folder."""
     with _one_line_errors():
-        typer.echo(resolve(name).folder)
+        folder = resolve(name).folder
+        if prepare:
+            from logprobe import LLM  # with all of torch
+
+            LLM(name).close()
+        typer.echo(folder)
 
 
 @app.command()
@@ -166,7 +174,7 @@ def _models() -> list[_Model]:
         models.append(
             _Model(
                 name=manifest["name"],
-                title=f"converted from {manifest['source']}",
+                title=f"read from {manifest['source']}",
                 source_sha256=manifest["source_sha256"],
                 disk=of_folder(folder),
             )
@@ -182,6 +190,26 @@ def _sizes(disk: OnDisk) -> dict[str, str]:
     """What takes space, and how much."""
     sizes = {"files": disk.files_bytes, "panels": disk.panels_bytes, "records": disk.records_bytes}
     return {what: in_words(size) for what, size in sizes.items() if size}
+
+
+@app.command()
+def export(
+    name: _Name,
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+    *,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="What weights are written in.")
+    ] = "float32",
+) -> None:
+    """Write a GGUF model as safetensors, which other programs read, and print the folder."""
+    with _one_line_errors():
+        files = resolve(name)
+        import torch
+
+        from logprobe.models.export import export_model
+
+        export_model(files, folder, dtype=getattr(torch, dtype))
+    typer.echo(folder)
 
 
 def _facts(name: str) -> dict[str, Any]:

@@ -62,13 +62,13 @@ def plain_rows(folder: Path, prefixes: list[list[int]]) -> Any:
     return torch.log_softmax(torch.stack(logits), -1)
 
 
-def test_next_token_weights_and_scores_are_those_of_a_plain_forward_pass(lm: GenlmLM, prompted: Any) -> None:
-    from logprobe.models import resolve
-
+def test_next_token_weights_and_scores_are_those_of_a_plain_forward_pass(
+    lm: GenlmLM, prompted: Any, smollm2_folder: Path
+) -> None:
     ids = lm.tokenizer.encode(PROMPT)
     after = lm.tokenizer.encode(" Paris, of course")
     prefixes = [ids + after[:end] for end in range(len(after))]
-    want = plain_rows(resolve("smollm2").folder, prefixes)
+    want = plain_rows(smollm2_folder, prefixes)
     context = [lm.byte_vocab[i] for i in after]
     score = asyncio.run(prompted.log_probability(context))
     assert score == pytest.approx(sum(float(row[i]) for row, i in zip(want, after, strict=True)), abs=2e-3)

@@ -1,0 +1,88 @@
+"""A GGUF file → a folder of safetensors, for programs that read nothing else.
+
+Nothing here reads such a folder: `logprobe models export` makes it, and benchmarks of other programs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+from logprobe.errors import OutputError, UnsupportedModelError
+from logprobe.models.loading import load_config, source_of
+from logprobe.models.resolution import checked_folder, has_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import torch
+
+    from logprobe.models.resolution import ModelFiles
+    from logprobe.models.sources import Source
+
+SHARD_BYTES: Final = 2_000_000_000  # of one file, which is in memory while it is written
+COPIED: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+INDEX: Final = "model.safetensors.index.json"
+
+
+def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write a model's weights as safetensors of a dtype, with its configuration and tokenizer.
+
+    Raises:
+        ModelNotFoundError: the model's file is not where it was.
+        UnsupportedModelError: the model lies in safetensors already.
+        OutputError: the folder is not empty, or cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    own = checked_folder(files.folder)
+    if not has_gguf(own):
+        raise UnsupportedModelError(f"{files.name}: lies in safetensors already, in {own}; use that folder")
+    source, config = source_of(files), load_config(files)
+    assert source is not None, "a folder with a GGUF file"
+    config.dtype = dtype
+    shards = list(_shards(source.shapes, dtype.itemsize))
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise OutputError(f"{folder}: is not empty; name a new folder")
+        for name, shard in zip(names, shards, strict=True):
+            save_file(_read(source, shard, dtype), folder / name, {"format": "pt"})
+        if len(shards) > 1:
+            places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            size = dtype.itemsize * sum(map(prod, source.shapes.values()))
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for name in COPIED:
+            if (own / name).is_file():
+                shutil.copyfile(own / name, folder / name)
+        config.save_pretrained(folder)  # last: a folder without it is no model
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OutputError):
+            raise
+        raise OutputError(f"{folder}: cannot be written ({error})") from error
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> Iterator[list[str]]:
+    """Names of tensors that go into one file each."""
+    shard: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = item_bytes * prod(shape)
+        if shard and size + num_bytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += num_bytes
+    yield shard
+
+
+def _read(source: Source, names: list[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: source.read(name).to(dtype).contiguous() for name in names}
