@@ -137,7 +137,7 @@ def main() -> None:
         }
         if "vllm" in options.rivals and RIVALS["vllm"].is_installed:
             try:
-                theirs = stack.enter_context(serving(vllm_program(arena.model_folder)))
+                theirs = stack.enter_context(serving(vllm_program(arena.float_folder)))
                 contestants[VLLM_SERVER] = partial(stream_rate, theirs, num_tokens)
             except RivalError as error:
                 notes.append(f"{VLLM_SERVER} is left out: {error}")

@@ -82,7 +82,7 @@ def process_s(arena: Arena, contestant: Contestant, _number: int) -> float:
     name, variant = contestant
     asked = {"prompts": prompts(arena.model_folder, 1, 8, seed=0), "new_tokens": 1, "logprobs": 5}
     with RivalProcess(RIVALS[name]) as process:
-        model = {"variant": variant, "model_folder": str(arena.model_folder)}
+        model = {"variant": variant, "model_folder": str(arena.folder_of(name))}
         process.ask({"verb": "decode", "inputs": [asked], **model})
         return time.perf_counter() - process.started
 
@@ -110,7 +110,7 @@ def figure(arena: Arena) -> Figure:
 
 def resident_mb(arena: Arena, name: str) -> list[float]:
     """Megabytes that a program prints of itself, in a process of its own."""
-    script = PROGRAMS[name].format(folder=str(arena.model_folder))
+    script = PROGRAMS[name].format(folder=str(arena.folder_of(name)))
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     return [float(line) for line in done.stdout.split()]
 
@@ -172,7 +172,7 @@ def server_figure(arena: Arena) -> Figure:
     """Seconds to a server's first token."""
     contestants: dict[str, Measure] = {OURS: partial(served_s, our_program(arena.model_folder))}
     if "vllm" in arena.options.rivals and RIVALS["vllm"].is_installed:
-        contestants[VLLM_SERVER] = partial(served_s, vllm_program(arena.model_folder))
+        contestants[VLLM_SERVER] = partial(served_s, vllm_program(arena.float_folder))
     samples, notes = alternate(contestants, min(arena.options.rounds, 3))
     return Figure(
         name="server start to first streamed token",

@@ -22,8 +22,8 @@ from peak import multiply_adds_per_s
 from logprobe.engine.forward.linear import Linear
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.threads.series import Series
-from logprobe.models import load_model, resolve
-from logprobe.models.stored.panels import read_panels
+from logprobe.models import ModelFiles, load_model, resolve
+from logprobe.models.loading import source_of
 
 PACKED, PLAIN, FLOAT32 = "oneDNN packed", "plain torch", "float32 panels"
 PEAK = "multiply-adds alone"
@@ -66,6 +66,14 @@ class Plain:
 def unrounded(weight: torch.Tensor) -> torch.Tensor:
     """The next numbers of float32, which no shorter form holds."""
     return torch.nextafter(weight, 2 * weight)
+
+
+def panels_of(files: ModelFiles) -> dict[str, Any]:
+    """The panels of matrices that lie in blocks, by their module's name."""
+    source = source_of(files)
+    assert source is not None
+    matrices = [name for name, shape in source.shapes.items() if len(shape) == 2]
+    return {name.removesuffix(".weight"): source.panels(name) for name in matrices}
 
 
 def forms(model: Any, kept: dict[str, Any]) -> dict[str, list[Any]]:
@@ -143,7 +151,7 @@ def main() -> None:
     files = resolve(options.model)
     model = load_model(files, dtype=torch.float32)
     with torch.inference_mode():
-        made = forms(model, read_panels(files.folder))
+        made = forms(model, panels_of(files))
         figures = [exactness(made)]
         figures += [speed(made, rows, options) for rows in (ROWS[:2] if options.is_smoke else ROWS)]
     publish(Path(__file__).stem, figures, options)

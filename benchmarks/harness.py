@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,9 +148,27 @@ class Arena:
         from logprobe.models import resolve
 
         self.options = options
-        self.model_folder = resolve(options.model).folder
+        self._files = resolve(options.model)
+        self.model_folder = self._files.folder
         self._running: dict[str, RivalProcess] = {}
         self._warm: set[tuple[Contestant, str, Any]] = set()
+
+    @cached_property
+    def float_folder(self) -> Path:
+        """The model as other programs read it: its own folder, or an export to float32 that is made once."""
+        import torch
+
+        from logprobe.models.cache import home, new_entry
+        from logprobe.models.export import export_model
+        from logprobe.models.resolution import has_gguf
+
+        if not has_gguf(self.model_folder):
+            return self.model_folder
+        folder = home() / "benchmarks" / self.model_folder.name
+        with new_entry(folder) as partial:
+            if partial is not None:
+                export_model(self._files, partial, dtype=torch.float32)
+        return folder
 
     def labels(self, *wanted: str) -> dict[str, Contestant]:
         """Table label -> (rival, variant), of the wanted rivals that the run includes and that are there."""
@@ -175,8 +194,12 @@ class Arena:
             self._running[name] = RivalProcess(RIVALS[name])
         for other, process in self._running.items():
             process.resume() if other == name else process.pause()
-        common = {"verb": verb, "variant": variant, "model_folder": str(self.model_folder)}
+        common = {"verb": verb, "variant": variant, "model_folder": str(self.folder_of(name))}
         return self._running[name].ask({**common, "inputs": list(inputs), **job})
+
+    def folder_of(self, name: str) -> Path:
+        """Where a rival reads the model."""
+        return self.model_folder if name == OURS else self.float_folder
 
     def ask_warm(
         self,
@@ -197,7 +220,7 @@ class Arena:
 
         It takes its turn like a contestant: the memory of a shared machine has a speed of the moment.
         """
-        size = weight_bytes(self.model_folder)
+        size = weight_bytes(self.float_folder)
 
         def measure(_number: int) -> float:
             for process in self._running.values():

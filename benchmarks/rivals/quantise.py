@@ -1,15 +1,14 @@
 """Make the 8-bit file that llama.cpp runs: the default model's published weights, every matrix as Q8_0."""
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
-from logprobe.models.fetch import fetch_gguf
-from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
+from logprobe.models import DEFAULT_MODEL, resolve
+from logprobe.models.cache import GGUF
 
 Q8_0 = GGMLQuantizationType.Q8_0
 FILE_TYPE_Q8_0 = 7
@@ -55,8 +54,7 @@ def main() -> None:
     """Fetch the published file and write the 8-bit one to the path given, unless it is there."""
     target = Path(sys.argv[1])
     if not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            write_q8_0(fetch_gguf(KNOWN_MODELS[DEFAULT_MODEL], Path(folder)), target)
+        write_q8_0(resolve(DEFAULT_MODEL).folder / GGUF, target)
 
 
 if __name__ == "__main__":

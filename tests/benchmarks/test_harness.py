@@ -85,7 +85,7 @@ def test_the_floor_is_measured_while_nobody_runs(monkeypatch: pytest.MonkeyPatch
     racing = Racing()
     (tmp_path / "model.safetensors").write_bytes(bytes(100))
     arena = object.__new__(harness.Arena)
-    arena.model_folder, arena._running = tmp_path, {"rival": racing}  # type: ignore[dict-item]
+    arena.float_folder, arena._running = tmp_path, {"rival": racing}  # type: ignore[dict-item]
     monkeypatch.setattr(harness, "read_bandwidth", lambda: 1000.0 if racing.is_paused else 0.0)
     assert arena.floor(8)(0) == 80.0
 
