@@ -125,6 +125,17 @@ def test_an_entry_is_not_read_from_a_file_that_took_the_place_of_its_own(
     assert entry_of(path) != folder
 
 
+@pytest.mark.parametrize("manifest", ["", "[1]", "{}", "[" * 100_000])
+def test_an_entry_whose_manifest_is_damaged_says_so(
+    manifest: str, tmp_path: Path, home: Path, write_gguf: Callable[..., Path]
+) -> None:
+    folder = entry_of(write_gguf(tmp_path / "tiny.gguf"))
+    assert home.is_dir()
+    (folder / "logprobe.json").write_text(manifest)
+    with pytest.raises(ModelNotFoundError, match=r"its logprobe\.json cannot be read; remove the folder"):
+        resolve(str(folder))
+
+
 def test_a_checksum_is_computed_once_as_long_as_the_file_is_the_same(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,11 @@ def _check_linked(folder: Path) -> None:
     path = link.readlink()
     if not path.is_file():
         raise ModelNotFoundError(f"{path}: is not there any more; name the .gguf file where it is now")
-    if checksum_of(path) != json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]:
+    try:
+        sha256 = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["source_sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelNotFoundError(f"{folder}: its {MANIFEST} cannot be read; remove the folder") from error
+    if checksum_of(path) != sha256:
         raise ModelNotFoundError(f"{path}: is another file by now; name it to read it anew")
 
 
