@@ -398,6 +398,12 @@ def main() -> None:
             if one.rival == OURS:
                 Visit.compiled(one, work)
     samples, notes = race(racing, work, options.rounds)
+    asked = {one.rival for one in racing}
+    notes += [
+        f"{rival} is asked for the rows of {count} of {work.num_prefixes} prefixes"
+        for rival, count in FEWER_PREFIXES.items()
+        if rival in asked
+    ]
     figures = []
     for label, name in samples:
         if label == OURS:
