@@ -318,16 +318,14 @@ def stored_bits(folder: Path) -> Iterator[tuple[str, Array]]:
 
 
 def write_gguf(folder: Path, target: Path, mix: str) -> dict[str, int]:
-    """Write a folder's weights as a GGUF file of a mix of forms; how many tensors have each form.
-
-    `rope_freqs.weight`, by which such a file scales its rotary angles, is left out: the scaling costs
-    nothing, and our reader refuses what it does not know.
-    """
+    """Write a folder's weights as a GGUF file of a mix of forms; how many tensors have each form."""
     config = read_json(folder / "config.json")
     renamed = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     partial_file = target.with_suffix(".partial")
     writer = gguf.GGUFWriter(partial_file, "llama")
     add_metadata(writer, config, folder / "tokenizer.json", MIXES[mix][1])
+    factors = rope_factors(config)
+    writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     forms: list[Form] = []
     for name, bits in stored_bits(folder):
         own_name = str(renamed.get_name(name, try_suffixes=(".weight",)))
@@ -339,6 +337,7 @@ def write_gguf(folder: Path, target: Path, mix: str) -> dict[str, int]:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    writer.write_tensor_data(factors)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     with ThreadPoolExecutor(THREADS) as pool, progress(target.stem, len(forms)) as advance:
         for (name, bits), form in zip(stored_bits(folder), forms, strict=True):
@@ -352,6 +351,15 @@ def write_gguf(folder: Path, target: Path, mix: str) -> dict[str, int]:
     writer.close()
     partial_file.rename(target)
     return {form.name: count for form, count in Counter(forms).items()}
+
+
+def rope_factors(config: dict[str, Any]) -> Array:
+    """What Llama 3's frequencies are divided by, as llama.cpp's converter writes it."""
+    rope, size = config["rope_scaling"], config["head_dim"] // 2
+    waves = 2 * np.pi * config["rope_theta"] ** (np.arange(size) / size)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((rope["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - smooth) / rope["factor"] + smooth), np.float32)
 
 
 def add_metadata(writer: Any, config: dict[str, Any], tokenizer: Path, file_type: LlamaFileType) -> None:

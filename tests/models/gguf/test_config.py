@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from logprobe.errors import InputError, UnsupportedModelError
@@ -11,6 +13,8 @@ from logprobe.models.gguf.file import GgufFile
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+HEAD_DIM = 32  # of the files that are written
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -108,3 +112,40 @@ def test_a_file_cut_off_is_an_input_error(tmp_path: Path, write_gguf: Callable[.
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(InputError, match="not a readable GGUF file"):
         GgufFile(path)
+
+
+def llama3_factors(factor: float, num: int) -> Any:
+    """As llama.cpp's converter writes them for frequencies of base 50,000."""
+    factors = []
+    for place in range(num):
+        wave_length = 2 * math.pi * 50_000.0 ** (place / num)
+        smooth = min(max((8192 / wave_length - 1) / 3, 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_factors_of_llama_3_are_those_of_its_module(
+    tmp_path: Path, write_gguf: Callable[..., Path], factor: float
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    factors = llama3_factors(factor, HEAD_DIM // 2)
+    path = write_gguf(
+        tmp_path / "tiny.gguf", more=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+    )
+    model: Any = AutoModelForCausalLM.from_config(build_config(GgufFile(path)))  # type: ignore[no-untyped-call]
+    plain = 50_000.0 ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    np.testing.assert_allclose(model.model.rotary_emb.inv_freq.numpy(), plain / factors, rtol=1e-5)
+    assert factors.max() == factor > factors.min()
+
+
+@pytest.mark.parametrize("factors", [np.full(16, 3.0, np.float32), np.ones(8, np.float32)])
+def test_other_factors_of_frequencies_are_refused_by_name(
+    tmp_path: Path, write_gguf: Callable[..., Path], factors: Any
+) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf", more=lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+    )
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight"):
+        build_config(GgufFile(path))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.gguf.file import ROPE_FACTORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,6 +58,12 @@ _MOST_OF_ANY: Final = 1 << 24
 _GEMMA3_PATTERN: Final = 6
 _GEMMA3_LOCAL_THETA: Final = 10_000.0
 _GEMMA3_27B_LAYERS: Final = 62
+# Of all Llama 3 models; llama.cpp's converter writes what they make of frequencies (convert_hf_to_gguf.py).
+_LLAMA3: Final = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def build_config(gguf: GgufFile) -> PreTrainedConfig:
@@ -151,8 +158,34 @@ def _plain_rope(gguf: GgufFile) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": _theta(gguf)}}
 
 
+def _llama_rope(gguf: GgufFile) -> dict[str, Any]:
+    """Of Llama 3.1 and later where the file has factors of frequencies, whose largest is the only unknown.
+
+    Raises:
+        UnsupportedModelError: they are not those of `llama3` in transformers.
+    """
+    rope = _plain_rope(gguf)["rope_parameters"]
+    if ROPE_FACTORS not in gguf.shapes:
+        return {"rope_parameters": rope}
+    found = gguf.raw(ROPE_FACTORS).view(np.float32).reshape(-1)
+    width = gguf.value(".embedding_length") // gguf.value(".attention.head_count")
+    has_all = 2 * len(found) == _head_dim(gguf, width)
+    rope |= {"rope_type": "llama3", "factor": _shortest(found.max()), **_LLAMA3}
+    wave_lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(found)) / len(found))
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / wave_lengths
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    wanted = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    if not has_all or not np.allclose(found, wanted, rtol=1e-5):
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: the factors in {ROPE_FACTORS} are not those of Llama 3, and not converted; "
+            "use the model's safetensors folder or hub id instead"
+        )
+    return {"rope_parameters": rope}
+
+
 def _llama_settings(gguf: GgufFile) -> dict[str, Any]:
-    return {**_plain_rope(gguf), "attention_bias": "blk.0.attn_q.bias" in gguf.shapes, "mlp_bias": False}
+    return {**_llama_rope(gguf), "attention_bias": "blk.0.attn_q.bias" in gguf.shapes, "mlp_bias": False}
 
 
 def _gemma3_settings(gguf: GgufFile) -> dict[str, Any]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CHUNK_NUMBERS: Final = 1 << 19  # that are dequantised together: what is made on the way stays in a cache
+ROPE_FACTORS: Final = "rope_freqs.weight"  # of frequencies: no weight of the model's
 _MISSING: Final = object()
 
 

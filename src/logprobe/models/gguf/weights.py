@@ -12,7 +12,7 @@ import torch
 
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.layers.gguf_blocks import form_of_blocks, panels_of_blocks
-from logprobe.models.gguf.file import GgufFile, dequantised
+from logprobe.models.gguf.file import ROPE_FACTORS, GgufFile, dequantised
 from logprobe.models.sources import EVERY
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class GgufSource:
             OSError: it cannot be read.
         """
         self._gguf, self._config = GgufFile(path), config
-        own = self._gguf.shapes
+        own = {name: shape for name, shape in self._gguf.shapes.items() if name != ROPE_FACTORS}
         self._own_names = {transformers_name(self._gguf.architecture, name): name for name in own}
         self._shapes = {name: own[source] for name, source in self._own_names.items()}
 

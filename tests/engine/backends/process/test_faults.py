@@ -201,7 +201,10 @@ def test_a_model_that_cannot_be_loaded_is_told_by_its_fault(
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    with pytest.raises(UnsupportedModelError, match=r"model\.safetensors.*header"), start(model=str(tmp_path)):
+    with (
+        pytest.raises(UnsupportedModelError, match=r"model\.safetensors.*header"),
+        start(model=str(tmp_path)),
+    ):
         pass
 
 
