@@ -130,6 +130,17 @@ def test_panels_that_have_reached_the_disk_outlive_the_machine(
     assert read_panels(whole)
 
 
+def test_where_the_system_does_not_tell_its_starts_apart_a_load_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels_module, "boot_id", lambda: "")
+    with pytest.raises(KeyboardInterrupt):
+        write_panels(PARTS, interrupted(2), tmp_path)
+    write_panels(PARTS, packed, tmp_path)
+    assert (tmp_path / ON_DISK).exists()
+    assert len(read_panels(tmp_path)) == 5
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     entry = tmp_path / "entry"
 

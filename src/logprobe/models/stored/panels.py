@@ -90,6 +90,8 @@ def write_panels(
     index = {"layout": LAYOUT, "bytes": end, "crc32": crc32, "boot": boot_id(), "tensors": tensors}
     (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
     (folder / LINES).unlink()
+    if not boot_id():
+        _reach_disk(folder)
 
 
 def _line(value: _Head | _Line) -> bytes:
@@ -103,7 +105,7 @@ def _written(parts: Sequence[tuple[str, ...]], folder: Path) -> list[_Line]:
         size = (folder / PANELS).stat().st_size
     except (OSError, ValueError):
         return []
-    if _read(head, _Head) != _Head(LAYOUT, boot_id()):
+    if not boot_id() or _read(head, _Head) != _Head(LAYOUT, boot_id()):
         return []
     lines = (_read(text, _Line) for text in others)
     both = zip(parts, lines, strict=False)
@@ -152,13 +154,17 @@ def _is_safe(folder: Path, boot: str) -> bool:
     """
     if (folder / ON_DISK).exists():
         return True
-    if boot != boot_id():
+    if boot != boot_id() or not boot:
         return False
     if time.time() - (folder / INDEX).stat().st_mtime > _WRITTEN_BACK_S and os.access(folder, os.W_OK):
-        with (folder / PANELS).open("rb") as file:
-            os.fsync(file.fileno())
-        (folder / ON_DISK).touch()
+        _reach_disk(folder)
     return True
+
+
+def _reach_disk(folder: Path) -> None:
+    with (folder / PANELS).open("ab") as file:
+        os.fsync(file.fileno())
+    (folder / ON_DISK).touch()
 
 
 def boot_id() -> str:
