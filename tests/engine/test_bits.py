@@ -50,10 +50,10 @@ def digests() -> tuple[str, str, str]:
 
 def test_the_bits_are_those_that_are_stored_on_any_number_of_threads() -> None:
     found = []
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 7, 16, 64):  # also more than there are cores
         torch.set_num_threads(number)
         found.append(digests())
-    assert found[0] == found[1] == found[2]
+    assert len(set(found)) == 1
     if cpu_name() not in KNOWN:
         pytest.skip(f"no digests are stored for a processor of the kind {cpu_name()}: {found[0]}")
     assert found[0] == KNOWN[cpu_name()]

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, torch.Tensor]
     Shape = tuple[int, ...]
 
-FEW_ITEMS = 4  # of a loop that is not worth starting the threads for
-
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -205,7 +203,7 @@ class Decoder:
         step.slots, step.loras = plan.slots, self.loras
         self.fill(step, ids, places, is_long=is_long)
         for stage in self.stages(step):
-            stage.run(num_threads=1 if stage.num_items <= FEW_ITEMS else None)
+            stage.run()
         return step.normed
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

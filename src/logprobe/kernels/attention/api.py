@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.threads.parallel import Stage
+from logprobe.kernels.threads.parallel import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Array: TypeAlias = NDArray[Any]
 NO_WINDOW = 1 << 30
-ROWS_FOR_WHOLE_ITEMS = 8
 
 
 @dataclass(slots=True)
@@ -100,7 +99,7 @@ def rows_stage(
 
     settings = rule.settings
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
-    parts = 1 if len(plan.queries) >= ROWS_FOR_WHOLE_ITEMS else keys.shape[1]
+    parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
     context = [
         *(tensor.data_ptr() for tensor in (query, keys, values, out)),
         *(array.ctypes.data for array in (plan.queries, plan.begins, plan.lengths, plan.slots, settings)),

@@ -29,6 +29,7 @@ from logprobe.kernels.threads.parallel import (
     float32_at,
     float32_on_lines,
     int64_at,
+    items_for_threads,
     next_item,
     parallel_for,
 )
@@ -42,10 +43,10 @@ if TYPE_CHECKING:
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in bytes, sizes.
 (QUERY, KEYS, VALUES, SLOTS, OUT, SETTINGS) = range(2, 8)
 (QUERY_ROW, QUERY_HEAD, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD, OUT_ROW, OUT_HEAD) = range(8, 16)
-(NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS) = range(16, 24)
+(NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS, ITEM_LANES) = range(16, 25)
 BLOCK_KEYS = 192  # measured: a panel's sums are read and written once for so many keys
-PANELS = 4  # of query rows that share a block of keys
-LANES = PANELS * PANEL
+MOST_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
+LANES = MOST_PANELS * PANEL
 PANEL_FLOATS = FLOAT * PANEL
 _multiply = tiles(FLOAT32)
 
@@ -72,14 +73,21 @@ def attend_chunk(
     num_rows, num_heads, key_dim = query.shape
     num_kv_heads = keys.shape[1]
     groups, settings = num_heads // num_kv_heads, rule.settings
-    num_blocks = -(-num_rows * groups // LANES)
+    lanes = _item_lanes(num_rows * groups, num_kv_heads)
+    num_blocks = -(-num_rows * groups // lanes)
     strides = (FLOAT * tensor.stride(d) for tensor in (query, keys, values, out) for d in (0, 1))
     context = [
         *(tensor.data_ptr() for tensor in (query, keys, values, slots, out)), settings.ctypes.data, *strides,
         num_rows, len(slots), num_kv_heads, groups, key_dim, values.shape[2],
-        NO_WINDOW if rule.window is None else rule.window, num_blocks,
+        NO_WINDOW if rule.window is None else rule.window, num_blocks, lanes,
     ]  # fmt: skip
     parallel_for(worker(), context, num_blocks * num_kv_heads)
+
+
+def _item_lanes(num_lanes: int, num_heads: int) -> int:
+    """Of whole panels: as many as share a block well, but few enough that every thread has some."""
+    num_panels = num_heads * -(-num_lanes // PANEL)
+    return PANEL * max(1, min(MOST_PANELS, num_panels // items_for_threads()))
 
 
 @internal
@@ -247,8 +255,9 @@ def worker(task: Any) -> None:
     item = next_item(task)
     while item >= 0:
         # The last rows see the most: they go first, so that no thread is left with them at the end.
-        head, first = item % task[KV_HEADS], (task[NUM_BLOCKS] - 1 - item // task[KV_HEADS]) * LANES
-        count = min(LANES, task[NUM_ROWS] * task[GROUPS] - first)
+        head, first = item % task[KV_HEADS], task[NUM_BLOCKS] - 1 - item // task[KV_HEADS]
+        first *= task[ITEM_LANES]
+        count = min(task[ITEM_LANES], task[NUM_ROWS] * task[GROUPS] - first)
         part = (head, first, count)
         _load_queries(task, part, rows, turned[: TILE_ROWS * width], queries)
         _begin(task, part, positions, largest, totals)

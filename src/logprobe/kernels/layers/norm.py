@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.kernels.threads.intrinsics import FLOAT, internal
-from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
+from logprobe.kernels.threads.parallel import Stage, block_rows, compiled_worker, float32_at, next_item
 from logprobe.kernels.threads.vectors import F32, SUMS
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
 (X, X_STRIDE, WEIGHT, BIAS, OUT, OUT_STRIDE, RESIDUAL) = range(2, 9)
-(WIDTH, PARTS, NUM_ROWS, EPSILON, IS_CENTRED) = range(9, 14)
-BLOCK_ROWS = 16
+(WIDTH, PARTS, NUM_ROWS, EPSILON, IS_CENTRED, BLOCK_ROWS) = range(9, 15)
+MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
 
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     rows = x.contiguous().view(-1, x.shape[-1])
     out = rows.new_empty(rows.shape)
-    norm_stage(rows, weight, out, epsilon).run(num_threads=1 if len(rows) < ROWS_FOR_THREADS else None)
+    norm_stage(rows, weight, out, epsilon).run()
     return out.view(x.shape)
 
 
@@ -64,13 +64,14 @@ def norm_stage(
     assert residual is None or residual.stride() == out.stride()
     assert bias is None or is_centred
     settings = np.array([epsilon], dtype=np.float32)
+    block = block_rows(num_rows, MOST_ROWS)
     context = [
         x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
         out.data_ptr(), out.stride(0), 0 if residual is None else residual.data_ptr(),
-        width, parts, num_rows, settings.ctypes.data, is_centred,
+        width, parts, num_rows, settings.ctypes.data, is_centred, block,
     ]  # fmt: skip
-    blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    return Stage(worker(), context, blocks, (x, weight, out, settings, residual, bias))
+    keeps = (x, weight, out, settings, residual, bias)
+    return Stage(worker(), context, -(-num_rows // block), keeps, is_small=num_rows < ROWS_FOR_THREADS)
 
 
 @internal(fastmath=SUMS)
@@ -146,12 +147,13 @@ def _place_centred_part(task: Any, place: Any, out_place: Any, weight: Any, epsi
 
 @compiled_worker()
 def worker(task: Any) -> None:
-    """Blocks of BLOCK_ROWS rows."""
+    """Blocks of rows."""
     width, num_rows = task[WIDTH], task[NUM_ROWS]
     weight, epsilon = float32_at(task[WEIGHT], width), float32_at(task[EPSILON], 1)[0]
     item = next_item(task)
     while item >= 0:
-        for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
+        start = item * task[BLOCK_ROWS]
+        for row in range(start, min(num_rows, start + task[BLOCK_ROWS])):
             for part in range(task[PARTS]):
                 place, out_place = task[X_STRIDE] * row + width * part, task[OUT_STRIDE] * row + width * part
                 if task[IS_CENTRED] != 0:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from logprobe.kernels.layers import activations, turn, widen
 from logprobe.kernels.layers.activations import ACTIVATIONS, gate
@@ -26,6 +25,7 @@ from logprobe.kernels.threads.parallel import (
     compiled_worker,
     float32_at,
     float32_on_lines,
+    items_for_threads,
     next_item,
 )
 from logprobe.kernels.threads.vectors import I32, ONE
@@ -40,8 +40,7 @@ NUM_ITEMS = 1
 (X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
 (X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
 (PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR) = range(16, 21)  # NUM_INPUTS: WIDTH filled up
-ITEMS = 32  # that the panels of a layer are shared out in
-THREAD_ITEMS = 4  # for each thread, where there are rows for so many: all end at nearly the same time
+FEWEST_ITEMS = 32  # that the panels of a layer are shared out in, where there are so many
 BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
 BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
 PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
@@ -73,7 +72,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
     values, residual = finish.values, finish.residual
     assert values is None or finish.activation != "none"
     num_panels = -(-weights.num_outputs // PANEL)
-    item_panels = max(1, num_panels // ITEMS)
+    item_panels = max(1, num_panels // max(FEWEST_ITEMS, items_for_threads()))
     context = [
         x.data_ptr(), weights.data.data_ptr(), _address(weights.bias),
         0 if values is None else values.data.data_ptr(), 0 if values is None else _address(values.bias),
@@ -92,7 +91,7 @@ def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
     """How many blocks rows are cut into: few, as each has panels widened, but enough for every thread."""
     least, most = BLOCK_ROWS
     fewest = -(-num_rows // max(least, min(most, BLOCK_FLOATS // num_inputs)))
-    wanted = -(-THREAD_ITEMS * torch.get_num_threads() // items)
+    wanted = -(-items_for_threads() // items)
     block_rows: int = _block_rows.py_func(num_rows, max(fewest, min(wanted, -(-num_rows // least))))
     return -(-num_rows // block_rows)
 

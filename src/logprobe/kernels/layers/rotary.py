@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from logprobe.kernels.threads.intrinsics import FLOAT, internal
-from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, int64_at, next_item
+from logprobe.kernels.threads.parallel import (
+    Stage,
+    block_rows,
+    compiled_worker,
+    float32_at,
+    int64_at,
+    next_item,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +25,8 @@ if TYPE_CHECKING:
 # head, sizes.
 (QUERY, QUERY_ROW, QUERY_HEAD, KEY, KEY_ROW, KEY_HEAD, VALUE, VALUE_ROW, VALUE_HEAD) = range(2, 11)
 (COSINES, SINES, QUERY_SCALES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 18)  # 0: no scales
-(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM, IS_PAIRED) = range(18, 25)
-BLOCK_ROWS = 16
+(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM, IS_PAIRED, BLOCK_ROWS) = range(18, 26)
+MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
 
@@ -53,11 +60,9 @@ def rotate_and_store(
     Returns:
         The rotated queries, (num_tokens, heads, key_dim) float32.
     """
-    num_rows = len(slots)
     out = projections.query.new_empty(projections.query.shape)
     rotary = (cosines.contiguous(), sines.contiguous())
-    stage = rotary_stage(projections, rotary, pool, slots, out)
-    stage.run(num_threads=1 if num_rows < ROWS_FOR_THREADS else None)
+    rotary_stage(projections, rotary, pool, slots, out).run()
     return out
 
 
@@ -86,16 +91,17 @@ def rotary_stage(
     query, key, value = projections.query, projections.key, projections.value
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
+    block = block_rows(num_rows, MOST_ROWS)
     context = [
         query.data_ptr(), query.stride(0), query.stride(1),
         key.data_ptr(), key.stride(0), key.stride(1),
         value.data_ptr(), value.stride(0), value.stride(1),
         cosines.data_ptr(), sines.data_ptr(), 0 if query_scales is None else query_scales.data_ptr(),
         out.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr(),
-        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1], is_paired,
+        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1], is_paired, block,
     ]  # fmt: skip
-    blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
-    return Stage(worker(), context, blocks, (projections, rotary, pool, slots, out, query_scales))
+    keeps = (projections, rotary, pool, slots, out, query_scales)
+    return Stage(worker(), context, -(-num_rows // block), keeps, is_small=num_rows < ROWS_FOR_THREADS)
 
 
 @internal
@@ -166,11 +172,12 @@ def _place_row(task: Any, row: Any, slot: Any) -> None:
 
 @compiled_worker()
 def worker(task: Any) -> None:
-    """Blocks of BLOCK_ROWS rows."""
+    """Blocks of rows."""
     num_rows = task[NUM_ROWS]
     slots = int64_at(task[SLOTS], num_rows)
     item = next_item(task)
     while item >= 0:
-        for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
+        start = item * task[BLOCK_ROWS]
+        for row in range(start, min(num_rows, start + task[BLOCK_ROWS])):
             _place_row(task, row, slots[row])
         item = next_item(task)

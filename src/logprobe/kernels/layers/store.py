@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from logprobe.kernels.threads.intrinsics import internal
-from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int64_at, next_item, parallel_for
+from logprobe.kernels.threads.parallel import (
+    block_rows,
+    compiled_worker,
+    float32_at,
+    int64_at,
+    next_item,
+    parallel_for,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-(KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS) = range(2, 10)
-BLOCK_ROWS = 64
+(KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS, BLOCK_ROWS) = range(2, 11)
+MOST_ROWS = 64  # of an item
 
 
 def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor, slots: Tensor) -> None:
@@ -28,12 +35,13 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
         slots: (num_tokens,) int64, each once.
     """
     key, value = key.contiguous(), value.contiguous()
+    block = block_rows(len(slots), MOST_ROWS)
     context = [
         key.data_ptr(), key_pool.data_ptr(), key[0].numel(),
         value.data_ptr(), value_pool.data_ptr(), value[0].numel(),
-        slots.data_ptr(), len(slots),
+        slots.data_ptr(), len(slots), block,
     ]  # fmt: skip
-    parallel_for(worker(), context, (len(slots) + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    parallel_for(worker(), context, -(-len(slots) // block))
 
 
 @internal
@@ -44,12 +52,13 @@ def _copy(source: Any, target: Any) -> None:
 
 @compiled_worker()
 def worker(task: Any) -> None:
-    """Blocks of BLOCK_ROWS rows."""
+    """Blocks of rows."""
     num_rows, key_width, value_width = task[NUM_ROWS], task[KEY_WIDTH], task[VALUE_WIDTH]
     slots = int64_at(task[SLOTS], num_rows)
     item = next_item(task)
     while item >= 0:
-        for row in range(item * BLOCK_ROWS, min(num_rows, (item + 1) * BLOCK_ROWS)):
+        start = item * task[BLOCK_ROWS]
+        for row in range(start, min(num_rows, start + task[BLOCK_ROWS])):
             key = float32_at(task[KEYS] + 4 * key_width * row, key_width)
             _copy(key, float32_at(task[KEY_POOL] + 4 * key_width * slots[row], key_width))
             value = float32_at(task[VALUES] + 4 * value_width * row, value_width)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 OMP_PAUSE_HARD = 2  # OpenMP 5.0, 3.6
 SIGNATURE = types.void(types.voidptr)
+THREAD_ITEMS = 4  # of a loop for each, where it can be cut so finely: all end at nearly the same time
 TASK_FIELDS = 32  # int64 a task holds at most: next item, number of items, 30 of the kernel's own
 
 
@@ -211,10 +212,24 @@ class Stage:
     context: Sequence[int]
     num_items: int
     keeps: tuple[Any, ...]
+    is_small: bool = False  # starting the threads for it alone would cost more than they save
 
     def run(self, *, num_threads: int | None = None) -> None:
         """Run the loop by itself."""
-        parallel_for(self.worker, self.context, self.num_items, num_threads=num_threads)
+        parallel_for(
+            self.worker, self.context, self.num_items, num_threads=1 if self.is_small else num_threads
+        )
+
+
+def items_for_threads() -> int:
+    """How many items a loop is worth being cut into: several a thread, where there are several threads."""
+    num_threads = torch.get_num_threads()
+    return THREAD_ITEMS * num_threads if num_threads > 1 else 1
+
+
+def block_rows(num_rows: int, most: int) -> int:
+    """Rows of an item of a loop whose rows take equally long: at most so many, and some for every thread."""
+    return max(1, min(most, num_rows // torch.get_num_threads()))
 
 
 def thread_pool() -> str:
