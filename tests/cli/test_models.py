@@ -61,6 +61,15 @@ def test_a_models_folder_is_the_only_output(verb: str, model_folder: Path) -> No
     assert (done.exit_code, done.stdout, done.stderr) == (0, f"{model_folder}\n", "")
 
 
+def test_pull_prepares_a_model_where_it_is_asked_to(tiny_model_folder: Path, home: Path) -> None:
+    done = CliRunner().invoke(app, ["pull", "--prepare", str(tiny_model_folder)])
+    assert (done.exit_code, done.stdout) == (0, f"{tiny_model_folder}\n")
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 20) as llm:
+        forward: Any = llm.engine.core.engine.forward  # type: ignore[attr-defined]
+        assert forward.is_recalled
+    assert sorted(folder.name for folder in home.iterdir()) == ["loads", "panels"]
+
+
 @pytest.mark.parametrize("verb", ["pull", "path"])
 def test_an_unknown_name_is_one_line_and_exit_code_1(verb: str) -> None:
     done = CliRunner().invoke(app, [verb, "smolm2"])

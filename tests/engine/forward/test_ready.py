@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decoders import EXPERTS, GENERIC, OWN
 from families.rows import MINISTRAL3, longrope
 from logprobe import LLM, AsyncLM, SamplingParams
-from logprobe.errors import EngineClosedError
+from logprobe.engine.forward import pool
+from logprobe.errors import EngineClosedError, ModelError
 from logprobe.models.stored.panels import INDEX, PANELS
 from logprobe.models.stored.record import FILE
 
@@ -168,6 +169,16 @@ def test_what_is_damaged_is_made_again(
     with open_llm(llama) as llm:
         assert is_recalled(llm)
         assert scored(llm) == first
+
+
+def test_a_model_that_cannot_be_in_memory_is_refused_before_it_is_read(
+    llama: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n", encoding="ascii")
+    monkeypatch.setattr(pool, "_MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(ModelError, match=r"needs \d+ MB of memory"):
+        open_llm(llama)
+    assert not (home / "panels").exists()
 
 
 def test_other_weights_of_the_same_name_are_another_model(llama: Path, tmp_path: Path) -> None:
