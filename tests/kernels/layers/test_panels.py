@@ -179,6 +179,17 @@ def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.Mon
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize(("num_threads", "least"), [(1, 32), (2, 32), (16, 64), (64, 256)])
+def test_every_thread_has_several_items_of_whole_panels(
+    num_threads: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    for num_panels in (3, 300):
+        panels = pack_floats(torch.ones(48 * num_panels, 32))
+        stage = panel_stage(torch.ones(1, 32), panels, torch.empty(1, 48 * num_panels))
+        assert min(least, num_panels) <= stage.num_items <= min(2 * least, num_panels)
+
+
 def test_halves_of_a_layer_lie_in_its_own_memory() -> None:
     weight = torch.arange(96.0 * 32).view(96, 32).bfloat16().float()
     whole = pack_floats(weight, torch.arange(96.0))
