@@ -41,13 +41,7 @@ PARALLEL = Hook(
     library=LIBGOMP,
     name="GOMP_parallel",
     purpose="runs a compiled worker on the threads that torch already keeps",
-    without="plain Python threads run the workers",
-)
-BARRIER = Hook(
-    library=LIBGOMP,
-    name="GOMP_barrier",
-    purpose="lets the threads of one launch wait for each other between the stages of a series",
-    without="the stages of a series are launched one by one",
+    without="plain Python threads run the workers, and the stages of a series are launched one by one",
 )
 PAUSE = Hook(
     library=LIBGOMP,
@@ -80,7 +74,7 @@ LLVM_FUNCTIONS = Hook(
     without="the kernels do not compile",
 )
 
-HOOKS = (PARALLEL, BARRIER, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS)
+HOOKS = (PARALLEL, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS)
 
 
 def missing_hooks() -> list[Hook]:

@@ -21,7 +21,7 @@ def chain(length: int) -> tuple[list[Stage], list[torch.Tensor]]:
     return stages, [*rows, *want]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize("length", [0, 1, 40])
 def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int) -> None:
     stages, rows = chain(length)
@@ -39,7 +39,7 @@ def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int)
 
 
 def test_stages_run_one_by_one_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series_module, "barrier_address", lambda: None)
+    monkeypatch.setattr(series_module, "thread_pool", lambda: "python")
     stages, rows = chain(5)
     Series(stages).run()
     assert torch.equal(rows[5], rows[-1])
@@ -51,3 +51,20 @@ def test_a_series_keeps_the_memory_that_it_writes() -> None:
     [torch.full((1, 33), 9.0) for _ in range(50)]  # would land where freed memory was
     series.run()
     torch.testing.assert_close(out, torch.ones(1, 33))
+
+
+def test_stages_of_one_item_run_in_order_however_many_threads_find_none() -> None:
+    stages, rows = chain(60)
+    single = [Stage(stage.worker, _whole(stage), 1, stage.keeps) for stage in stages]
+    own = torch.get_num_threads()
+    torch.set_num_threads(16)
+    try:
+        Series(single).run()
+    finally:
+        torch.set_num_threads(own)
+    assert torch.equal(rows[60], rows[-1])
+
+
+def _whole(stage: Stage) -> list[int]:
+    """A norm's context with all of its rows in one item."""
+    return [*stage.context[:-1], 200]

@@ -6,6 +6,7 @@ Addresses are int64. Vectors have 64 lanes whatever the processor has: the compi
 from __future__ import annotations
 
 from functools import partial
+from platform import machine
 from typing import Any
 
 from llvmlite import ir
@@ -20,6 +21,7 @@ LANES = 64
 FLOAT = 4  # bytes
 LINE = 64  # bytes of a cache line
 BYTE_POINTER = ir.IntType(8).as_pointer()
+_VOID = ir.FunctionType(ir.VoidType(), [])
 LANE_FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 
@@ -34,15 +36,40 @@ def pointer(_typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def fetch_add(_typing_context: Any, address: Any) -> Any:
-    """The counter at an address, read and increased by one in a single atomic step."""
+def fetch_add(_typing_context: Any, address: Any, _number: Any) -> Any:
+    """The counter at an address, read and increased by a number in a single atomic step.
+
+    What a thread wrote before it is seen by those that find it done.
+    """
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        int64 = ir.IntType(64)
-        counter = builder.inttoptr(arguments[0], int64.as_pointer())
-        return builder.atomic_rmw("add", counter, int64(1), "monotonic")
+        counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, arguments[1], "acq_rel")
+
+    return types.int64(address, types.int64), generate
+
+
+@intrinsic
+def counted(_typing_context: Any, address: Any) -> Any:
+    """The counter at an address as other threads have left it, with all that they wrote before."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        counter = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(counter, "acquire", align=8)
 
     return types.int64(address), generate
+
+
+@intrinsic
+def pause(_typing_context: Any) -> Any:
+    """Tell the processor that this loop only waits."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        if machine() in {"x86_64", "AMD64"}:
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", [], _VOID), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _prefetch(builder: Any, address: Any) -> None:
@@ -77,15 +104,16 @@ def call_with_task(_typing_context: Any, function: Any, task: Any) -> Any:
 
 
 @intrinsic
-def call_alone(_typing_context: Any, function: Any) -> Any:
-    """Call the C function `void(void)` at an address."""
+def call_with_number(_typing_context: Any, function: Any, _number: Any) -> Any:
+    """Call the C function `int(unsigned)` at an address."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), []).as_pointer()
-        builder.call(builder.inttoptr(arguments[0], kind), [])
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(int32, [int32]).as_pointer()
+        builder.call(builder.inttoptr(arguments[0], kind), [builder.trunc(arguments[1], int32)])
         return context.get_dummy_value()
 
-    return types.void(function), generate
+    return types.void(function, types.int64), generate
 
 
 @intrinsic

@@ -258,13 +258,6 @@ def _run_on_python_threads(worker: Worker, address: int, num_threads: int) -> No
 
 
 @functools.cache
-def barrier_address() -> int | None:
-    """Of the function at which the threads of `parallel_for` wait for each other; None without libgomp."""
-    barrier = hooks.BARRIER.find()
-    return None if barrier is None else ctypes.cast(barrier, ctypes.c_void_p).value
-
-
-@functools.cache
 def _openmp_launch() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the libgomp that torch has loaded: it runs a function on a team of threads."""
     launch: Any = hooks.PARALLEL.find()
@@ -283,7 +276,7 @@ def task_at(address: Any) -> Any:
 @internal
 def next_item(task: Any) -> Any:
     """The next item that no thread has taken, or -1 when all are."""
-    item = fetch_add(task.ctypes.data)
+    item = fetch_add(task.ctypes.data, 1)
     return item if item < task[1] else -1
 
 

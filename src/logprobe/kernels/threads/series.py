@@ -1,23 +1,37 @@
-"""Many stages in one launch (CPU): each thread goes through all of them, and waits for the others after each.
+"""Many stages in one launch (CPU): each thread goes through all of them, and waits till each is done.
 
 A step of one token is hundreds of loops of a few microseconds, and starting one from Python costs as much
 as it takes. Recorded once, they are started together, as a CUDA graph does for a GPU's kernels.
+
+A stage is done when all its items are taken and no thread is inside it: a thread that the system has put
+aside is waited for where it may hold an item, and nowhere else. OpenMP's own barrier waits for every thread,
+whatever it holds, and spins for milliseconds where threads do not outnumber cores (libgomp, GOMP_SPINCOUNT).
+Who waits here spins briefly, then yields its core to whoever has work, and sleeps where that is long.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from logprobe.kernels.threads.intrinsics import call_alone, call_with_task
+from logprobe.kernels.threads.intrinsics import (
+    LINE,
+    call_with_number,
+    call_with_task,
+    counted,
+    fetch_add,
+    pause,
+)
 from logprobe.kernels.threads.parallel import (
     TASK_FIELDS,
-    barrier_address,
     compiled_worker,
     int64_at,
     parallel_for,
+    thread_pool,
 )
 
 if TYPE_CHECKING:
@@ -25,8 +39,10 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.threads.parallel import Stage
 
-(TASKS, WORKERS, NUM_STAGES, BARRIER) = range(2, 6)  # addresses but for the number
+(TASKS, WORKERS, INSIDE, NUM_STAGES, YIELD, SLEEP) = range(2, 8)  # addresses but for the number of stages
 TASK_BYTES = 8 * TASK_FIELDS
+SPINS, YIELDS = 200, 1000  # turns of a wait up to which it spins, and up to which it yields; measured
+SLEEP_US = 50  # between two looks after those
 
 
 class Series:
@@ -35,6 +51,8 @@ class Series:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = list(stages)  # they keep the memory
         self._tasks = np.zeros((len(self._stages), TASK_FIELDS), dtype=np.int64)
+        # How many threads are inside a stage, each on a line of the cache of its own.
+        self._inside = np.zeros((len(self._stages), LINE // 8), dtype=np.int64)
         self._workers = np.array([stage.worker.address for stage in self._stages], dtype=np.int64)
         for task, stage in zip(self._tasks, self._stages, strict=True):
             task[1] = stage.num_items
@@ -42,15 +60,25 @@ class Series:
 
     def run(self) -> None:
         """Run every stage, each after the one before it is done; releases the GIL."""
-        barrier = barrier_address()
-        if barrier is None:
+        if thread_pool() == "python":
             for stage in self._stages:
                 stage.run(num_threads=1)
             return
         self._tasks[:, 0] = 0
-        context = [self._tasks.ctypes.data, self._workers.ctypes.data, len(self._stages), barrier]
+        context = [
+            *(array.ctypes.data for array in (self._tasks, self._workers, self._inside)),
+            len(self._stages), _c_function("sched_yield"), _c_function("usleep"),
+        ]  # fmt: skip
         # An item a thread, none of which is counted: every thread runs the whole series.
         parallel_for(worker(), context, torch.get_num_threads())
+
+
+@functools.cache
+def _c_function(name: str) -> int:
+    """The address of a function of the C library."""
+    address = ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 @compiled_worker()
@@ -58,5 +86,17 @@ def worker(task: Any) -> None:
     """Every stage in turn, in every thread."""
     workers = int64_at(task[WORKERS], task[NUM_STAGES])
     for number in range(task[NUM_STAGES]):
-        call_with_task(workers[number], task[TASKS] + TASK_BYTES * number)
-        call_alone(task[BARRIER])
+        stage, inside = task[TASKS] + TASK_BYTES * number, task[INSIDE] + LINE * number
+        if counted(stage) < counted(stage + 8):  # else all are taken
+            fetch_add(inside, 1)
+            call_with_task(workers[number], stage)
+            fetch_add(inside, -1)
+        turns = 0
+        while counted(inside) != 0:
+            turns += 1
+            if turns <= SPINS:
+                pause()
+            elif turns <= YIELDS:
+                call_with_number(task[YIELD], 0)
+            else:
+                call_with_number(task[SLEEP], SLEEP_US)
