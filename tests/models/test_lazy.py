@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from families.rows import RIGHT, Row
 from families.tiny import model_of
 from logprobe.models import lazy
 from logprobe.models.lazy import LazyModel, lazy_model
-from logprobe.models.sources import FolderSource, StateSource
+from logprobe.models.sources import FolderSource, StateSource, weight_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,6 +67,24 @@ def test_it_gives_the_logits_of_the_module_that_holds_them(row: Row, monkeypatch
     assert not any(map(is_unread, parameters.values()))
 
 
+@torch.inference_mode()
+def test_whatever_a_module_does_with_a_matrix_sees_its_numbers() -> None:
+    model = model_of("llama", tie_word_embeddings=False)
+    made, want = opened(model, StateSource(state_of(model))), model.lm_head.weight
+    weight, x = made.module.lm_head.weight, torch.ones(2, model.config.hidden_size)
+    ways: list[Any] = [
+        lambda one: x @ one.T,
+        lambda one: torch.cat([one, one]),
+        lambda one: one[3:5],
+        lambda one: one.data + 1,
+        lambda one: torch.addmm(torch.zeros(2, len(one)), x, one.t()),
+    ]
+    with made.reading():
+        assert (weight.shape, weight.dtype, weight.device) == (want.shape, want.dtype, want.device)
+        for way in ways:
+            assert torch.equal(way(weight), way(want))
+
+
 def test_without_numbers_nothing_is_read() -> None:
     model = model_of("llama")
     made = opened(model, StateSource(state_of(model)))
@@ -93,6 +112,24 @@ def test_files_are_read_in_whatever_float_they_are(tmp_path: Path, dtype: torch.
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     with made.reading():
         assert_close(logits(made.module), logits(model))
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_of_a_folder_that_holds_the_weights_twice_the_files_of_transformers_are_read(
+    tmp_path: Path, *, is_sharded: bool
+) -> None:
+    model = model_of("llama")
+    name = "model-00001-of-00001.safetensors" if is_sharded else "model.safetensors"
+    state = state_of(model)
+    save_file(state, tmp_path / name)
+    if is_sharded:
+        index = {"weight_map": dict.fromkeys(state, name)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    save_file({"layers.0.wq": torch.ones(99, 99)}, tmp_path / "consolidated.safetensors")
+    source = FolderSource(tmp_path)
+    assert source.shapes.keys() == state.keys()
+    assert weight_bytes(tmp_path) == (tmp_path / name).stat().st_size
+    assert opened(model, source).unread
 
 
 def test_names_below_the_decoder_and_frequencies_of_older_files_are_known() -> None:

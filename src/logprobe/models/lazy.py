@@ -66,9 +66,12 @@ class _Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_about_it = getattr(func, "__name__", "") == "__get__"  # shape, dtype, device
-        if is_about_it or not any(map(self._is_unread, (*args, *kwargs.values()))):
+        if not any(map(self._is_unread, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__":
+            value = func(*args, **kwargs)
+            if not isinstance(value, torch.Tensor):  # shape, dtype, device
+                return value
         if func is functional.linear and not self._is_unread(args[0]):
             return self._product(*args, **kwargs)
         if func is functional.embedding and len(args) > 1:

@@ -5,6 +5,7 @@ Before it: the folder of a model, or a `state_dict`. After it: panels, and trans
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +54,7 @@ class FolderSource:
 
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in weight_files(folder):
             try:
                 with safe_open(file, framework="pt") as opened:
                     for name in opened.keys():  # noqa: SIM118
@@ -61,7 +62,7 @@ class FolderSource:
                         self._shapes[name] = tuple(opened.get_slice(name).get_shape())
             except (OSError, SafetensorError) as error:
                 reason = next(iter(str(error).splitlines()), type(error).__name__)
-                raise UnsupportedModelError(f"{file}: cannot be read ({reason})") from error
+                raise UnsupportedModelError(f"{file}: cannot be read ({reason}); fetch it again") from error
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -133,7 +134,19 @@ def made_ahead(tasks: Iterable[Callable[[], T]]) -> Iterator[T]:
             yield waiting.popleft().result()
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: of those that transformers writes, or else all safetensors.
+
+    Some repositories hold the same weights twice, in files of another program's names beside these.
+    """
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
+
+
 def weight_bytes(folder: Path) -> int:
     """What the files of a model's weights take."""
-    files = (file for pattern in ("*.safetensors", "*.gguf") for file in folder.glob(pattern))
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in weight_files(folder))
