@@ -21,6 +21,7 @@ from logprobe.models.stored.disk import left_by_others, of_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from logprobe.models import ModelFiles
     from logprobe.models.stored.disk import OnDisk
 
 app = typer.Typer(name="models", help="Fetch, list, show and remove models.", no_args_is_help=True)
@@ -50,12 +51,20 @@ _SHAPE = {
 def pull(name: _Name = DEFAULT_MODEL, *, prepare: _Prepare = False) -> None:
     """Fetch a model unless it is there already, and print its folder."""
     with _one_line_errors():
-        folder = resolve(name).folder
+        files = resolve(name)
         if prepare:
-            from logprobe import LLM  # with all of torch
+            _prepare(files)
+        typer.echo(files.folder)
 
-            LLM(name).close()
-        typer.echo(folder)
+
+def _prepare(files: ModelFiles) -> None:
+    """Load a model once, and wait for the disk: an image of a machine may be made of it."""
+    from logprobe import LLM  # with all of torch
+    from logprobe.models.stored.store import LoadStore
+
+    LLM(files.name).close()
+    if (store := LoadStore.of(files)) is not None:
+        store.reach_disk()
 
 
 @app.command()

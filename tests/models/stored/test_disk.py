@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +9,7 @@ from huggingface_hub import constants
 
 from logprobe.errors import InputError
 from logprobe.models import cache
-from logprobe.models.stored import disk, identity, panels
+from logprobe.models.stored import disk, identity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,8 +31,6 @@ def half_made(entry: Path) -> Path:
 
 def test_a_model_of_the_cache_has_its_files_and_all_that_was_ever_made_of_it(home: Path) -> None:
     folder = write(home / "models" / "own-0123456789abcdef-c2", 1000)
-    write(folder, 200, panels.PANELS)
-    write(folder, 30, panels.INDEX)
     converted_again = [
         write(home / kind / f"{folder.name}-{source}-{DIGEST}", num_bytes)
         for kind, source, num_bytes in [
@@ -46,8 +43,8 @@ def test_a_model_of_the_cache_has_its_files_and_all_that_was_ever_made_of_it(hom
     (home / "loads" / ".any.lock").touch()
     one = disk.of_folder(folder)
     assert one == disk.OnDisk(folder, (folder, *converted_again))
-    assert (one.files_bytes, one.panels_bytes, one.records_bytes) == (1000, 234, 15)
-    assert one.size_bytes == 1249
+    assert (one.files_bytes, one.panels_bytes, one.records_bytes) == (1000, 4, 15)
+    assert one.size_bytes == 1019
 
 
 def test_what_was_left_half_made_counts_and_goes_with_its_entry(home: Path) -> None:
@@ -123,7 +120,3 @@ def test_an_empty_cache_holds_nothing_and_is_not_made(home: Path) -> None:
     assert disk.of_folder(folder) == disk.OnDisk(None, ())
     assert disk.left_by_others([folder]) == {}
     assert not home.exists()
-
-
-def test_panels_go_by_their_own_names() -> None:
-    assert all(fnmatch(name, disk.OWN_PANELS) for name in (panels.PANELS, panels.INDEX))

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 FILES, PANELS, RECORDS = "models", "panels", "loads"  # what the cache's entries are, by their folder
-OWN_PANELS: Final = "panels.*"  # in a model's folder, where it was converted from blocks
 _KEY: Final = "-[0-9a-f]{16}"  # of the source, or of code and machine
 _MOST_STEM_CHARS: Final = 40
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")  # a snapshot of the hub is named so
@@ -33,14 +32,14 @@ class OnDisk:
 
     @property
     def files_bytes(self) -> int | None:
-        """Of its files without panels; None where nobody knows them."""
+        """Of its files; None where nobody knows them."""
         folders = {*self._of(FILES), *([] if self.folder is None else [self.folder])}
-        return sum(map(entry_size_bytes, folders)) - self._own_panels_bytes if folders else None
+        return sum(map(entry_size_bytes, folders)) if folders else None
 
     @property
     def panels_bytes(self) -> int:
-        """Of its panels, in its folder and in the cache."""
-        return self._own_panels_bytes + sum(map(entry_size_bytes, self._of(PANELS)))
+        """Of its panels."""
+        return sum(map(entry_size_bytes, self._of(PANELS)))
 
     @property
     def records_bytes(self) -> int:
@@ -51,10 +50,6 @@ class OnDisk:
     def size_bytes(self) -> int:
         """Of all that is known."""
         return (self.files_bytes or 0) + self.panels_bytes + self.records_bytes
-
-    @property
-    def _own_panels_bytes(self) -> int:
-        return 0 if self.folder is None else sum(file.stat().st_size for file in self.folder.glob(OWN_PANELS))
 
     def _of(self, kind: str) -> list[Path]:
         return [entry for entry in self.entries if entry.parent.name == kind]

@@ -91,7 +91,7 @@ def write_panels(
     (folder / INDEX).write_bytes(msgspec.json.encode(index) + b"\n")
     (folder / LINES).unlink()
     if not boot_id():
-        _reach_disk(folder)
+        reach_disk(folder)
 
 
 def _line(value: _Head | _Line) -> bytes:
@@ -157,11 +157,16 @@ def _is_safe(folder: Path, boot: str) -> bool:
     if boot != boot_id() or not boot:
         return False
     if time.time() - (folder / INDEX).stat().st_mtime > _WRITTEN_BACK_S and os.access(folder, os.W_OK):
-        _reach_disk(folder)
+        reach_disk(folder)
     return True
 
 
-def _reach_disk(folder: Path) -> None:
+def reach_disk(folder: Path) -> None:
+    """Wait until a folder's panels are on the disk, from where on they outlive the machine's power.
+
+    Raises:
+        OSError: they are not there, or cannot be written.
+    """
     with (folder / PANELS).open("ab") as file:
         os.fsync(file.fileno())
     (folder / ON_DISK).touch()

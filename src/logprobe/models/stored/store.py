@@ -13,7 +13,7 @@ from logprobe.errors import DownloadError
 from logprobe.models.cache import MANIFEST, new_entry
 from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key
-from logprobe.models.stored.panels import read_panels, stored_forms, write_panels
+from logprobe.models.stored.panels import reach_disk, read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ class LoadStore:
         except (DownloadError, OSError) as error:
             self._refuse(error)
         return read_panels(self._panels_folder, is_checked=False)
+
+    def reach_disk(self) -> None:
+        """Wait until the panels are on the disk, where there are any of this model."""
+        if self.panels(is_checked=False):
+            reach_disk(self._panels_folder)
 
     def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
         """What was proven of the model by this code on this machine."""
