@@ -147,6 +147,16 @@ def test_a_tensor_without_a_place_is_refused_by_name(tmp_path: Path, write_gguf:
         check(write_gguf(tmp_path / "tiny.gguf", more=add))
 
 
+def test_factors_of_frequencies_that_no_configuration_holds_are_refused(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", np.full(8, 2.0, np.float32))
+
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight"):
+        check(write_gguf(tmp_path / "tiny.gguf", "qwen2", more=add))
+
+
 def test_a_type_that_cannot_be_read_is_refused_by_name(
     tmp_path: Path, write_gguf: Callable[..., Path]
 ) -> None:

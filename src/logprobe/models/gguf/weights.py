@@ -76,7 +76,12 @@ class GgufSource:
             OSError: it cannot be read.
         """
         self._gguf, self._config = GgufFile(path), config
-        own = {name: shape for name, shape in self._gguf.shapes.items() if name != ROPE_FACTORS}
+        has_factors = self._gguf.architecture == "llama"  # which its configuration holds
+        own = {
+            name: shape
+            for name, shape in self._gguf.shapes.items()
+            if not (has_factors and name == ROPE_FACTORS)
+        }
         self._own_names = {transformers_name(self._gguf.architecture, name): name for name in own}
         self._shapes = {name: own[source] for name, source in self._own_names.items()}
 
