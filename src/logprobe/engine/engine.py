@@ -22,7 +22,7 @@ from logprobe.engine.recorder import Drawn, Recorder, StepDeltas
 from logprobe.engine.request import check_request
 from logprobe.engine.weight_swap import WeightSwap
 from logprobe.errors import EngineError, ForwardError, LogprobeError, WeightsReplacedError
-from logprobe.models.loading import read_state
+from logprobe.models.loading import copied, read_state
 from logprobe.processors import ModelFacts
 from logprobe.transport.messages import (
     Abort,
@@ -147,7 +147,7 @@ class Engine:
                 self.forward.make_room(lora)
                 return None
             case LoadWeights(number, weights):
-                state = weights if isinstance(weights, Mapping) else read_state(weights)
+                state = copied(weights) if isinstance(weights, Mapping) else read_state(weights)
                 self._swap.ready[number] = forward = self.forward.with_weights(self.config, state)
                 return forward.layout
 

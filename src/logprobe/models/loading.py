@@ -76,7 +76,7 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     from logprobe.models.lazy import lazy_model
     from logprobe.models.sources import StateSource
 
-    source = source_of(files) if state is None else StateSource(_copied(state))
+    source = source_of(files) if state is None else StateSource(state)
     if source is None:
         return None
     model = lazy_model(load_config(files), source, dtype=torch.float32)
@@ -126,7 +126,7 @@ def load_state(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """The model of a configuration with weights of its own; they are copied, so that training may go on.
+    """The module of some files with other weights; it may hold these very ones, where dtype and device fit.
 
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or of another shape.
@@ -141,7 +141,7 @@ def load_state(
     loaded, info = kind.from_pretrained(
         None,
         config=config,
-        state_dict=_copied(state),
+        state_dict=dict(state),
         dtype=dtype,
         attn_implementation="eager",
         ignore_mismatched_sizes=True,
@@ -161,8 +161,8 @@ def load_state(
     return ready
 
 
-def _copied(state: State) -> dict[str, torch.Tensor]:
-    """On the CPU; tensors that share memory share it there too."""
+def copied(state: State) -> dict[str, torch.Tensor]:
+    """Weights of a caller's, so that training may go on: on the CPU; what shares memory does there too."""
     copies: dict[tuple[int, ...], torch.Tensor] = {}
     copied: dict[str, torch.Tensor] = {}
     for name, weight in state.items():

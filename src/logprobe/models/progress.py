@@ -22,8 +22,8 @@ LEAST_BYTES: Final = 1 << 28  # of a model that is worth a bar
 class LoadProgress:
     """The bar of a load that reads all weights several times; of a small model there is none."""
 
-    def __init__(self, name: str, *, is_shown: bool = True) -> None:
-        self._name, self._is_shown = name, is_shown
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._bar: Any = None
         self._task: Any = None
         self._scale = 1.0
@@ -37,7 +37,7 @@ class LoadProgress:
 
     def start(self, source: Source, num_bytes: int, num_times: int) -> None:
         """Show a bar for weights of so many bytes, or say on what is no terminal that it takes a while."""
-        if not self._is_shown or num_bytes < LEAST_BYTES:
+        if num_bytes < LEAST_BYTES:
             return
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
