@@ -8,10 +8,10 @@ has left. The others have one load. Before each the files are read once, so that
 if it has room.
 
 Peak memory is the kernel's own high-water mark (VmHWM) up to the first token, which counts pages of mapped
-files; anonymous memory does not, and is the highest of readings every 20 ms. The floor is one reading of a
-step's weights at the memory's speed of the same round. `multiply-adds alone` is the float32 peak of the same
-round (`peak.py`). llama.cpp's server gives no log-probabilities of a prompt, and all alternatives of a token
-only as JSON.
+files and leaves out child processes that have ended; anonymous memory is the highest of readings every 20 ms,
+without those pages and with those processes. The floor is one reading of a step's weights at the memory's
+speed of the same round. `multiply-adds alone` is the float32 peak of the same round (`peak.py`). llama.cpp's
+server gives no log-probabilities of a prompt, and all alternatives of a token only as JSON.
 """
 
 import contextlib
@@ -252,10 +252,11 @@ def stored(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def of_a_step(path: Path) -> tuple[int, int]:
-    """Weights and bytes that a step goes through: all but a table of embeddings that is not the head too."""
+    """Weights and bytes that a step goes through: no factors, no table of embeddings that is no head."""
     tensors = stored(path)
     is_untied = bool(tensors.keys() & {"lm_head.weight", "output.weight"})
-    read = [one for name, one in tensors.items() if not (is_untied and name in EMBEDDINGS)]
+    unread = {"rope_freqs.weight", *(EMBEDDINGS if is_untied else ())}
+    read = [one for name, one in tensors.items() if name not in unread]
     return sum(count for count, _ in read), sum(size for _, size in read)
 
 

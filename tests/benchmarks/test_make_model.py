@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import bench_real
 import gguf
 import make_model
 import numpy as np
@@ -88,3 +89,18 @@ def test_the_mix_of_q4_k_m_is_llama_cpps(shape: make_model.Shape, tmp_path: Path
     assert {one.tensor_type for one in tensors if one.data.ndim == 1} == {gguf.GGMLQuantizationType.F32}
     embedding = next(one for one in tensors if one.name == "token_embd.weight")
     assert dequantize(embedding.data, embedding.tensor_type).shape == (VOCABULARY_LEN, 256)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_step_goes_through_all_weights_but_a_table_that_is_no_head(
+    shape: make_model.Shape, tmp_path: Path, *, is_tied: bool
+) -> None:
+    shape = replace(shape, is_tied=is_tied)
+    make_model.make_folder(shape, tmp_path / "m")
+    make_model.write_gguf(tmp_path / "m", tmp_path / "m-bf16.gguf", "bf16")
+    sizes = {name: int(np.prod(size)) for name, size in shape.tensors().items()}
+    unread = 0 if is_tied else sizes["model.embed_tokens.weight"]
+    wanted = sum(sizes.values()) - unread
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert bench_real.of_a_step(tmp_path / "m") == (wanted, 2 * wanted)
+    assert bench_real.of_a_step(tmp_path / "m-bf16.gguf") == (wanted, 2 * wanted + 2 * norms)
