@@ -26,9 +26,8 @@ REASONS = {
         "thread runs."
     ),
     "bench_real --model llama-1b": (
-        "A first load reads every weight three times, lays it out anew, and of a GGUF file has the gguf "
-        "package read a vocabulary of 128,256 entries one by one. Panels of Q4_K and Q6_K hold scales and "
-        "summands in float32. A step of one row waits for the weights' bytes, one of 32 rows and a prompt "
+        "A first load reads every weight three times and lays it out anew. Panels of Q4_K and Q6_K hold "
+        "scales and summands in float32. A step of one row waits for the weights' bytes, one of 32 rows and a prompt "
         "for their multiply-adds, in float32 (see `bench_decode`)."
     ),
     "bench_records": (

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from logprobe.errors import InputError, ModelError
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.convert import convert
 from logprobe.models.gguf.file import GgufFile
+from logprobe.models.gguf.header import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,12 @@ HOSTILE = {
     "arrays in arrays": header(array(9, 1, struct.pack("<IQ", 9, 1) * 5000)),
     "keys": header(num_keys=2**62),
     "a long text": header(struct.pack("<IQ", 8, 2**63)),
+    "no text": header(struct.pack("<IQ", 8, 2) + b"\xff\xfe"),
+    "a key twice": b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (text("k") + struct.pack("<IB", 0, 1)),
+    "an alignment": b"GGUF"
+    + struct.pack("<IQQ", 3, 0, 1)
+    + text("general.alignment")
+    + struct.pack("<Ii", 5, -8),
     "an unknown type": header(struct.pack("<I", 99)),
     "an unknown tensor type": header(tensors=(tensor([4], 9999),)),
     "a large tensor": header(tensors=(tensor([2**60, 2**60]),)),
@@ -72,6 +80,25 @@ def test_a_header_that_cannot_be_believed_is_refused_at_once(name: str, tmp_path
     with pytest.raises(InputError, match=r"not a readable GGUF file|is empty"):
         GgufFile(path)
     assert time.monotonic() - start < LIMIT_S
+
+
+def test_values_are_those_of_the_gguf_packages_reader(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    writer = GGUFWriter(path, "llama")
+    for name, value in {
+        "uint8": 255, "int8": -128, "uint16": 65535, "int16": -32768, "uint32": 2**32 - 1, "int32": -(2**31),
+        "float32": 0.1, "bool": True, "uint64": 2**64 - 1, "int64": -(2**63), "float64": 0.1, "string": "ä\n",
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(name, value)
+    for place, values in enumerate([["", "an", "ä" * 9], [0.1, 2.5], [1, 2, 3], [True, False]]):
+        writer.add_array(f"array{place}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    theirs = {key: field.contents() for key, field in GGUFReader(path).fields.items() if key[:5] != "GGUF."}
+    assert len(theirs) == 17
+    assert repr(read_header(path).keys) == repr(theirs)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.errors import InputError, UnsupportedModelError
+from logprobe.errors import UnsupportedModelError
 from logprobe.models.gguf.header import read_header
 
 if TYPE_CHECKING:
@@ -35,43 +35,31 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(path)
-        if header.architecture is None:
+        architecture = header.keys.get("general.architecture")
+        if not isinstance(architecture, str):
             raise UnsupportedModelError(
                 f"{path.name}: the key 'general.architecture' is missing; fetch a complete file"
             )
-        self.architecture = header.architecture
-        self._tensors = header.tensors
-
-    @cached_property
-    def _reader(self) -> Any:
-        """Of the keys; a large vocabulary takes it seconds."""
-        from gguf import GGUFReader
-
-        try:
-            return GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
-            raise InputError(f"{self.path}: not a readable GGUF file ({error}); fetch it again") from error
+        self.architecture = architecture
+        self._keys, self._tensors = header.keys, header.tensors
 
     def value(self, key: str, default: Any = _MISSING) -> Any:
         """Give one metadata value as Python numbers, strings and lists.
 
         Raises:
-            InputError: the file cannot be read.
             UnsupportedModelError: the file lacks the key and no default was given.
         """
-        field = self._reader.fields.get(self._full(key))
-        if field is not None:
-            return field.contents()
-        if default is _MISSING:
+        found = self._keys.get(self._full(key), default)
+        if found is _MISSING:
             raise UnsupportedModelError(
                 f"{self.path.name}: the key {self._full(key)!r} is missing; fetch a complete file"
             )
-        return default
+        return found
 
     def own_keys(self) -> set[str]:
         """List the architecture's own keys, each with its leading dot."""
         prefix = f"{self.architecture}."
-        return {"." + key.removeprefix(prefix) for key in self._reader.fields if key.startswith(prefix)}
+        return {"." + key.removeprefix(prefix) for key in self._keys if key.startswith(prefix)}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

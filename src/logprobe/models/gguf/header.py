@@ -1,7 +1,8 @@
-"""A GGUF file's header, believed as far as the file's bytes go: where its tensors lie, and of which types.
+"""A GGUF file's header, believed as far as the file's bytes go: its keys' values, and where its tensors lie.
 
-Before it: any bytes. After it: `file`; the reader of its keys takes as many entries as a count tells it to,
-in the file or not. Every count is held against the bytes that are there.
+Before it: any bytes. After it: `file`. The gguf package's reader takes as many entries as a count tells it
+to, in the file or not, and seconds for a vocabulary of 128,256 (it makes two arrays of each). Here every
+count is held against the bytes that are there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from logprobe.errors import InputError
 
@@ -19,15 +22,19 @@ if TYPE_CHECKING:
 
 MAGIC: Final = b"GGUF"
 STRING, ARRAY = 8, 9
-SCALAR_BYTES: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+SCALARS: Final = {
+    number: np.dtype(name)
+    for number, name in {
+        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+        10: "<u8", 11: "<i8", 12: "<f8",
+    }.items()
+}  # fmt: skip
+LENGTH: Final = struct.Struct("<Q")  # of a string, in bytes
 MAX_ENTRIES: Final = 1 << 22  # of all arrays; vocabularies and their merges have some hundred thousand
 MAX_DIMENSIONS: Final = 4  # as in ggml
 NUMBER_BYTES: Final = 8  # of the widest number: a tensor begins at a multiple of it
-
-
-ARCHITECTURE_KEY, ALIGNMENT_KEY = b"general.architecture", b"general.alignment"
+ALIGNMENT_KEY: Final = "general.alignment"
 DEFAULT_ALIGNMENT: Final = 32  # bytes; where the key says nothing
-UINT32: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +49,9 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of its tensors, and the name of its architecture; None where it has none."""
+    """What a file says of itself: its keys as Python numbers, strings and lists, and its tensors."""
 
-    architecture: str | None
+    keys: dict[str, Any]
     tensors: dict[str, TensorPlace]
 
 
@@ -70,67 +77,76 @@ class _Walk:
         self._path, self._data, self._size = path, data, size
         self._at = 0
         self._num_entries = 0
-        self._architecture: str | None = None
-        self._alignment = DEFAULT_ALIGNMENT
 
     def read(self) -> Header:
         """Everything up to the tensors' numbers."""
-        if self._take(4) != MAGIC:
+        if self._size < 4 or self._bytes(4) != MAGIC:
             raise self._error("does not begin as one")
         version, num_tensors, num_keys = self._number("<I"), self._number("<Q"), self._number("<Q")
         if version not in {2, 3}:
             raise self._error(f"has version {version}; 2 and 3 are read")
+        keys: dict[str, Any] = {}
         for _ in range(num_keys):
-            self._take_key()
+            [key] = self._strings(1)
+            if key in keys:
+                raise self._error(f"has two keys {key!r:.80}")
+            keys[key] = self._value(self._number("<I"))
         places: dict[str, TensorPlace] = {}
         for _ in range(num_tensors):
             name, place = self._take_tensor()
             if name in places:
                 raise self._error(f"has two tensors {name!r:.80}")
             places[name] = place
-        begin = self._at + -self._at % self._alignment
+        alignment = keys.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % NUMBER_BYTES:
+            raise self._error(f"has an alignment of {alignment!r:.80} bytes")
+        begin = self._at + -self._at % alignment
         if begin + max((place.start + place.num_bytes for place in places.values()), default=0) > self._size:
             raise self._error("ends before its tensors do")
         tensors = {name: replace(place, start=begin + place.start) for name, place in places.items()}
-        return Header(self._architecture, tensors)
+        return Header(keys, tensors)
 
-    def _take_key(self) -> None:
-        key = self._bytes(self._number("<Q"))
-        kind = self._number("<I")
-        if key == ARCHITECTURE_KEY and kind == STRING and self._architecture is None:
-            self._architecture = self._bytes(self._number("<Q")).decode("utf-8", "replace")
-        elif key == ALIGNMENT_KEY and kind == UINT32:
-            self._alignment = self._number("<I")
-            if not self._alignment or self._alignment % NUMBER_BYTES:
-                raise self._error(f"has an alignment of {self._alignment} bytes")
-        else:
-            self._skip_value(kind)
+    def _value(self, kind: int) -> Any:
+        if kind == ARRAY:
+            return self._array(self._number("<I"), self._number("<Q"))
+        [value] = self._strings(1) if kind == STRING else self._scalars(kind, 1)
+        return value
 
-    def _skip_value(self, kind: int) -> None:
-        if kind == STRING:
-            self._skip_string()
-        elif kind == ARRAY:
-            self._skip_array(self._number("<I"), self._number("<Q"))
-        else:
-            self._take(self._scalar_bytes(kind))
-
-    def _skip_array(self, kind: int, count: int) -> None:
+    def _array(self, kind: int, count: int) -> list[Any]:
         self._num_entries += count
         if self._num_entries > MAX_ENTRIES:
             raise self._error(f"has arrays of more than {MAX_ENTRIES} entries")
         if kind == ARRAY:
             raise self._error("holds an array of arrays")
-        if kind != STRING:
-            self._take(count * self._scalar_bytes(kind))
-            return
-        for _ in range(count):
-            self._skip_string()
+        return self._strings(count) if kind == STRING else self._scalars(kind, count)
+
+    def _scalars(self, kind: int, count: int) -> list[Any]:
+        if kind not in SCALARS:
+            raise self._error(f"has a value of the unknown type {kind}")
+        values: list[Any] = np.frombuffer(self._bytes(count * SCALARS[kind].itemsize), SCALARS[kind]).tolist()
+        return values
+
+    def _strings(self, count: int) -> list[str]:
+        data, at, found = self._data, self._at, []
+        try:
+            for _ in range(count):
+                start = at + LENGTH.size
+                at = start + LENGTH.unpack_from(data, at)[0]
+                if at > self._size:
+                    break
+                found.append(data[start:at].decode())
+        except struct.error:
+            at = self._size + 1
+        except UnicodeDecodeError as error:
+            raise self._error("holds a text that is no UTF-8") from error
+        self._move_to(at)
+        return found
 
     def _take_tensor(self) -> tuple[str, TensorPlace]:
         """A tensor's name, and its place from where the numbers of all begin."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        name = self._bytes(self._number("<Q")).decode("utf-8", "replace")
+        [name] = self._strings(1)
         num_dimensions = self._number("<I")
         if num_dimensions > MAX_DIMENSIONS:
             raise self._error(f"has a tensor of {num_dimensions} dimensions")
@@ -148,30 +164,19 @@ class _Walk:
             raise self._error(f"has a tensor at the odd place {start}")
         return name, TensorPlace(kind.name, tuple(shape[::-1]), start, num_values // block_len * block_bytes)
 
-    def _scalar_bytes(self, kind: int) -> int:
-        if kind not in SCALAR_BYTES:
-            raise self._error(f"has a value of the unknown type {kind}")
-        return SCALAR_BYTES[kind]
-
-    def _skip_string(self) -> None:
-        self._take(self._number("<Q"))
-
     def _number(self, form: str) -> int:
-        number: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        number: int = struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
         return number
 
     def _bytes(self, count: int) -> bytes:
         start = self._at
-        self._take(count)
+        self._move_to(start + count)
         return self._data[start : self._at]
 
-    def _take(self, count: int) -> bytes:
-        end = self._at + count
+    def _move_to(self, end: int) -> None:
         if end > self._size:
             raise self._error("ends before its header does")
-        part = self._data[self._at : end] if count <= 8 else b""
         self._at = end
-        return part
 
     def _error(self, what: str) -> InputError:
         return InputError(f"{self._path}: not a readable GGUF file: it {what}; fetch it again")
