@@ -27,8 +27,8 @@ REASONS = {
     ),
     "bench_real --model llama-1b": (
         "A first load reads every weight three times and lays it out anew. Panels of Q4_K and Q6_K hold "
-        "scales and summands in float32. A step of one row waits for the weights' bytes, one of 32 rows and a prompt "
-        "for their multiply-adds, in float32 (see `bench_decode`)."
+        "scales and summands in float32. A step of one row waits for the weights' bytes, one of 32 rows "
+        "and a prompt for their multiply-adds, in float32 (see `bench_decode`)."
     ),
     "bench_records": (
         "A row alone is kept as it comes and packed with others later: the pure-Python column store only "
