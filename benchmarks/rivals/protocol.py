@@ -11,6 +11,7 @@ A result: ``{"ok": true, "timings_s": [...], "output", "load_s", "load_peak_byte
 "peak_growth_bytes", "versions"}``, where ``output`` is the last input's, or ``{"ok": false, "error": ...}``.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -80,8 +81,10 @@ COMPLETENESS: dict[str, Check] = {
 
 def process_tree(pid: int) -> list[int]:
     """List a process and all its descendants (Linux)."""
-    listings = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(child) for listing in listings for child in listing.split()]
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            children += map(int, path.read_text().split())
     return [pid, *(one for child in children for one in process_tree(child))]
 
 
