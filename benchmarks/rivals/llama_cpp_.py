@@ -37,9 +37,7 @@ class LlamaCpp:
     def decode(self, prompts: list[TokenIds], new_tokens: int, logprobs: int | None) -> Read:
         """Greedy tokens, as many prompts at once as there are slots."""
         answers = self._complete(prompts, max_tokens=new_tokens, ignore_eos=True, logprobs=logprobs)
-        return lambda: [
-            [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]] for answer in answers
-        ]
+        return lambda: list(map(_generated, answers))
 
     def next_token(self, prefixes: list[TokenIds], rounds: list[list[int]]) -> Read:
         """One request a prefix and round, for all alternatives of one token: the server has no other way."""
@@ -53,6 +51,12 @@ class LlamaCpp:
     def _complete(self, prompts: list[TokenIds], **params: Any) -> list[Any]:
         asked = [{"prompt": prompt, "temperature": 0, **params} for prompt in prompts]
         return list(self._pool.map(self._server.handle_completions, asked))
+
+
+def _generated(answer: dict[str, Any]) -> TokenIds:
+    """The ids of what was generated, -1 for tokens that the server withholds: of a character cut at the end."""
+    told = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    return told + [-1] * (answer["usage"]["completion_tokens"] - len(told))
 
 
 if __name__ == "__main__":
