@@ -54,7 +54,7 @@ class LlamaCpp:
 
 
 def _generated(answer: dict[str, Any]) -> TokenIds:
-    """The ids of what was generated, -1 for tokens that the server withholds: of a character cut at the end."""
+    """The ids of what was generated; -1 where the server withholds (a character cut at the end)."""
     told = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
     return told + [-1] * (answer["usage"]["completion_tokens"] - len(told))
 
