@@ -182,6 +182,8 @@ def test_a_stop_string_ends_the_text_before_itself(
 ) -> None:
     got = spelling_llm(said, stop=stop)
     assert (got.text, got.finish_reason, got.stop_reason) == (text, "stop", reason)
+    included = spelling_llm(said, stop=stop, include_stop_str_in_output=True)
+    assert (included.text, included.token_ids) == (text + (reason or ""), got.token_ids)
 
 
 def test_a_character_cut_by_the_token_limit_shows_as_a_replacement(

@@ -31,6 +31,7 @@ from refusals import raises
         ("stop_token_ids", 5), ("stop_token_ids", ["a"]), ("stop_token_ids", [1.5]),
         ("stop_token_ids", [True]),
         ("ignore_eos", "no"), ("ignore_eos", 1), ("ignore_eos", None),
+        ("include_stop_str_in_output", 1),
         ("logprobs", -2), ("logprobs", 1.5), ("logprobs", "all"), ("logprobs", True),
         ("prompt_logprobs", -2), ("prompt_logprobs", [5]),
         ("logprob_token_ids", 5), ("logprob_token_ids", [1.5]), ("logprob_token_ids", "ab"),

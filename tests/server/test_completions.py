@@ -228,6 +228,10 @@ def test_offsets_stay_exact_where_a_stop_string_cuts_a_token(client: Any) -> Non
         cut = create(client, seed=seed, max_tokens=30, logprobs=0, stop=stop).choices[0]
         assert cut.text == free.text[: free.text.index(stop)]
         assert cut.finish_reason == "stop"
+        asked = {"include_stop_str_in_output": True}
+        whole = create(client, seed=seed, max_tokens=30, logprobs=0, stop=stop, extra_body=asked).choices[0]
+        assert whole.text == cut.text + stop
+        assert whole.logprobs.tokens == cut.logprobs.tokens
         count = len(cut.logprobs.tokens)
         for ours, whole in zip(cut.logprobs.text_offset, free.logprobs.text_offset[:count], strict=True):
             assert ours == min(whole, len(cut.text))

@@ -28,7 +28,7 @@ from logprobe.records.rows import KERNEL_EXTRAS
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
-FLAGS: Final = ("ignore_eos", *KERNEL_EXTRAS, "explain", "kept_ids")
+FLAGS: Final = ("ignore_eos", "include_stop_str_in_output", *KERNEL_EXTRAS, "explain", "kept_ids")
 PENALTIES: Final = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -48,6 +48,7 @@ class SamplingParams:
         min_p: keep tokens at least this likely relative to the most likely one.
         seed: any integer; the same (seed, prompt, parameters) give the same tokens whatever runs beside.
         stop: strings that end the text, which is cut before them.
+        include_stop_str_in_output: cut the text after the stop string that ends it, not before.
         stop_token_ids: token ids that end the text.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: alternatives per generated token (`None` off, 0 the chosen token only, -1 the whole
@@ -82,6 +83,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None

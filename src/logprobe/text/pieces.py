@@ -179,15 +179,16 @@ class Cutter(Generic[C]):
 
 
 class StopMatcher:
-    """Finds the first stop string in the bytes of a growing text."""
+    """Finds the first stop string in the bytes of a growing text, which ends there, without it or with it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, is_included: bool = False) -> None:
         self._stops = [(stop, stop.encode()) for stop in stops]
+        self._is_included = is_included
         self._longest = max(len(needle) for _, needle in self._stops)
         self._text = bytearray()
 
     def feed(self, piece: bytes) -> tuple[str, int] | None:
-        """Add a token's bytes; the stop string that now stands in the text and where it begins, if any."""
+        """Add a token's bytes; the stop string that now stands in the text and where that ends, if any."""
         search_from = max(0, len(self._text) - self._longest + 1)
         self._text += piece
         starts = [(self._text.find(needle, search_from), stop) for stop, needle in self._stops]
@@ -195,4 +196,4 @@ class StopMatcher:
         if not matches:
             return None
         start, stop = min(matches)
-        return stop, start
+        return stop, start + len(stop.encode()) if self._is_included else start

@@ -77,6 +77,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "stop": [("zz", ["zz"]), ({np.str_("zz")}, ["zz"]), ((), None)],
     "stop_token_ids": [({9}, [9]), (np.array([9, 3]), (9, 3)), ((), None)],
     "ignore_eos": [(np.True_, True)],
+    "include_stop_str_in_output": [(np.True_, True)],
     "logprobs": [(np.int8(2), 2)],
     "prompt_logprobs": [(np.int8(2), 2)],
     "logprob_token_ids": [({9}, [9]), (np.array([9, 3]), (9, 3)), ((), None)],

@@ -42,6 +42,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "stop": [("zz", ["zz"]), ([], None)],
     "stop_token_ids": [([], None), ([9], [9, 9])],
     "ignore_eos": [(True, True)],
+    "include_stop_str_in_output": [(False, None)],
     "logit_bias": [
         ({"100": 50}, {"100": 50.0}),
         ({}, None),

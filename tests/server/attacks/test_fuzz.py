@@ -94,6 +94,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "explain": st.booleans(),
     "stream": st.booleans(),
     "ignore_eos": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
     "unconditional": st.booleans(),
     "add_special_tokens": st.booleans(),
     "dtype": st.sampled_from(["float32", "float16", "int8"]),

@@ -88,7 +88,9 @@ class Sample:
         self.drafts: Drafts | None = None  # what became of them; None: the engine drafts nothing
         self.lookup: PromptLookup | None = None  # what drafts its next tokens; None: nothing does
         self.end: Finish | None = None
-        self.stop_matcher = StopMatcher(request.params.stop) if request.params.stop else None
+        params = request.params
+        is_included = params.include_stop_str_in_output
+        self.stop_matcher = StopMatcher(params.stop, is_included=is_included) if params.stop else None
 
     @property
     def token_ids(self) -> IntArray:

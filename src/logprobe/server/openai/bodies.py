@@ -48,6 +48,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
     stop_token_ids: Ids | None = None
     allowed_token_ids: Ids | None = None
     bad_words: list[str] | None = None
@@ -181,6 +182,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # Extensions, as in `GenerationBody`.
     seed: int | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     top_k: int | None = None
     min_p: float | None = None
     ignore_eos: bool | None = None

@@ -30,6 +30,7 @@ SAMPLING_FIELDS: Final = (
     "min_p",
     "seed",
     "stop",
+    "include_stop_str_in_output",
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
