@@ -249,7 +249,13 @@ def test_every_reply_has_an_id_of_its_own(server: Any) -> None:
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for wrong in ({"port": 70000}, {"max_logprobs": -2}, {"api_key": ("",)}, {"max_requests": 0}):
+    for wrong in (
+        {"port": 70000},
+        {"metrics_port": -1},
+        {"max_logprobs": -2},
+        {"api_key": ("",)},
+        {"max_requests": 0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerSettings(**wrong)
 

@@ -6,6 +6,8 @@ import errno
 import logging
 import signal
 import socket
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.start import LoadedModel
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 OPEN: Final = {"/", "/health", "/ready"}  # need no key
+METRICS_HOST: Final = "127.0.0.1"
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/", page),
@@ -105,6 +109,11 @@ def create_app(
         return failure(refusal, service)
 
     app.add_exception_handler(HTTPException, not_routed)
+    if settings.metrics_port is not None:
+        figures = Starlette(exception_handlers={HTTPException: not_routed})
+        serve = endpoint("/metrics", facts.metrics, service, is_open=True)
+        figures.router.add_route("/metrics", serve, methods=["GET"])
+        app.add_middleware(OwnPort, figures=figures, address=(METRICS_HOST, settings.metrics_port))
     if settings.cors_origin:
         from starlette.middleware.cors import CORSMiddleware
 
@@ -112,6 +121,18 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Gate, settings=settings)  # the last one added is the first one met
     return app
+
+
+class OwnPort:
+    """ASGI middleware: what comes to the address of the figures gets nothing else."""
+
+    def __init__(self, app: ASGIApp, figures: ASGIApp, address: tuple[str, int]) -> None:
+        self._app, self._figures, self._address = app, figures, address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with the figures."""
+        app = self._figures if scope["server"] == self._address else self._app
+        await app(scope, receive, send)
 
 
 BACKLOG = 2048
@@ -133,37 +154,45 @@ def serve(
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logger.setLevel(logging.INFO)
-    with _listen(settings) as listener:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
+        host, port = listeners[0].getsockname()[:2]
+        if settings.metrics_port is not None:
+            beside = stack.enter_context(_listen(METRICS_HOST, settings.metrics_port, "metrics_port"))
+            listeners.append(beside)
+            settings = replace(settings, metrics_port=beside.getsockname()[1])
         model = start_engine(config)
         try:
             app = create_app(model, settings, config.logits_processors)
             app.state.service.prepare()
             keep_out_of_collections()
-            host, port = listener.getsockname()[:2]
             if ready is not None:
                 ready(f"http://{host}:{port}")
-            run_server(app, settings, listener)
+            if settings.metrics_port is not None:
+                logger.info("figures: http://%s:%d/metrics", METRICS_HOST, settings.metrics_port)
+            run_server(app, settings, listeners)
         finally:
             if model.engine.stalled_s() <= settings.stall_s:  # one that hangs would never close
                 model.engine.close()
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
+def _listen(host: str, port: int, setting: str) -> socket.socket:
+    """A socket that listens; where it cannot, `setting` is what gave the port."""
     try:
-        return socket.create_server((settings.host, settings.port), backlog=BACKLOG)
+        return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         # Below zero are the numbers of a name that cannot be resolved.
         is_host = error.errno in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT} or (error.errno or 0) < 0
         name, remedy = (
-            ("host", "an address of this machine") if is_host else ("port", "another; 0: a free one")
+            ("host", "an address of this machine") if is_host else (setting, "another; 0: a free one")
         )
         reason = str(error.strerror or error).partition(" (while")[0]
-        message = f"{settings.host}:{settings.port} cannot be listened on ({reason}); choose {remedy}"
+        message = f"{host}:{port} cannot be listened on ({reason}); choose {remedy}"
         raise ParameterError(name, message) from error
 
 
-def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket) -> None:
-    """Run uvicorn on a listening socket until a signal has been drained."""
+def run_server(app: Starlette, settings: ServerSettings, listeners: list[socket.socket]) -> None:
+    """Run uvicorn on listening sockets until a signal has been drained."""
     server = uvicorn.Server(uvicorn_config(app, settings))
 
     def drain(number: int, _: FrameType | None) -> None:
@@ -173,7 +202,7 @@ def run_server(app: Starlette, settings: ServerSettings, listener: socket.socket
     # uvicorn stops on these and, once it has ended, raises them again for the handlers of before: these.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)
-    server.run([listener])
+    server.run(listeners)
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:

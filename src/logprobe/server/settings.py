@@ -17,6 +17,7 @@ class ServerSettings:
     Args:
         host: address to listen on; the default is this machine alone.
         port: 0 takes a free one.
+        metrics_port: further port, of 127.0.0.1 alone, that gives `/metrics` without a key; 0: a free one.
         api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
             to all.
         model_name: the name clients use; `None` takes the model's own.
@@ -56,6 +57,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    metrics_port: int | None = None
     api_key: tuple[str, ...] = ()
     model_name: str | None = None
     served_model_name: tuple[str, ...] = ()
@@ -86,7 +88,8 @@ class ServerSettings:
     log_requests: bool = False
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, "port", f"must lie in [0, 65536), got {self.port}")
+        for name, port in {"port": self.port, "metrics_port": self.metrics_port or 0}.items():
+            require(0 <= port < 65536, name, f"must lie in [0, 65536), got {port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
         require(all(self.api_key), "api_key", "a key is empty")
         for setting in self.lora:

@@ -1,0 +1,66 @@
+"""The figures on a port of their own: without a key, and nothing else there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from server_process import Attacked, eventually, serving_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
+    """A server behind a key."""
+    with serving_process(tiny_model_folder, "--metrics-port", "0", "--api-key", "secret") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def figures(locked: Attacked) -> Attacked:
+    """The same server by the port of its figures, which its log names."""
+
+    def ports() -> list[str]:
+        return re.findall(r"http://127\.0\.0\.1:(\d+)/metrics", "".join(locked.log))
+
+    eventually(lambda: bool(ports()), "the port is never told")
+    return replace(locked, port=int(ports()[0]))
+
+
+def test_they_need_no_key_there(locked: Attacked, figures: Attacked) -> None:
+    assert locked.get("/metrics").status == 401
+    body = b'{"prompt": "the cat", "max_tokens": 3, "ignore_eos": true}'
+    assert locked.send("/v1/completions", body, **KEY).status == 200
+    told = figures.get("/metrics")
+    assert told.status == 200
+    assert b"logprobe_completion_tokens_total 3.0" in told.data
+    assert b"logprobe_completion_tokens_total 3.0" in locked.get("/metrics", **KEY).data
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/openapi.json"])
+def test_nothing_else_is_there(figures: Attacked, path: str) -> None:
+    for reply in (figures.get(path, **KEY), figures.send(path, b"{}", **KEY)):
+        assert reply.status == 404
+        assert reply.error["code"] == "no_such_route"
+
+
+def test_nothing_is_sent_there(figures: Attacked) -> None:
+    assert figures.send("/metrics", b"{}").status == 405
+
+
+@pytest.mark.parametrize(
+    ("header", "code"),
+    [({"Host": "a.example"}, "host_not_allowed"), ({"Origin": "http://a.example"}, "origin_not_allowed")],
+)
+def test_web_pages_are_refused_there_too(figures: Attacked, header: dict[str, str], code: str) -> None:
+    reply = figures.get("/metrics", **header)
+    assert reply.status == 403
+    assert reply.error["code"] == code
