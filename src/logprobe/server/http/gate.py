@@ -87,7 +87,10 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
             code="host_not_allowed",
         )
     origin = headers.get("origin")
-    allowed = {f"{scheme}://{host}".lower(), *settings.cors_origin}
+    # Programs may call their machine 0.0.0.0; a page from there is not of a server that listens on loopback.
+    has_page = listens_on_all(settings) or not is_unspecified(_name_in(host))
+    own = {f"{scheme}://{host}".lower()} if has_page else set()
+    allowed = own | {*settings.cors_origin}
     if origin is not None and origin.lower() not in allowed and ANY not in allowed:
         pages = f"pages of {shortened(origin)!r}"
         raise ApiError(
@@ -100,22 +103,45 @@ def check_caller(headers: Headers, scheme: str, settings: ServerSettings) -> Non
 def is_own_name(host: str, settings: ServerSettings) -> bool:
     """Whether a `Host` is loopback, the bound address, or allowed by name.
 
-    Any address in numbers is the server's own where it listens on all: a page's name is never in numbers.
+    Any address in numbers is the server's own where it listens on all: a page's name is never in numbers. Nor
+    is it the unspecified address, which programs take for loopback.
     """
-    if set(host) & set("@/?#\\"):
-        return False
-    try:
-        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return False
+    name = _name_in(host)
     if name in {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_host)}:
         return bool(name)
     address = _address(name)
     if address is None:
         return ANY in settings.allowed_host and bool(name)
     bound = _address(settings.host)
-    listens_on_all = not settings.host or (bound is not None and bound.is_unspecified)
-    return address.is_loopback or address == bound or listens_on_all or ANY in settings.allowed_host
+    is_local = settings.host.lower() == "localhost" or (bound is not None and bound.is_loopback)
+    return (
+        address.is_loopback
+        or address == bound
+        or (address.is_unspecified and is_local)
+        or listens_on_all(settings)
+        or ANY in settings.allowed_host
+    )
+
+
+def listens_on_all(settings: ServerSettings) -> bool:
+    """Whether it listens on all addresses of the machine."""
+    return not settings.host or is_unspecified(settings.host)
+
+
+def is_unspecified(name: str) -> bool:
+    """Whether it is 0.0.0.0 or [::], which stand for no address."""
+    address = _address(name)
+    return address is not None and address.is_unspecified
+
+
+def _name_in(host: str) -> str:
+    """The name or address of a `Host`, without its port; empty where it has none."""
+    if set(host) & set("@/?#\\"):
+        return ""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
