@@ -12,20 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal, TypeVar
 
-from logprobe.errors import ParameterError, UnknownParameterError, require
+from logprobe.errors import ParameterError, require
+from logprobe.other_words import without_other_words
 
 T = TypeVar("T")
 
 
 def strict_keywords(cls: type[T]) -> type[T]:
-    """Make a keyword-only dataclass refuse an unknown keyword by naming the nearest known one."""
+    """Make a keyword-only dataclass refuse an unknown keyword by naming the nearest known one.
+
+    Of other programs' keywords it takes those that change nothing (`other_words`).
+    """
     init = cls.__init__
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]  # always a dataclass
 
     @functools.wraps(init)
     def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - known:
-            raise UnknownParameterError(name, known, of=cls.__name__)
+        if not kwargs.keys() <= known:
+            kwargs = without_other_words(kwargs, known, of=cls.__name__)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[method-assign,assignment]
@@ -35,6 +39,8 @@ def strict_keywords(cls: type[T]) -> type[T]:
 ENGINES: Final = {"vllm": "logprobe.integrations.vllm.start:start_vllm_engine"}
 """Engines beside the native one: name → what starts it, imported when it is asked for."""
 Weights = Literal["auto", "plain", "published"]
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+OTHER_DTYPES: Final = {"half": "float16", "float": "float32"}
 
 
 @strict_keywords
@@ -45,7 +51,8 @@ class EngineConfig:
     Args:
         model: a known name (`smollm2`), a Hugging Face id, a local folder, or a `.gguf` file.
         device: `auto` (a GPU when there is one), `cpu`, or `cuda`.
-        dtype: `auto` (float32 on CPU, bfloat16 on GPU), `float32`, `bfloat16`, or `float16`.
+        dtype: `auto` (float32 on CPU, bfloat16 on GPU), `float32`, `bfloat16`, or `float16`, also by torch's
+            own names.
         max_model_len: longest sequence in tokens; `None` takes the model's context.
         max_batch_tokens: most tokens that one step runs through the model.
         max_batch_rows: most requests that run at once.
@@ -98,8 +105,9 @@ class EngineConfig:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         require(self.device in {"auto", "cpu", "cuda"}, "device", f"{self.device!r} is not auto, cpu or cuda")
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        require(self.dtype in dtypes, "dtype", f"{self.dtype!r} is not one of {', '.join(dtypes)}")
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", OTHER_DTYPES.get(dtype, dtype))
+        require(self.dtype in DTYPES, "dtype", f"{self.dtype!r} is not one of {', '.join(DTYPES)}")
         weights = ("auto", "plain", "published")
         require(self.weights in weights, "weights", f"{self.weights!r} is not one of {', '.join(weights)}")
         for name in ("max_model_len", "kv_bytes"):

@@ -70,6 +70,8 @@ class ParameterError(LogprobeError, ValueError):
 
 
 OTHER_NAMES: Final = {
+    "async_scheduling": "overlap",
+    "data_parallel_size": "data_parallel",
     "extra_args": "logits_processors_args",
     "guided_decoding": "response_format",
     "guided_choice": "response_format",
@@ -77,12 +79,18 @@ OTHER_NAMES: Final = {
     "guided_json": "response_format",
     "guided_regex": "response_format",
     "structured_outputs": "response_format",
+    "kv_cache_memory_bytes": "kv_bytes",
     "lora_request": "lora",
     "max_new_tokens": "max_tokens",
+    "max_num_batched_tokens": "max_batch_tokens",
+    "max_num_seqs": "max_batch_rows",
+    "num_gpu_blocks_override": "kv_bytes",
     "num_return_sequences": "n",
     "return_tokens_as_token_ids": "return_token_ids",
+    "speculative_config": "speculate",
     "stop_sequences": "stop",
     "stop_strings": "stop",
+    "thinking_token_budget": "logits_processors_args",
     "truncate_prompt_tokens": "truncation",
     "vllm_xargs": "logits_processors_args",
 }

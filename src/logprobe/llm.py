@@ -115,6 +115,7 @@ class LLM:
         model: what `EngineConfig.model` may be, or a causal language model that transformers has loaded,
             which is copied in the `dtype` asked for and stays as it is.
         tokenizer: the fast tokenizer of a loaded model; a model by name brings its own.
+        max_logprobs: most alternatives a token that a call may ask; -1 sets no cap.
         settings: the other fields of `EngineConfig`.
 
     Raises:
@@ -123,13 +124,20 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | PreTrainedModel = "smollm2", *, tokenizer: Any = None, **settings: Any
+        self,
+        model: str | Path | PreTrainedModel = "smollm2",
+        *,
+        tokenizer: Any = None,
+        max_logprobs: int = -1,
+        **settings: Any,
     ) -> None:
         from logprobe.engine.backends.bridge import LoopThread
         from logprobe.engine.backends.start import start_engine
         from logprobe.engine.client import Client
         from logprobe.models.given import as_name
 
+        is_cap = isinstance(max_logprobs, int) and max_logprobs >= -1
+        require(is_cap, "max_logprobs", "must be -1 (no cap), 0 or positive", got=max_logprobs)
         with ExitStack() as copied:
             name = copied.enter_context(as_name(model, tokenizer))
             self.config = EngineConfig(model=name, **settings)
@@ -141,7 +149,7 @@ class LLM:
         self.engine = loaded.engine
         self.text = loaded.text
         self.processors = loaded.processors  # the instances by name, and what each has cost, if run here
-        self.client = Client(loaded.engine, loaded.text)
+        self.client = Client(loaded.engine, loaded.text, max_logprobs=max_logprobs)
         self._bridge = LoopThread()
         self._owned.callback(self._bridge.close)
         self._owned.callback(self.engine.close)  # the first to close
@@ -319,7 +327,7 @@ class LLM:
         if name is not None:
             self.engine.lora_number(name)
         view = copy(self)
-        view.client = Client(self.engine, self.text, lora=name)
+        view.client = Client(self.engine, self.text, lora=name, max_logprobs=self.client.max_logprobs)
         view._owned = ExitStack()  # noqa: SLF001 - of the same class
         return view
 
@@ -401,6 +409,10 @@ class LLM:
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if isinstance(text, str) else None
         with byte_bar(num_bytes, shown=progress) as advance:
             return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
+
+    def get_tokenizer(self) -> Any:
+        """The model's own tokenizer, as transformers has it."""
+        return self.text.tokenizer
 
     def close(self) -> None:
         """Let the model go; a second call does nothing, nor does a view's (`with_lora`)."""

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe import other_words
+from logprobe.config import EngineConfig
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -89,6 +92,53 @@ def test_a_port_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> 
     assert done.code == 1
     reason = f"127.0.0.1:{port} cannot be listened on (Address already in use)"
     assert done.error_line == f"port: {reason}; choose another; 0: a free one"
+
+
+def test_a_port_of_the_figures_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = cli("serve", str(tiny_model_folder), "--port", "0", "--metrics-port", str(port))
+    assert done.code == 1
+    assert done.error_line.startswith(f"metrics_port: 127.0.0.1:{port} cannot be listened on (")
+
+
+def test_flags_of_other_programs_that_change_nothing_are_taken(
+    asked: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_words._tell.cache_clear()
+    ports = ("--port", "8180", "--metrics-port", "8181")
+    others = ("--engine-worker-queue-port", "8182", "--cache-queue-port", "8183")
+    config, settings = asked("--model", "smollm2", *ports, *others, "--logits-processors", FIRST)
+    assert (settings.port, settings.metrics_port) == (8180, 8181)
+    assert config == EngineConfig(logits_processors=(FIRST,))
+    assert {message.split()[0] for message in caplog.messages} == {
+        "engine_worker_queue_port",
+        "cache_queue_port",
+    }
+    flags = ("--enforce-eager", "smollm2", "--gpu-memory-utilization", "0.9", "--tensor-parallel-size", "1")
+    assert asked(*flags, "--no-enable-prefix-caching", "--load-format", "auto")[0] == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--tensor-parallel-size", "2", "engine='vllm'"),
+        ("--load-format", "dummy", "must be 'auto' or 'safetensors', got 'dummy'"),
+        ("--max-num-seqs", "8", "did you mean 'max_batch_rows'?"),
+        ("--kv-cache-memory-bytes", "8", "did you mean 'kv_bytes'?"),
+    ],
+)
+def test_those_that_would_change_something_are_wrong_use(cli: Any, flag: str, value: str, says: str) -> None:
+    done = cli("serve", "smollm2", flag, value)
+    assert done.code == 2
+    assert f"Invalid value for {flag}: " in done.error_line
+    assert says in done.error_line
+
+
+def test_a_misspelt_flag_is_answered_with_those_that_there_are(cli: Any) -> None:
+    done = cli("serve", "--max-batch-row", "3")
+    assert done.code == 2
+    assert "(Possible options: --max-batch-rows, --max-batch-tokens)" in done.error_line
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])

@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -123,10 +123,15 @@ def _say_error(error: object) -> None:
 
 
 def _say_wrong_use(error: typer.TyperException) -> None:
+    context: Any = getattr(error, "ctx", None)
+    if getattr(error, "possibilities", None):  # of an option that does not exist
+        hidden = {
+            flag for one in context.command.params if getattr(one, "hidden", False) for flag in one.opts
+        }
+        error.possibilities = [flag for flag in error.possibilities if flag not in hidden]  # type: ignore[attr-defined]
     message = error.format_message()
     if "\n" in message:  # a group without a command: the message is its help
         typer.echo(message, err=True)
         return
-    context = getattr(error, "ctx", None)
     remedy = f"; see `{context.command_path} --help`" if context is not None else ""
     _say_error(f"{message.rstrip('.')}{remedy}")

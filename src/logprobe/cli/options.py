@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from contextlib import contextmanager
 from dataclasses import fields
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError
+from logprobe.errors import OTHER_NAMES, ParameterError
 from logprobe.models import DEFAULT_MODEL, KNOWN_MODELS, resolve
+from logprobe.other_words import OTHER_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +45,9 @@ __all__ = [
     "settings_from",
     "spread_names",
     "takes_engine",
+    "takes_other_words",
     "takes_settings",
+    "value_in",
 ]
 
 
@@ -89,19 +93,54 @@ def takes_settings(
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            parameter.replace(annotation=annotation)
-            for parameter, annotation in _own_parameters(command)
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
         flags = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
-        made = [flag for flag in flags if only is None or flag.name in only]
-        signature = inspect.Signature([*own, *made])
-        command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
-        command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
-        return command
+        return _with_flags(command, [flag for flag in flags if only is None or flag.name in only])
 
     return decorate
+
+
+def takes_other_words(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a hidden flag for each word of other programs that it has no flag for.
+
+    `value_in` reads what comes, and `EngineConfig` takes it or refuses it.
+    """
+    known = set(inspect.signature(command).parameters)
+    return _with_flags(command, [flag for flag in _flags_of_words() if flag.name not in known])
+
+
+def value_in(value: str | bool) -> Any:
+    """What a flag without a type of its own says: a number or another value of JSON, or else its text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _flags_of_words() -> Iterator[inspect.Parameter]:
+    settings = {field.name for field in fields(EngineConfig)}
+    kinds: dict[str, Any] = {name: str | None for name, own in OTHER_NAMES.items() if own in settings}
+    for name, word in OTHER_WORDS[EngineConfig.__name__].items():
+        is_switch = word.values is not None and all(isinstance(value, bool) for value in word.values)
+        kinds[name] = bool | None if is_switch else str | None
+    for name, kind in kinds.items():
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind, typer.Option(hidden=True)],
+        )
+
+
+def _with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
+    own = [
+        parameter.replace(annotation=annotation)
+        for parameter, annotation in _own_parameters(command)
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    signature = inspect.Signature([*own, *made])
+    command.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    return command
 
 
 ENGINE_FLAGS = frozenset({"device", "dtype", "kv_bytes", "weights"})

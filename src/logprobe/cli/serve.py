@@ -7,7 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from logprobe.cli.options import DEFAULT_MODEL, MODEL_HELP, complete_model, flags_for, takes_settings
+from logprobe.cli.options import (
+    DEFAULT_MODEL,
+    MODEL_HELP,
+    complete_model,
+    flags_for,
+    takes_other_words,
+    takes_settings,
+    value_in,
+)
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.models import resolve
@@ -26,6 +34,7 @@ _ModelOption = Annotated[
 ]
 
 
+@takes_other_words
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
 def serve(
     context: typer.Context, model: _Model = None, model_option: _ModelOption = None, **flags: Any
@@ -34,15 +43,18 @@ def serve(
 
     Every flag is read from the environment, too. SIGTERM lets requests in progress end.
     """
-    names = {field.name for field in fields(ServerSettings)}
-    own = {name: _frozen(value) for name, value in flags.items() if name in names}
-    engine = {name: _frozen(value) for name, value in flags.items() if name not in names}
+    own, engine = (
+        {field.name: _frozen(flags[field.name]) for field in fields(kind) if field.name in flags}
+        for kind in (ServerSettings, EngineConfig)
+    )
+    others = {name: flags[name] for name in flags.keys() - own.keys() - engine.keys()}
+    words = {name: value_in(value) for name, value in others.items() if value is not None}
     with flags_for():
         source = context.get_parameter_source("model_option")
         model = _model_of(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
         default_name = {} if own.get("served_model_name") else {"model_name": model}
         settings = ServerSettings(**default_name | _chosen(own))
-        config = EngineConfig(model=model, **engine)
+        config = EngineConfig(model=model, **engine | words)
     resolve(model)  # a name that does not exist is refused before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.server.app import serve as run

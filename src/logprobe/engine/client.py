@@ -26,6 +26,7 @@ from logprobe.engine.truncation import (
 )
 from logprobe.errors import BatchError, LogprobeError, ParameterError, require
 from logprobe.sampling import SamplingParams
+from logprobe.sampling.params import COUNTS
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score, joined
 from logprobe.text.chat import ANSWER, as_conversations, lay_out
@@ -68,13 +69,17 @@ class AskedPair(NamedTuple):
 class Client:
     """Prompts, conversations and pairs in; outputs and scores out, in whatever event loop calls.
 
-    All of them run on the LoRA weights `lora`; None: on those that their parameters name.
+    All of them run on the LoRA weights `lora`; None: on those that their parameters name. None asks for more
+    than `max_logprobs` alternatives a token; -1: any number.
     """
 
-    def __init__(self, engine: Front, text: TextEdge, *, lora: str | None = None) -> None:
+    def __init__(
+        self, engine: Front, text: TextEdge, *, lora: str | None = None, max_logprobs: int = -1
+    ) -> None:
         self.engine = engine
         self.text = text
         self.lora = lora
+        self.max_logprobs = max_logprobs
         self.requests = Requests(engine)
 
     async def generate(
@@ -96,7 +101,7 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids, own = self._as_ids(many[row]), self._on_lora(asked[row])
+            ids, own = self._as_ids(many[row]), self._allowed(asked[row])
             parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
             return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
 
@@ -147,8 +152,8 @@ class Client:
         """What the model gives continuations after their contexts; see `LLM.score`."""
         _check_on_error(on_error)
         check_truncation(truncation)
-        params = self._on_lora(params)
-        sampling = None if sampling is None else self._on_lora(sampling)
+        params = self._allowed(params)
+        sampling = None if sampling is None else self._allowed(sampling)
         limit, requests = self.engine.capabilities().max_model_len, self.requests.of_one_call()
 
         def admit_splits(splits: Sequence[Split]) -> list[Admitted]:
@@ -220,7 +225,7 @@ class Client:
                 yield output
 
     async def _grow(self, ids: IntArray, params: SamplingParams) -> AsyncGenerator[RequestOutput]:
-        admitted = self.requests.of_one_call().admit(ids, self._on_lora(params))
+        admitted = self.requests.of_one_call().admit(ids, self._allowed(params))
         self.engine.submit([admitted])
         async with aclosing(self.engine.stream(admitted.request.request_id)) as outputs:
             async for output in outputs:
@@ -295,13 +300,18 @@ class Client:
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [self._on_lora(params or SamplingParams())] * count
+            return [self._allowed(params or SamplingParams())] * count
         is_list = isinstance(params, Sequence) and all(isinstance(item, SamplingParams) for item in params)
         require(is_list, "params", "must be SamplingParams, or one a prompt", got=params)
         require(len(params) == count, "params", f"{len(params)} given for {count} prompts")
         return params
 
-    def _on_lora(self, params: SamplingParams) -> SamplingParams:
+    def _allowed(self, params: SamplingParams) -> SamplingParams:
+        """The same on this client's LoRA weights."""
+        for name in COUNTS if self.max_logprobs != -1 else ():
+            asked = getattr(params, name)
+            is_few = asked is None or 0 <= asked <= self.max_logprobs
+            require(is_few, name, f"must lie in 0..{self.max_logprobs} (max_logprobs), got {asked}")
         if self.lora is None or params.lora == self.lora:
             return params
         remedy = f"is {params.lora!r}, but this view runs on {self.lora!r}; ask the model that was loaded"

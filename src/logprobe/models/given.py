@@ -34,9 +34,11 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
         ParameterError: neither a name nor a loaded model with its fast tokenizer.
     """
     if isinstance(model, str | os.PathLike):
-        is_alone = tokenizer is None
-        require(is_alone, "tokenizer", "comes with a loaded model; a model by name brings its own")
-        yield os.fspath(model)
+        name = os.fspath(model)
+        by_name = os.fspath(tokenizer) if isinstance(tokenizer, os.PathLike) else tokenizer
+        is_own = by_name is None or by_name == name
+        require(is_own, "tokenizer", "comes with a loaded model; a model by name brings its own")
+        yield name
         return
     if not hasattr(model, "save_pretrained"):
         raise ParameterError("model", f"must be a name, a path or a loaded model, got {model!r:.60}")
