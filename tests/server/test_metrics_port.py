@@ -19,8 +19,10 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
-    """A server behind a key."""
-    with serving_process(tiny_model_folder, "--metrics-port", "0", "--api-key", "secret") as server:
+    """A server behind a key, started with two ports that are none here."""
+    others = ("--engine-worker-queue-port", "8182", "--cache-queue-port", "8183")
+    flags = ("--metrics-port", "0", *others, "--api-key", "secret")
+    with serving_process(tiny_model_folder, *flags) as server:
         yield server
 
 
