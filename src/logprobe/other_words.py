@@ -1,4 +1,4 @@
-"""Parameters that other programs write, and that mean nothing here: which of their values change nothing.
+"""Parameters that other programs write, and that mean nothing here: which of their values are taken, and why.
 
 `config.strict_keywords` asks here about a keyword that its class does not have. What means something here
 under another name stands in `errors.OTHER_NAMES`.
@@ -19,7 +19,10 @@ logger = logging.getLogger("logprobe")
 
 
 class Word(NamedTuple):
-    """Why a parameter has no meaning here, and the values that change nothing; None: all of them."""
+    """Why a parameter has no meaning here, and the values that are taken.
+
+    None: any. A switch may stand either way; else the values are those that say what is so anyway.
+    """
 
     why: str
     values: tuple[Any, ...] | None = None
@@ -73,14 +76,16 @@ OTHER_WORDS: Final[dict[str, dict[str, Word]]] = {
             "a text leaves special tokens out; its token_ids and its record hold them", (True,)
         ),
         "spaces_between_special_tokens": Word("a text leaves special tokens out", SWITCH),
-        "skip_reading_prefix_cache": Word("numbers are the same with cached prefixes", (None, *SWITCH)),
+        "skip_reading_prefix_cache": Word("numbers are the same with cached prefixes", SWITCH),
     },
 }
 """Class of parameters → name → what becomes of it."""
 
 
 def without_other_words(given: Mapping[str, Any], known: Collection[str], *, of: str) -> dict[str, Any]:
-    """The parameters that the class `of` has; others that change nothing are left out, and told once.
+    """The parameters that the class `of` has; others that change nothing are left out.
+
+    What asks for something that is not to be had here is told, once.
 
     Raises:
         ParameterError: one that would change something, or promises what is not done here.
@@ -96,7 +101,8 @@ def without_other_words(given: Mapping[str, Any], known: Collection[str], *, of:
         if word.values is not None and given[name] not in word.values:
             values = " or ".join(map(repr, word.values))
             raise ParameterError(name, f"must be {values}, got {given[name]!r:.60}: {word.why}")
-        _tell(name, word.why)
+        if word.values in (None, SWITCH):
+            _tell(name, word.why)
     return {name: value for name, value in given.items() if name in known}
 
 
