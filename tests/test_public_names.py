@@ -36,8 +36,8 @@ PUBLIC = {
     "create_sample_logprobs",
 }
 KERNELS = {
+    "batch_logprobs_to_cpu_rust",
     "batch_logprobs_to_host",
-    "batch_logprobs_transfer",
     "extract",
     "extract_top_k_logprobs",
     "extract_top_k_logprobs_rust",

@@ -168,7 +168,7 @@ def test_room_for_whole_rows_costs_nothing_until_written() -> None:
 
 def some_top(position: int, token_id: int = 3, k: int = 2) -> TopLogprobs:
     top = [TokenLogprob(index + 1, f"t{index}", -0.1 * (index + 1)) for index in range(k)]
-    return TopLogprobs(position, token_id, "t", -0.3, 5, top)
+    return TopLogprobs(position, token_id, "t", -0.3, top, 5)
 
 
 def test_lists_give_back_what_was_appended() -> None:

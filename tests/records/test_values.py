@@ -36,8 +36,8 @@ def test_the_best_come_in_order_ties_by_id() -> None:
         40,
         "d",
         -1.0,
-        2,
         [TokenLogprob(30, "c", -0.5), TokenLogprob(20, "b", -1.0), TokenLogprob(40, "d", -1.0)],
+        rank=2,
     )
 
 

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import extract
     from logprobe.kernels.extraction.head import head_extract
     from logprobe.kernels.extraction.rows import (
+        batch_logprobs_to_cpu_rust,
         batch_logprobs_to_host,
-        batch_logprobs_transfer,
         extract_top_k_logprobs,
         extract_top_k_logprobs_rust,
     )
     from logprobe.kernels.info import kernel_info, warm_up
 
 __all__ = [
+    "batch_logprobs_to_cpu_rust",
     "batch_logprobs_to_host",
-    "batch_logprobs_transfer",
     "extract",
     "extract_top_k_logprobs",
     "extract_top_k_logprobs_rust",
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "batch_logprobs_to_cpu_rust": ".extraction.rows",
     "batch_logprobs_to_host": ".extraction.rows",
-    "batch_logprobs_transfer": ".extraction.rows",
     "extract": ".extraction.api",
     "extract_top_k_logprobs": ".extraction.rows",
     "extract_top_k_logprobs_rust": ".extraction.rows",

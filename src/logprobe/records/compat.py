@@ -18,7 +18,7 @@ import numpy as np
 
 from logprobe.errors import ParameterError
 from logprobe.records.flat import FlatLogprobs
-from logprobe.records.rows import EXTRAS, GivenLists, on_host
+from logprobe.records.rows import EXTRAS, GivenLists, host_array, on_host
 from logprobe.records.store.inputs import row_from_columns
 from logprobe.records.values import Logprob, LogprobsOnePosition, top_indices
 
@@ -50,21 +50,21 @@ class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TopLogprobs(msgspec.Struct, frozen=True):
-    """The chosen token of one position, its 1-based rank, and the k best tokens, best first (nats)."""
+    """The chosen token of one position, the k best tokens, best first (nats), and the chosen one's rank."""
 
     position: int
     token_id: int
     token: str
     logprob: float
-    rank: int
     top_k: list[TokenLogprob] = []
+    rank: int = 0  # 1-based; 0: not known
 
     @classmethod
     def from_array(
         cls,
         position: int,
-        logprobs: npt.ArrayLike,
-        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike | Tensor,
+        token_ids: npt.ArrayLike | Tensor,
         tokens: Sequence[str | None] | None,
         selected_idx: int,
         k: int = 5,
@@ -77,7 +77,7 @@ class TopLogprobs(msgspec.Struct, frozen=True):
         Raises:
             ParameterError: shapes that differ, NaN or +inf, k or selected_idx out of range.
         """
-        values, ids = np.asarray(logprobs), np.asarray(token_ids)
+        values, ids = host_array(logprobs), host_array(token_ids)
         _check_candidates(values, ids, selected_idx, k)
         best = top_indices(values, k, ids)
         texts = tokens or ()
@@ -91,10 +91,10 @@ class TopLogprobs(msgspec.Struct, frozen=True):
             token_id=int(ids[selected_idx]),
             token=text(selected_idx),
             logprob=float(values[selected_idx]),
-            rank=1 + int(np.count_nonzero(values > values[selected_idx])),
             top_k=[
                 TokenLogprob(int(ids[index]), text(index), float(values[index])) for index in best.tolist()
             ],
+            rank=1 + int(np.count_nonzero(values > values[selected_idx])),
         )
 
 
@@ -148,6 +148,17 @@ class LogprobsTensors:
     def batch_size(self) -> int:
         """Number of sequences."""
         return len(self.ranks) // self.max_seq_len
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Positions of each sequence, up to the last that was set."""
+        is_set = self._set_rows().reshape(-1, max(self.max_seq_len, 1))
+        return [int(places[-1]) + 1 if len(places := np.flatnonzero(row)) else 0 for row in is_set]
+
+    @property
+    def top_k(self) -> int:
+        """The most entries beside the chosen token that a row has room for."""
+        return self.token_ids.shape[1] - 1
 
     @classmethod
     def of(cls, rows: DeviceRows) -> LogprobsTensors:
@@ -215,8 +226,7 @@ class LogprobsTensors:
         import torch
 
         row = self._row_of(batch_idx, position)
-        host_row = logprobs.detach().cpu() if isinstance(logprobs, torch.Tensor) else logprobs
-        values = np.asarray(host_row, np.float32)
+        values = np.asarray(host_array(logprobs), np.float32)
         self._check_row(values, token_id)
         is_valid = bool(np.isfinite(values).any() and not np.isnan(values).any())
         best = top_indices(values, int(self.num_logprobs[row]) if is_valid else 0)
@@ -294,8 +304,8 @@ class LogprobsTensors:
             token_id=ids[0],
             token=texts[0],
             logprob=logprobs[0],
-            rank=int(self.ranks[row]),
             top_k=[TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)],
+            rank=int(self.ranks[row]),
         )
 
 
@@ -438,7 +448,7 @@ class LogprobsLists:
                 record.append_fast(
                     [entry.token_id for entry in entries],
                     [entry.logprob for entry in entries],
-                    [top.rank, *range(1, len(entries))],
+                    [top.rank or None, *range(1, len(entries))],
                     texts or [None] * len(entries),
                 )
         return record
@@ -465,7 +475,7 @@ class LogprobsLists:
         texts = _token_texts(ids) if self._texts is None else self._texts[row]
         position = 0 if self._positions is None else int(self._positions[row])
         top = [TokenLogprob(*entry) for entry in zip(ids[1:], texts[1:], logprobs[1:], strict=True)]
-        return TopLogprobs(position, ids[0], texts[0], logprobs[0], int(self.ranks[row]), top)
+        return TopLogprobs(position, ids[0], texts[0], logprobs[0], top, int(self.ranks[row]))
 
     def _make_room(self, width: int) -> int:
         """The next free row, with columns for `width` entries; arrays grow by half again."""
@@ -491,7 +501,7 @@ def _token_texts(token_ids: Sequence[int], tokenizer: Any = None) -> list[str]:
     return [tokenizer.decode([token_id]) for token_id in token_ids]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SamplerOutput:
     """Tokens that one step sampled, one row a sequence.
 
@@ -499,7 +509,7 @@ class SamplerOutput:
     belongs to each, -1 where none does.
     """
 
-    sampled_token_ids: Array  # (B,) or (B, n) integers
+    sampled_token_ids: Any  # (B,) or (B, n) integers, an array of the host; made of a list, or a tensor, too
     logprobs: LogprobsLists | LogprobsTensors | None = None  # raw; None: not asked for
     prompt_logprobs: Sequence[FlatLogprobs | None] | None = None  # B records
     num_samples: int = 1
@@ -512,6 +522,9 @@ class SamplerOutput:
     processed_rows: Array | None = None  # (B,) integers
     is_valid: Array | None = None  # (B,) bool; False: the logits held NaN or +inf, or nothing but -inf
     whole_rows: dict[int, Array] = field(default_factory=dict)  # row → its distribution, (V,) nats, read-only
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sampled_token_ids", _integers(self.sampled_token_ids))
 
     def __repr__(self) -> str:
         reported = "no logprobs" if self.logprobs is None else repr(self.logprobs)
@@ -533,7 +546,7 @@ class SamplerOutput:
         return np.atleast_1d(self.sampled_token_ids[batch_idx])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """One step's sampled tokens by request, and what the step cost."""
 
@@ -586,9 +599,9 @@ class ModelRunnerOutput:
         return output.get_token_ids(row), logprobs
 
 
-def _integers(token_ids: npt.ArrayLike) -> Array:
+def _integers(token_ids: npt.ArrayLike | Tensor) -> Array:
     try:
-        ids = np.asarray(token_ids)
+        ids = host_array(token_ids)
     except ValueError as error:
         raise ParameterError(
             "sampled_token_ids", "rows of different lengths; give each row as many"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -50,15 +51,38 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def __init__(
         self,
         positions: Iterable[LogprobsOnePosition | None] = (),
+        end_indices: npt.ArrayLike | None = None,
+        token_ids: Iterable[int] | None = None,
+        logprobs: Iterable[float] | None = None,
+        ranks: Iterable[int | None] | None = None,
+        decoded_tokens: Iterable[str | None] | None = None,
         *,
+        start_indices: npt.ArrayLike | None = None,
         table: TokenTable | None = None,
         info: LogprobsInfo | None = None,
     ) -> None:
+        """From positions; or as `from_columns` where columns are given, the first of them `start_indices`.
+
+        Raises:
+            ParameterError: what `append`, or `from_columns`, refuses.
+        """
         self.rows = Rows()
         self._side = Side()
         self.table = table
         self.info = info
-        self.extend(positions)
+        columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
+        if start_indices is None and all(column is None for column in columns):
+            self.extend(positions)
+            return
+        row = row_from_columns(
+            () if token_ids is None else token_ids,
+            () if logprobs is None else logprobs,
+            repeat(None) if ranks is None else ranks,
+            repeat(None) if decoded_tokens is None else decoded_tokens,
+        )
+        starts: Any = positions if start_indices is None else start_indices
+        ends: Any = () if end_indices is None else end_indices
+        self.rows.append_given(spans_of(row_entries(row), starts, ends))
 
     @classmethod
     def of(cls, parts: Parts) -> FlatLogprobs:
@@ -90,10 +114,8 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         Raises:
             ParameterError: too few values in a column, a position outside them, negative ids or ranks, +inf.
         """
-        entries = row_entries(row_from_columns(token_ids, logprobs, ranks, decoded_tokens))
-        record = cls()
-        record.rows.append_given(spans_of(entries, start_indices, end_indices))
-        return record
+        columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
+        return cls((), *columns, start_indices=start_indices)
 
     def append(self, logprobs_one_position: LogprobsOnePosition | None) -> None:
         """Add one position from a dict, or a position without values from None.
@@ -392,3 +414,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     def num_entries(self) -> int:
         """Number of entries of all positions."""
         return self.rows.first_entry(len(self))
+
+
+@dataclass(init=False, repr=False, eq=False)
+class _Columns:
+    """The fields of a record, by which `dataclasses` knows it; `asdict` makes lists of them."""
+
+    start_indices: list[int]
+    end_indices: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int | None]
+    decoded_tokens: list[str | None]
+
+
+for _name in ("__dataclass_fields__", "__dataclass_params__"):
+    setattr(FlatLogprobs, _name, getattr(_Columns, _name))

@@ -13,6 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import numpy.typing as npt
     from torch import Tensor
 
     from logprobe.records.store.columns import Array
@@ -294,6 +295,16 @@ def _joined_extras(parts: Sequence[HostRows]) -> dict[str, Array]:
         for name, dtype in EXTRAS.items()
         if any(name in part.extras for part in parts)
     }
+
+
+def host_array(values: npt.ArrayLike | Tensor) -> Array:
+    """A list, an array or a tensor of any device as an array; bfloat16, which NumPy has not, as float32."""
+    if not hasattr(values, "detach"):
+        return np.asarray(values)
+    import torch
+
+    tensor: Tensor = values.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def on_host(tensors: Sequence[Tensor]) -> list[Array]:

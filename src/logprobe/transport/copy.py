@@ -11,7 +11,7 @@ import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from torch import Tensor
+
+
+Values = TypeVar("Values", "Tensor", "NDArray[Any]")
 
 
 class CopyDevice(Protocol):
@@ -82,9 +85,9 @@ class _Lease:
 class AsyncCPUTransfer:
     """Copies tensors to the host in the background, through `num_buffers` buffers.
 
-    A tensor of the CPU is not copied: its result is a view that keeps it alive. One of a GPU must not be
-    written to before its copy has ended. A result is the host's own; its buffer is used again once the result
-    and all views of it are gone, and copies wait while no buffer is free.
+    A tensor of the CPU, or an array of NumPy's, is not copied: its result is a view that keeps it alive. A
+    tensor of a GPU must not be written to before its copy has ended. A result is the host's own; its buffer
+    is used again once the result and all views of it are gone, and copies wait while no buffer is free.
 
     Args:
         num_buffers: results of a device that may be held at once.
@@ -109,13 +112,15 @@ class AsyncCPUTransfer:
             self._free.put(torch.empty(0, dtype=torch.uint8))
         self._lock = threading.Lock()
         # All below is guarded by `_lock`.
-        self._transfers: dict[Hashable, Future[Tensor]] = {}
+        self._transfers: dict[Hashable, Future[Any]] = {}
         self._is_closed = False
         self._latest = threading.Event()  # is set once the latest transfer has a buffer, or needs none
         self._latest.set()
 
-    def submit_transfer(self, tensor: Tensor, transfer_id: Hashable) -> Future[Tensor]:
+    def submit_transfer(self, tensor: Values, transfer_id: Hashable) -> Future[Values]:
         """Begin to bring a tensor to the host; its result is for `get_result`, or the returned future.
+
+        An array comes back as an array.
 
         Raises:
             ParameterError: the tensor lies on a device that nothing here copies from.
@@ -130,7 +135,7 @@ class AsyncCPUTransfer:
             self._transfers[transfer_id] = future
         return future
 
-    def get_result(self, transfer_id: Hashable, timeout: float | None = None) -> Tensor:
+    def get_result(self, transfer_id: Hashable, timeout: float | None = None) -> Any:
         """The tensor of a transfer on the host, once; waits for it, up to `timeout` seconds.
 
         Raises:
@@ -176,10 +181,10 @@ class AsyncCPUTransfer:
         if self._is_closed:
             raise RuntimeError("the transfers were shut down; make a new AsyncCPUTransfer")
 
-    def _begin(self, tensor: Tensor) -> Future[Tensor]:
-        if tensor.is_cpu:
-            future: Future[Tensor] = Future()
-            future.set_result(tensor.detach())
+    def _begin(self, tensor: Any) -> Future[Any]:
+        if isinstance(tensor, np.ndarray) or tensor.is_cpu:
+            future: Future[Any] = Future()
+            future.set_result(tensor.view() if isinstance(tensor, np.ndarray) else tensor.detach())
             return future
         if self._device is None:
             known = "cuda and cpu are copied from"

@@ -7,9 +7,7 @@ import torch
 from logprobe.errors import ParameterError
 from logprobe.kernels import (
     batch_logprobs_to_host,
-    batch_logprobs_transfer,
     extract_top_k_logprobs,
-    extract_top_k_logprobs_rust,
 )
 
 
@@ -71,11 +69,6 @@ def test_float64_tells_apart_what_float32_cannot() -> None:
     assert ids.tolist() == [[1, 0], [0, 0], [0, 0], [0, 0]]
     assert values[0].tolist() == [-1.0 + 1e-12, -1.0]
     assert np.isnan(values[1:]).all()
-
-
-def test_the_names_of_other_libraries_are_the_same_functions() -> None:
-    assert extract_top_k_logprobs_rust is extract_top_k_logprobs
-    assert batch_logprobs_transfer is batch_logprobs_to_host
 
 
 @pytest.mark.parametrize("token_ids", [[0, 1, 2], [[0]], [[0], [3]], [[0], [-1]], [[0.5], [1.0]]])

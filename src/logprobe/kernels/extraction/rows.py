@@ -13,6 +13,7 @@ from torch import Tensor
 
 from logprobe.errors import ParameterError
 from logprobe.kernels.extraction.api import LOGITS_DTYPES, check_ids, check_rows, extract
+from logprobe.records.rows import host_array
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,9 +37,6 @@ def extract_top_k_logprobs(
     logprobs: Tensor | Array, k: int, *, logprobs_first: bool = False
 ) -> tuple[Tensor, Tensor] | tuple[Array, Array]:
     """The k most probable ids and their log-probabilities, descending, ties by ascending id.
-
-    Also named `extract_top_k_logprobs_rust`, with this order; some callers expect the other order, that of
-    `torch.topk`, and get it with `logprobs_first`.
 
     Args:
         logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats; taken as
@@ -73,8 +71,6 @@ def batch_logprobs_to_host(
 ) -> tuple[NDArray[np.int32], NDArray[np.floating]]:
     """The log-probabilities of named token ids, as host arrays: nothing else leaves the device.
 
-    Also named `batch_logprobs_transfer`.
-
     Args:
         logprobs: (B, V) or (V,), float64, float32, float16 or bfloat16, torch's or NumPy's, nats, on any
             device.
@@ -100,8 +96,34 @@ def batch_logprobs_to_host(
     return ids, values.cpu().numpy().reshape(ids.shape)
 
 
-extract_top_k_logprobs_rust = extract_top_k_logprobs
-batch_logprobs_transfer = batch_logprobs_to_host
+def extract_top_k_logprobs_rust(logprobs: Rows, k: int) -> tuple[Rows, Rows]:
+    """`extract_top_k_logprobs` in the order of programs that name it so: log-probabilities, then ids.
+
+    Raises:
+        ParameterError: what `extract_top_k_logprobs` refuses.
+    """
+    values, ids = extract_top_k_logprobs(logprobs, k, logprobs_first=True)
+    return values, ids
+
+
+def batch_logprobs_to_cpu_rust(
+    logprobs: Tensor | Array, token_ids: Tensor | Array
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Both arrays on the host, as they are: log-probabilities (nats), then the token ids that belong to them.
+
+    Args:
+        logprobs: of any shape, torch's or NumPy's, on any device; bfloat16, which NumPy has not, comes as
+            float32.
+        token_ids: of the same shape, or of its rows.
+
+    Raises:
+        ParameterError: the shapes do not begin alike.
+    """
+    if tuple(logprobs.shape[: token_ids.ndim]) != tuple(token_ids.shape):
+        raise ParameterError(
+            "token_ids", f"{tuple(token_ids.shape)} do not belong to logprobs {tuple(logprobs.shape)}"
+        )
+    return host_array(logprobs), host_array(token_ids)
 
 
 def _rows(logprobs: object) -> Tensor:

@@ -35,13 +35,17 @@ FEW_ROWS = 8  # up to here rows one by one are quicker than arrays of all of the
 class ChatEncoder:
     """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once.
 
-    Without `has_bytes` the entries have no `bytes`, as in the events of `/v1/responses`.
+    Without a table a record's own texts are written, those of its table or given with its entries, and their
+    UTF-8 as bytes. Without `has_bytes` the entries have no `bytes`, as in the events of `/v1/responses`.
     """
 
-    def __init__(self, table: TokenTable, *, floor: float = IMPOSSIBLE, has_bytes: bool = True) -> None:
+    def __init__(
+        self, table: TokenTable | None = None, *, floor: float = IMPOSSIBLE, has_bytes: bool = True
+    ) -> None:
         self._floor = floor
         self._floor_json = msgspec.json.encode(float(np.float32(floor)))
-        self._parts = _Parts(table, has_bytes=has_bytes)
+        self._has_bytes = has_bytes
+        self._parts = None if table is None else _Parts(table, has_bytes=has_bytes)
 
     def content(self, record: FlatLogprobs, num_top: int | None = None) -> bytes:
         """A JSON array, one entry a position; `num_top` cuts the k best further, None keeps them all.
@@ -49,7 +53,7 @@ class ChatEncoder:
         -inf is written as `floor`, NaN as null.
 
         Raises:
-            ParameterError: a position without a chosen token, or a negative num_top.
+            ParameterError: a position without a chosen token, a token without a text, or a negative num_top.
         """
         return b"[" + self.entries(record, 0, len(record), num_top) + b"]"
 
@@ -70,12 +74,18 @@ class ChatEncoder:
         """
         if num_top is not None and num_top < 0:
             raise ParameterError("num_top", f"{num_top} is negative; 0 leaves the top lists empty")
-        rows = record.rows
+        rows, parts = record.rows, self._parts
+        if parts is None:  # a token's text may differ from place to place
+            entries = [
+                self._entry(rows, row, num_top, _Parts(_OwnTexts(record, row), has_bytes=self._has_bytes))
+                for row in range(start, stop)
+            ]
+            return b",".join(entries)
         if stop - start <= FEW_ROWS:
-            return b",".join([self._entry(rows, row, num_top) for row in range(start, stop)])
-        return self._joined(rows, start, stop, num_top)
+            return b",".join([self._entry(rows, row, num_top, parts) for row in range(start, stop)])
+        return self._joined(rows, start, stop, num_top, parts)
 
-    def _entry(self, rows: Rows, row: int, num_top: int | None) -> bytes:
+    def _entry(self, rows: Rows, row: int, num_top: int | None, parts: _Parts) -> bytes:
         """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
         lists = rows.top_lists(row)
         if lists is None:
@@ -85,15 +95,15 @@ class ChatEncoder:
         if b"null" in numbers:
             pairs = zip(numbers, values, strict=True)
             numbers = [self._floor_json if value == -inf else number for number, value in pairs]
-        parts = map(self._parts.__getitem__, (lists.chosen_id, *lists.top_ids[:num_top]))
-        own, *best = map(add, parts, numbers)
+        tokens = map(parts.__getitem__, (lists.chosen_id, *lists.top_ids[:num_top]))
+        own, *best = map(add, tokens, numbers)
         return b'%b,"top_logprobs":[%b%b]}' % (own, b"},".join(best), b"}" if best else b"")
 
-    def _joined(self, rows: Rows, start: int, stop: int, num_top: int | None) -> bytes:
+    def _joined(self, rows: Rows, start: int, stop: int, num_top: int | None, parts: _Parts) -> bytes:
         chosen, top = rows.chosen_entries(start, stop), rows.top_entries(start, stop)
         if len(chosen.token_ids) != stop - start:
             raise _no_chosen_token()
-        pieces, bounds = self._pieces(top), top.offsets.tolist()
+        pieces, bounds = self._pieces(top, parts), top.offsets.tolist()
         stops = bounds[1:] if num_top is None else [start + num_top for start in bounds[:-1]]
         lists = [
             b"},".join(pieces[start : min(stop, end)])
@@ -101,13 +111,13 @@ class ChatEncoder:
         ]
         return b",".join(
             b'%b,"top_logprobs":[%b%b]}' % (piece, listed, b"}" if listed else b"")
-            for piece, listed in zip(self._pieces(chosen), lists, strict=True)
+            for piece, listed in zip(self._pieces(chosen, parts), lists, strict=True)
         )
 
-    def _pieces(self, entries: Entries) -> list[bytes]:
+    def _pieces(self, entries: Entries, parts: _Parts) -> list[bytes]:
         """Each entry as a JSON object that is still open."""
-        parts = map(self._parts.__getitem__, entries.token_ids.tolist())
-        return list(map(add, parts, self._numbers(entries.logprobs)))
+        tokens = map(parts.__getitem__, entries.token_ids.tolist())
+        return list(map(add, tokens, self._numbers(entries.logprobs)))
 
     def _numbers(self, logprobs: Array) -> list[bytes]:
         finite = np.where(np.isneginf(logprobs), self._floor, logprobs)
@@ -116,6 +126,22 @@ class ChatEncoder:
 
 def _no_chosen_token() -> ParameterError:
     return ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
+
+
+class _OwnTexts:
+    """The table of one position: the texts that came with its entries."""
+
+    def __init__(self, record: FlatLogprobs, row: int) -> None:
+        self._texts = {token_id: entry.decoded_token for token_id, entry in (record[row] or {}).items()}
+
+    def token_text(self, token_id: int) -> str:
+        text = self._texts[token_id]
+        if text is None:
+            raise ParameterError("table", f"the token {token_id} came without a text; give a table of texts")
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
 
 
 class _Parts(dict[int, bytes]):

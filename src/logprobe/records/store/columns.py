@@ -174,6 +174,10 @@ class ColumnView(Sequence[Any]):
     def __repr__(self) -> str:
         return repr(self.tolist())
 
+    def __deepcopy__(self, memo: object) -> list[Any]:
+        """A list: what `dataclasses.asdict` holds may be written as JSON."""
+        return self.tolist()
+
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.tolist(), dtype=dtype)
 
