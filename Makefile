@@ -48,6 +48,14 @@ test-pythons:  ## what needs no real weights, on other Pythons that are on the p
 	.venv-$$version/bin/python -m pytest -q -m "not real_model" --ignore=tests/benchmarks || exit 1; \
 	done
 
+.PHONY: test-lowest
+LOWEST := .venv-lowest/bin/python
+test-lowest:  ## the lowest versions that pyproject.toml allows, but for torch, in an environment of their own
+	test -x $(LOWEST) || python3 -m venv .venv-lowest
+	$(LOWEST) docs/dependencies.py --lowest > .venv-lowest/constraints.txt
+	$(LOWEST) -m pip install --quiet --disable-pip-version-check -e '.[test]' -c .venv-lowest/constraints.txt
+	$(LOWEST) -m pytest -q -o filterwarnings=default -m "not real_model" tests/test_llm.py tests/records tests/models/gguf tests/server/test_completions.py tests/server/test_chat.py tests/next_token
+
 .PHONY: test-gpu
 test-gpu: $(VENV)/.test  ## what runs on an NVIDIA GPU alone; says so where there is none
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no NVIDIA GPU here'"
@@ -101,6 +109,12 @@ test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every eng
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm $(ON_VLLM)
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm tests/integrations/genlm/test_genlm.py
 
+.PHONY: torture
+MINUTES ?= 15
+torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with faults, and drawn numbers against scored ones
+	PYTHONPATH=tests:tests/torture:benchmarks:benchmarks/rivals $(BIN)/python benchmarks/torture.py --minutes $(MINUTES)
+	$(BIN)/python docs/reliability_page.py > docs/reliability.md
+
 .PHONY: test-ray
 test-ray: $(VENV)/.test  ## data sets on a real local Ray, an actor killed half way; installs the extra `ray`
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
@@ -123,6 +137,7 @@ docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, erro
 	$(BIN)/python docs/models_page.py > docs/models.md
 	$(BIN)/python docs/reliability_page.py > docs/reliability.md
 	$(BIN)/python docs/errors_page.py > docs/errors.md
+	$(BIN)/python docs/dependencies.py > docs/dependencies.md
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 

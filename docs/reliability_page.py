@@ -392,6 +392,13 @@ AUDIT = (
         ),
     ),
     Audited(
+        ("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /update_weights_from_disk"),
+        "files of the server's machine, read on a thread of their own; the weights' memory, until they are "
+        "dropped or replaced",
+        "`operator_key`",
+        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
+    ),
+    Audited(
         ("POST /detokenize", "POST /v1/detokenize"),
         "the bytes of each id, as one text",
         "`max_body_values` ids, each as long as the longest token",
@@ -430,6 +437,21 @@ The memory of all processes after them, more than before: {memory}.
 How long a neighbour's next token took while a heavy request ran, ms:
 
 {beside}
+Measured on {on}.
+"""
+TORTURE = """
+## The long run
+
+Printed by `make torture` (`benchmarks/torture.py`): requests of every kind that the suite's storm knows, of
+twelve clients at once, some of which leave, read slowly, or send what is no body; where an engine is a
+process of its own, one is killed (SIGKILL), stopped or starved every few seconds. An error is a reply that
+says so: what ran in a process that was killed. Afterwards replies of each layout are asked for again, alone,
+and every number is compared, bit for bit.
+
+{layouts}
+Numbers of drawn tokens against those of the same tokens scored afterwards ({model}), bit for bit:
+
+{drawn}
 Measured on {on}.
 """
 LAYOUT_NAMES = {"logprobe": "thread", "an engine process": "process", "two replicas": "replicas"}
@@ -485,6 +507,39 @@ def measured(results: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
+def tortured(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """What became of the long run's requests, a layout a row, and drawn tokens scored."""
+    if "torture" not in results:
+        return ""
+    found = results["torture"]
+    ends = ("result", "error", "refused", "left", "lost", "wrong")
+    rows = [
+        (
+            one["layout"],
+            f"{one['minutes']:.1f}",
+            f"{one['sent']:,}",
+            *(f"{one['ended'].get(end, 0):,}" for end in ends),
+            ", ".join(f"{count} {fault}" for fault, count in sorted(one["faults"].items())) or "-",
+            f"{one['differing']:,} of {one['numbers']:,}",
+            f"{one['worst_nats']:.1g}",
+            ", ".join(f"{name} {value:g}" for name, value in one["left_behind"].items()) or "nothing",
+        )
+        for one in found["layouts"]
+    ]
+    heads = ("layout", "minutes", "sent", *ends, "processes", "numbers that differ", "worst, nats", "stays")
+    drawn = [
+        (f"{one['among']}", one["scored"], f"{one['numbers']:,}", f"{one['differing']:,}")
+        for one in found["drawn"]
+    ]
+    model = next((one["model"] for one in found["drawn"]), "-")
+    return TORTURE.format(
+        layouts=table(heads, rows),
+        drawn=table(("drawn at once", "scored", "numbers", "that differ"), drawn),
+        model=model,
+        on=machine(found["machine"]),
+    )
+
+
 def page() -> str:
     """The whole page."""
     engine, settings = EngineConfig(), ServerSettings()
@@ -501,7 +556,10 @@ def page() -> str:
         [(f"`{name}`", f"{value:,}") for name, value in limit_table(settings).items()],
     )
     promises = table(("promise", "shown by"), PROMISES.items())
-    return HEADER + promises + fairness + limits + audit() + measured(newest_results()) + NOT_COVERED
+    results = newest_results()
+    return (
+        HEADER + promises + fairness + limits + audit() + measured(results) + tortured(results) + NOT_COVERED
+    )
 
 
 if __name__ == "__main__":

@@ -254,10 +254,9 @@ def serving(
     model: Any, settings: ServerSettings, processors: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Serve an engine and its text edge from a thread until the block ends: (address, application)."""
-    import uvicorn
-
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.app import create_app, uvicorn_config
+    from logprobe.server.http.shutdown import DrainingServer
 
     app = create_app(
         LoadedModel(model.engine, model.text, processors=getattr(model, "processors", None)),
@@ -267,7 +266,7 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     # The kernel would else take in megabytes for a reader that reads nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
-    server = uvicorn.Server(uvicorn_config(app, settings))
+    server = DrainingServer(uvicorn_config(app, settings), app.state.service.lifetime)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     while not server.started:

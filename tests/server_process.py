@@ -147,11 +147,16 @@ def eventually(is_so: Callable[[], bool], otherwise: str) -> None:
 
 
 @contextmanager
-def serving_process(folder: Path, *flags: str) -> Iterator[Attacked]:
-    """Run `logprobe serve` on a free port until the block ends."""
-    command = [sys.executable, "-c", "from logprobe.cli import command; command()", "serve", str(folder)]
+def serving_process(folder: Path, *flags: str, python: Path = Path(sys.executable)) -> Iterator[Attacked]:
+    """Run `logprobe serve` on a free port until the block ends; another `python` finds it in `src`."""
+    command = [str(python), "-c", "from logprobe.cli import command; command()", "serve", str(folder)]
+    source = str(Path(__file__).parents[1] / "src")
+    environment = None if python == Path(sys.executable) else {**os.environ, "PYTHONPATH": source}
     process = subprocess.Popen(
-        [*command, "--port", "0", "--kv-bytes", "2000000", *flags], stderr=subprocess.PIPE, text=True
+        [*command, "--port", "0", "--kv-bytes", "2000000", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     assert process.stderr is not None
     log: list[str] = []

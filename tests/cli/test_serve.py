@@ -146,3 +146,62 @@ def test_a_host_that_is_not_ours_is_one_line(cli: Any, tiny_model_folder: Path, 
     done = cli("serve", str(tiny_model_folder), "--host", host, "--port", "0")
     assert done.code == 1
     assert done.error_line.startswith(f"host: {host}:0 cannot be listened on (")
+
+
+CONFIG = """
+model = "gemma3-270m"
+port = 8123
+drain-s = 2.5
+allowed_host = ["a.example", "b.example"]
+logits-processors = ["LogitBiasLogitsProcessor"]
+log-requests = true
+kv-bytes = 1000000
+"""
+
+
+def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(CONFIG)
+    config, settings = asked("--config", str(path))
+    assert (config.model, config.kv_bytes, config.logits_processors) == ("gemma3-270m", 1_000_000, (FIRST,))
+    assert (settings.port, settings.drain_s, settings.log_requests) == (8123, 2.5, True)
+    assert settings.allowed_host == ("a.example", "b.example")
+    config, settings = asked("smollm2", "--port", "1", CONFIG=str(path), DRAIN_S="9")
+    assert (config.model, settings.port, settings.drain_s, settings.log_requests) == ("smollm2", 1, 9.0, True)
+    assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pord = 1", "has no entry 'pord'; did you mean port?"),
+        ("whatever-else = 1", "has no entry 'whatever-else', which is named as the flags are"),
+        ("port = 'x'", "port"),
+        ("port = -1", "--port: must lie in [0, 65536), got -1"),
+        ("port 1", "cannot be read as TOML"),
+        (None, "cannot be read as TOML: No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(
+    cli: Any, tmp_path: Path, text: str | None, said: str
+) -> None:
+    path = tmp_path / "server.toml"
+    if text is not None:
+        path.write_text(text)
+    done = cli("serve", "--config", str(path))
+    assert done.code == 2
+    assert said in done.error_line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "::", "--api-key", "short"], "--api-key: each key must have 16 characters or more"),
+        (["--api-key", ""], "--api-key: a key is empty"),
+        (["--ssl-keyfile", "a"], "--ssl-keyfile: is of no use without its certificate"),
+    ],
+)
+def test_keys_and_files_that_protect_nothing_are_refused(cli: Any, arguments: list[str], said: str) -> None:
+    done = cli("serve", *arguments)
+    assert done.code == 2
+    assert said in done.error_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import yaml
 import logprobe
 from logprobe.cli.app import app
 from logprobe.server import ServerSettings
+from logprobe.server.http.shutdown import LAST_S
 from logprobe.server.metrics import PROCESSOR_COUNTERS, Metrics
 
 if TYPE_CHECKING:
@@ -44,19 +46,36 @@ def test_every_variable_is_one_that_the_server_reads(text: str) -> None:
     assert named - {"LOGPROBE_NAME"} - variables() == set()
 
 
-def test_every_figure_of_the_page_is_one_of_the_servers(tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("name", ["docs/deploy.md", "deploy/alerts.yaml", "deploy/dashboard.json"])
+def test_every_figure_that_is_named_is_one_of_the_servers(name: str, tiny_llm: LLM) -> None:
     own = {f"logprobe_processor_{name}_total" for name in PROCESSOR_COUNTERS}
     own |= set(re.findall(r"^# TYPE (\w+)", Metrics(tiny_llm.engine).text().decode(), re.MULTILINE))
-    named = set(re.findall(r"`(logprobe_\w+)", PAGE))
-    assert len(named) > 8
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(logprobe_[a-z_]+?)(?:_bucket)?\b(?!:)", text))
+    assert len(named) > 5
     assert named - own == set()
+
+
+def test_the_rules_are_such_that_prometheus_takes_them() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("there is no promtool here (Debian's package prometheus), which checks the rules")
+    command = [promtool, "check", "rules", ROOT / "deploy" / "alerts.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_has_a_title_and_a_question_for_each_picture() -> None:
+    board = json.loads((ROOT / "deploy" / "dashboard.json").read_text(encoding="utf-8"))
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 8
+    assert all(panel["title"] and all(one["expr"] for one in panel["targets"]) for panel in board["panels"])
 
 
 def test_those_who_stop_the_server_wait_longer_than_it_drains() -> None:
     waits = [int(SERVICE["stop_grace_period"].removesuffix("s"))]
     waits += [int(seconds) for seconds in re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)]
     assert len(waits) == 2
-    assert min(waits) > ServerSettings().drain_s
+    assert min(waits) > ServerSettings().drain_s + LAST_S
 
 
 def test_the_image_is_of_this_version_and_made_of_files_that_are_let_in() -> None:

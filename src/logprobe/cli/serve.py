@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -34,10 +37,53 @@ _ModelOption = Annotated[
 ]
 
 
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a file's entries stand where neither a flag nor the environment says anything."""
+    if path is None:
+        return None
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise typer.BadParameter(f"{path} cannot be read as TOML: {reason}", param_hint="--config") from error
+    flags = {
+        flag.removeprefix("--").replace("-", "_"): parameter.name
+        for parameter in context.command.params
+        for flag in parameter.opts
+        if flag.startswith("--") and parameter.name != "config"
+    }
+    chosen = {}
+    for entry, value in entries.items():
+        name = entry.replace("-", "_")
+        if name not in flags:
+            near = difflib.get_close_matches(name, flags, 1)
+            hint = f"; did you mean {near[0]}?" if near else ", which is named as the flags are"
+            raise typer.BadParameter(f"{path} has no entry {entry!r:.60}{hint}", param_hint="--config")
+        chosen[flags[name]] = value
+    context.default_map = chosen
+    return path
+
+
+_Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="A TOML file of flags by their names; what is typed, and the environment, go before it.",
+        envvar="LOGPROBE_CONFIG",
+        is_eager=True,
+        callback=_read_config,
+    ),
+]
+
+
 @takes_other_words
 @takes_settings(ServerSettings, EngineConfig, without=frozenset({"model"}))
 def serve(
-    context: typer.Context, model: _Model = None, model_option: _ModelOption = None, **flags: Any
+    context: typer.Context,
+    model: _Model = None,
+    model_option: _ModelOption = None,
+    config: _Config = None,  # noqa: ARG001 - its callback has read it
+    **flags: Any,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's routes and exact log-probabilities.
 
@@ -54,12 +100,12 @@ def serve(
         model = _model_of(model, model_option, is_typed=source is not None and source.name == "COMMANDLINE")
         default_name = {} if own.get("served_model_name") else {"model_name": model}
         settings = ServerSettings(**default_name | _chosen(own))
-        config = EngineConfig(model=model, **engine | words)
+        engine_config = EngineConfig(model=model, **engine | words)
     resolve(model)  # a name that does not exist is refused before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.server.app import serve as run
 
-    run(config, settings, ready=_say_ready)
+    run(engine_config, settings, ready=_say_ready)
 
 
 def _model_of(argument: str | None, option: str | None, *, is_typed: bool) -> str:

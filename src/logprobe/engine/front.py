@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.transport.messages import Admitted, Event, Request
 
+MOST_VERSION_CHARS = 256  # of weights; each record tells it
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
 WIDE = 1024  # alternatives from which each row is folded at once
@@ -192,9 +193,13 @@ class Front:
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one.
+            ParameterError: the engine is not the native one, or a version that no record can hold.
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
+        is_name = version is None or (
+            isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
+        )
+        require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
         source = weights if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)

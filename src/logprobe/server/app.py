@@ -6,6 +6,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,14 @@ from starlette.exceptions import HTTPException
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.pool import keep_out_of_collections
 from logprobe.errors import ParameterError, shortened
+from logprobe.server import logs
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.gate import Gate
-from logprobe.server.http.guard import endpoint, failure
+from logprobe.server.http.guard import Keys, endpoint, failure
 from logprobe.server.http.protocol import BadConnections, TimedProtocol
+from logprobe.server.http.shutdown import LAST_S, DrainingServer
 from logprobe.server.openai.openapi import document
-from logprobe.server.routes import facts
+from logprobe.server.routes import facts, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
@@ -40,7 +43,6 @@ from logprobe.server.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import FrameType
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 OPEN: Final = {"/", "/health", "/ready"}  # need no key
 METRICS_HOST: Final = "127.0.0.1"
+OPERATORS: Final = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights_from_disk"}
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/", page),
@@ -78,6 +81,9 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("POST", "/v1/tokenize", facts.tokenize),
     ("POST", "/v1/detokenize", facts.detokenize),
     ("GET", "/v1/tokenizer_info", facts.tokenizer_info),
+    ("POST", "/v1/load_lora_adapter", operator.load_lora_adapter),
+    ("POST", "/v1/unload_lora_adapter", operator.unload_lora_adapter),
+    ("POST", "/update_weights_from_disk", operator.update_weights_from_disk),
 )
 
 
@@ -92,14 +98,17 @@ def create_app(
     app = Starlette()
     app.state.service = service
     for method, path, handler in ROUTES:
-        serve = endpoint(path, handler, service, is_open=path in OPEN)
+        keys = service.operator_keys if path in OPERATORS else service.keys
+        serve = endpoint(path, handler, service, None if path in OPEN else keys)
         app.router.add_route(path, serve, methods=[method])
 
     async def described(request: HttpRequest, service: Service) -> Response:
         """Give this interface as an OpenAPI document."""
         return await service.documents.reply(request, "openapi", lambda: json.encode(document(ROUTES)))
 
-    app.router.add_route("/openapi.json", endpoint("/openapi.json", described, service), methods=["GET"])
+    app.router.add_route(
+        "/openapi.json", endpoint("/openapi.json", described, service, service.keys), methods=["GET"]
+    )
 
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -111,7 +120,7 @@ def create_app(
     app.add_exception_handler(HTTPException, not_routed)
     if settings.metrics_port is not None:
         figures = Starlette(exception_handlers={HTTPException: not_routed})
-        serve = endpoint("/metrics", facts.metrics, service, is_open=True)
+        serve = endpoint("/metrics", facts.metrics, service, None)
         figures.router.add_route("/metrics", serve, methods=["GET"])
         app.add_middleware(OwnPort, figures=figures, address=(METRICS_HOST, settings.metrics_port))
     if settings.cors_origin:
@@ -119,7 +128,8 @@ def create_app(
 
         origins = list(settings.cors_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Gate, settings=settings)  # the last one added is the first one met
+    # The last one added is the first one met.
+    app.add_middleware(Gate, settings=settings, ended=service.metrics.timed)
     return app
 
 
@@ -152,8 +162,9 @@ def serve(
         ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
             address cannot be listened on.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logger.setLevel(logging.INFO)
+    logs.configure(settings)
+    Keys(settings)  # what cannot be used is told before a model is loaded
+    _check_certificate(settings)
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
         host, port = listeners[0].getsockname()[:2]
@@ -166,10 +177,11 @@ def serve(
             app = create_app(model, settings, config.logits_processors)
             app.state.service.prepare()
             keep_out_of_collections()
+            scheme = "http" if settings.ssl_certfile is None else "https"
             if ready is not None:
-                ready(f"http://{host}:{port}")
+                ready(f"{scheme}://{host}:{port}")
             if settings.metrics_port is not None:
-                logger.info("figures: http://%s:%d/metrics", METRICS_HOST, settings.metrics_port)
+                logger.info("figures: %s://%s:%d/metrics", scheme, METRICS_HOST, settings.metrics_port)
             run_server(app, settings, listeners)
         finally:
             if model.engine.stalled_s() <= settings.stall_s:  # one that hangs would never close
@@ -191,18 +203,39 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         raise ParameterError(name, message) from error
 
 
+def _check_certificate(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        files = " and ".join(filter(None, (settings.ssl_certfile, settings.ssl_keyfile)))
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        what = f"{files} cannot be used ({reason}); give a certificate and its private key, without password"
+        raise ParameterError("ssl_certfile", what) from error
+
+
 def run_server(app: Starlette, settings: ServerSettings, listeners: list[socket.socket]) -> None:
-    """Run uvicorn on listening sockets until a signal has been drained."""
-    server = uvicorn.Server(uvicorn_config(app, settings))
+    """Run uvicorn on listening sockets until a signal has been drained.
 
-    def drain(number: int, _: FrameType | None) -> None:
-        app.state.service.is_draining = True
-        logger.info("signal %d: no new requests; those in progress may end", number)
-
-    # uvicorn stops on these and, once it has ended, raises them again for the handlers of before: these.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, drain)
+    Raises:
+        KeyboardInterrupt: a second signal came.
+    """
+    service: Service = app.state.service
+    if hasattr(signal, "SIGHUP"):  # which Windows has not
+        signal.signal(signal.SIGHUP, lambda *_: _reload_keys(service))
+    server = DrainingServer(uvicorn_config(app, settings), service.lifetime)
     server.run(listeners)
+    if server.force_exit:
+        raise KeyboardInterrupt
+
+
+def _reload_keys(service: Service) -> None:
+    try:
+        logger.info("SIGHUP: %d keys are let in", service.keys.reload())
+    except ParameterError as error:
+        logger.error("SIGHUP: the keys stay as they were: %s", error)  # noqa: TRY400 - it says all
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
@@ -211,10 +244,12 @@ def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # called as a class is
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
         ws="none",  # a socket handed over to another protocol would have none of this one's limits
         log_config=None,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=max(round(settings.drain_s), 1),
+        timeout_graceful_shutdown=LAST_S,
         lifespan="off",
     )

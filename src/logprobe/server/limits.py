@@ -6,6 +6,7 @@ waits here. One caller may fill all there is; a little more is kept for those wh
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_PARTS,
 )
-from logprobe.server.http.errors import bad_request, server_full
+from logprobe.server.http.errors import ApiError, bad_request, server_full
 from logprobe.server.openai.fields import GUIDED
 
 if TYPE_CHECKING:
@@ -301,6 +302,36 @@ class InProgress:
 
     def __exit__(self, *_: object) -> None:
         self._count -= 1
+
+
+class Lifetime:
+    """Whether work is taken, and may go on; one for a whole server."""
+
+    def __init__(self, drain_s: float) -> None:
+        self.drain_s = drain_s
+        self.is_draining = False  # no new work is taken
+        self.is_over = False  # nor does any go on
+
+    def check_open(self) -> None:
+        """Refuse new work once the server ends.
+
+        Raises:
+            ApiError: 503, with the time after which another server should be at this address.
+        """
+        if self.is_draining:
+            headers = {"Retry-After": str(max(math.ceil(self.drain_s), 1))}
+            message = "the server is shutting down; ask another one, or this one later"
+            raise ApiError(503, message, code="draining", headers=headers)
+
+    def check(self) -> None:
+        """Notice that work had its time.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.is_over:
+            message = f"the server is shut down, and this did not end within {self.drain_s:g} s; ask again"
+            raise ApiError(503, message, code="shut_down")
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from logprobe.engine.front import Front
     from logprobe.engine.protocol import EngineStats
     from logprobe.engine.request import RequestOutput
+    from logprobe.server.http.gate import Call
 
     Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by the values of the label `replica`, if any
 
@@ -42,6 +43,14 @@ PROCESSOR_COUNTERS: Final = {
 }
 
 
+HISTOGRAMS: Final = {
+    "request_seconds": "Seconds from a request's header to the end of its reply.",
+    "time_to_first_token_seconds": "Seconds from a request's header to the first token of its stream.",
+    "time_between_tokens_seconds": "Seconds a token between a stream's first one and its last.",
+}
+BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+
+
 class Metrics:
     """The counters of one server, in a registry of their own."""
 
@@ -54,6 +63,12 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
+        self._seconds = {
+            name: Histogram(
+                f"logprobe_{name}", text, ("route", "model"), registry=self.registry, buckets=BUCKETS_S
+            )
+            for name, text in HISTOGRAMS.items()
+        }
         help_text = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engine))
@@ -69,6 +84,17 @@ class Metrics:
         for completion in output.outputs:
             records += [completion.logprobs, completion.processed_logprobs]
         self.rows.inc(sum(len(record) for record in records if record is not None))
+
+    def timed(self, call: Call) -> None:
+        """Take in how long a request took; one that chose no model has no place here."""
+        if call.route is None or call.model is None:
+            return
+        found = dict.fromkeys(HISTOGRAMS, call.seconds)
+        found["time_to_first_token_seconds"] = call.first_token_s
+        found["time_between_tokens_seconds"] = call.token_s
+        for name, value in found.items():
+            if value is not None:
+                self._seconds[name].labels(call.route, call.model).observe(value)
 
     def aborted(self) -> None:
         """Count a request whose client went away."""

@@ -141,10 +141,11 @@ class Generation:
             async for output in outputs:
                 self.outputs[number] = output
                 if output.is_finished:
-                    service.metrics.ended(output)
+                    service.ended(output)
                 if output.error is not None:
                     raise output.error
                 if pieces := self._cut(number):
+                    service.call.note_token()
                     yield pieces
 
     def _cut(self, number: int) -> list[CompletionPiece]:
@@ -210,7 +211,7 @@ class Shape(Protocol):
 
     @property
     def terminator(self) -> bytes:
-        """What ends a stream that went well."""
+        """What ends a stream, whether it went well or failed."""
 
 
 async def answer(
@@ -227,7 +228,7 @@ async def answer(
             _events(service, generation, shape),
             EVENT_HEADERS,
             check=service.check_engine,
-            failed=lambda error: _joined(service, iter([shape.failed(as_api_error(error))])),
+            failed=lambda error: _failed(service, shape, as_api_error(error)),
         )
     await while_connected(request.receive, generation.run(), service.check_engine)
     write = partial(_whole, service, generation, shape)
@@ -254,7 +255,12 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
         failure = as_api_error(error)
         if failure.code == "internal_error":
             logger.exception("a stream failed")
-        yield _joined(service, iter([shape.failed(failure)]))
+        yield _failed(service, shape, failure)
+
+
+def _failed(service: Service, shape: Shape, error: ApiError) -> bytes:
+    """The end of a stream that failed."""
+    return _joined(service, iter([shape.failed(error)])) + shape.terminator
 
 
 def _pieces(service: Service, shape: Shape, pieces: Sequence[CompletionPiece]) -> bytes:

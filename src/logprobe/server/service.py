@@ -18,9 +18,11 @@ from logprobe.errors import require, shortened
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.gate import Call
+from logprobe.server.http.guard import Keys, OperatorKeys
 from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
-from logprobe.server.limits import Cost, Limits
+from logprobe.server.limits import Cost, Lifetime, Limits
 from logprobe.server.metrics import Metrics
 from logprobe.server.stored import StoredResponses
 
@@ -46,6 +48,7 @@ def _max_token_bytes(text: TextEdge) -> int:
 logger = logging.getLogger("logprobe.server")
 
 
+MAX_NAME_CHARS = 256  # of LoRA weights, which replies and figures repeat
 DEFAULT_NAME = "default"  # means the model that is served, whatever its name
 
 
@@ -79,12 +82,15 @@ class Service:
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
         self.limits = Limits(settings)
-        # Of one request: who asks, and what it was admitted for.
+        # Of one request: who asks, what it comes to, and what it was admitted for.
         self._caller = ""
+        self.call = Call("")
         self._tickets: list[Ticket] = []
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
         self.metrics = Metrics(model.engine)
-        self.is_draining = False
+        self.keys = Keys(settings)
+        self.operator_keys = OperatorKeys(settings)
+        self.lifetime = Lifetime(settings.drain_s)
 
     def prepare(self) -> None:
         """Load the LoRA weights that the settings name.
@@ -101,9 +107,20 @@ class Service:
             known.add(name)
             self.engine.add_lora(name, path)
 
-    def for_one_request(self, caller: str) -> Service:
+    def check_new_name(self, name: str) -> None:
+        """Refuse a name for LoRA weights that means the model itself.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not name or name in self._own_names or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            what = f"must be 1 to {MAX_NAME_CHARS} printable characters, and not the model's own name"
+            raise bad_request("lora_name", what)
+
+    def for_one_request(self, caller: str, call: Call) -> Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
         scoped = copy.copy(self)
+        scoped.call = call
         scoped._caller, scoped._tickets = caller, []  # noqa: SLF001 - of the same class
         return scoped
 
@@ -173,19 +190,21 @@ class Service:
             ApiError: 404 for a model that is not served, 400 where `model` and `lora` name different ones.
         """
         self.check_model(body.model)
+        self.call.model = self.model_name if body.lora is None else body.lora
         if body.model is None or body.model in self._own_names:
             return
         if body.lora not in {None, body.model}:
             message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
             raise bad_request("lora", message)
-        body.lora = body.model
+        body.lora = self.call.model = body.model
 
     def check_engine(self) -> None:
-        """Notice an engine that has stopped, or that hangs in a step.
+        """Notice an engine that has stopped, or that hangs in a step, and that the server has ended.
 
         Raises:
             ApiError: 503.
         """
+        self.lifetime.check()
         stalled_s = self.engine.stalled_s()
         if stalled_s > self.settings.stall_s:
             is_gone = math.isinf(stalled_s)
@@ -235,9 +254,14 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def ended(self, output: RequestOutput) -> None:
+        """Count an engine request that has ended."""
+        self.metrics.ended(output)
+        self.call.note_output(output)
+
     async def _result(self, admitted: Admitted) -> RequestOutput:
         output = await self.engine.result(admitted.request.request_id)
-        self.metrics.ended(output)
+        self.ended(output)
         if output.error is not None:
             raise output.error
         return output

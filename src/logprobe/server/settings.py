@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from logprobe.config import strict_keywords
 from logprobe.errors import require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @strict_keywords
@@ -19,7 +23,12 @@ class ServerSettings:
         port: 0 takes a free one.
         metrics_port: further port, of 127.0.0.1 alone, that gives `/metrics` without a key; 0: a free one.
         api_key: key that a request must bring as `Authorization: Bearer KEY`; any of several; none: open
-            to all.
+            to all. Where others than this machine reach the server it has 16 characters or more.
+        api_key_file: a file of further keys, one a line; it is read again at SIGHUP.
+        operator_key: key of who may load LoRA weights and replace the model's over HTTP, any of several;
+            none: nobody may. It has 16 characters or more.
+        ssl_certfile: certificate (PEM, with those above it) by which the server speaks HTTPS.
+        ssl_keyfile: its private key; None: in the same file.
         model_name: the name clients use; `None` takes the model's own.
         served_model_name: further names that mean the same model; the first is the one that replies give
             where there is no model_name.
@@ -49,9 +58,12 @@ class ServerSettings:
         body_timeout_s: how long the body of a request may take to arrive.
         write_timeout_s: how long a client may leave what it was sent without taking it.
         stall_s: how long the engine may be busy with one step before it counts as stuck.
-        drain_s: how long running requests may go on after SIGTERM.
+        drain_s: how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them.
         allowed_host: names beside this machine's own that a request may call the server by; * allows all.
         cors_origin: web origins that may call; none by default.
+        log_level: least weight of what is logged: debug, info, warning or error.
+        log_format: text, or json for one object a line.
+        access_log: whether a line is logged for each request that has ended.
         log_requests: whether texts of requests are logged.
     """
 
@@ -59,6 +71,10 @@ class ServerSettings:
     port: int = 8000
     metrics_port: int | None = None
     api_key: tuple[str, ...] = ()
+    api_key_file: str | None = None
+    operator_key: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     model_name: str | None = None
     served_model_name: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
@@ -85,18 +101,29 @@ class ServerSettings:
     drain_s: float = 30.0
     allowed_host: tuple[str, ...] = ()
     cors_origin: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_format: str = "text"
+    access_log: bool = True
     log_requests: bool = False
 
     def __post_init__(self) -> None:
         for name, port in {"port": self.port, "metrics_port": self.metrics_port or 0}.items():
             require(0 <= port < 65536, name, f"must lie in [0, 65536), got {port}")
         require(self.max_logprobs >= -1, "max_logprobs", f"must be -1 or more, got {self.max_logprobs}")
-        require(all(self.api_key), "api_key", "a key is empty")
+        check_keys(self.api_key, "api_key", is_public=self.is_public)
+        check_keys(self.operator_key, "operator_key", is_public=True)
+        is_apart = not set(self.operator_key) & set(self.api_key)
+        require(is_apart, "operator_key", "is a client's key, too; choose another")
+        has_file = self.ssl_keyfile is None or self.ssl_certfile is not None
+        require(has_file, "ssl_keyfile", "is of no use without its certificate; give ssl_certfile")
         for setting in self.lora:
             name, _, path = setting.partition("=")
             require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            require(value in choices, name, f"must be one of {', '.join(choices)}, got {value!r}")
         known = "must be -1 or more, got"
         require(
             self.max_logprob_token_ids >= -1, "max_logprob_token_ids", f"{known} {self.max_logprob_token_ids}"
@@ -104,7 +131,18 @@ class ServerSettings:
         for name in POSITIVE:
             require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
 
+    @property
+    def is_public(self) -> bool:
+        """Whether others than this machine may reach the server."""
+        if self.host.lower() == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
 
+
+CHOICES: Final = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("text", "json")}
 POSITIVE: Final = (
     "max_body_bytes",
     "max_body_values",
@@ -125,3 +163,16 @@ POSITIVE: Final = (
     "stall_s",
 )
 """Settings of which 0 would let nothing through."""
+LEAST_KEY_CHARS: Final = 16
+
+
+def check_keys(keys: Sequence[str], name: str, *, is_public: bool) -> None:
+    """Refuse keys that could be guessed.
+
+    Raises:
+        ParameterError: one is empty, or too short for an address that others reach.
+    """
+    require(all(keys), name, "a key is empty")
+    is_long = not is_public or all(len(key) >= LEAST_KEY_CHARS for key in keys)
+    remedy = f"must have {LEAST_KEY_CHARS} characters or more where others than this machine reach the server"
+    require(is_long, name, f"each key {remedy}; make one by `openssl rand -hex 24`")

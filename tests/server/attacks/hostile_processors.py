@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ class FaultArgs(msgspec.Struct, forbid_unknown_fields=True):
     update_state: str = ""
     check_args: str = ""
     hang: bool = False
+    sleep_s: float = 0.0
 
 
 class FaultyLogitsProcessor(LogitsProcessor):
@@ -46,6 +48,7 @@ class FaultyLogitsProcessor(LogitsProcessor):
         """Fail after it, or hang."""
         for row in self._rows:
             _raise(row.args.apply)
+            time.sleep(row.args.sleep_s)
             if row.args.hang:
                 threading.Event().wait()
         return logits

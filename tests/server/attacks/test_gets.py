@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import Response
 
-from logprobe.server.http.gate import PIECE_BYTES, send_pieces
+from logprobe.server.http.gate import CALL, PIECE_BYTES, Call, send_pieces
 from logprobe.server.http.guard import endpoint
 from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
@@ -157,7 +157,7 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
     """An open route is no work, and always answered."""
     service: Any = copy.copy(server.service)
     service.settings = dataclasses.replace(service.settings, max_requests=2)
-    request: Any = SimpleNamespace(headers={}, client=None)
+    request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
 
     async def run() -> None:
         may_end = asyncio.Event()
@@ -174,7 +174,7 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
             await held({"type": "http"}, None, send)
             return held._reply
 
-        serve = endpoint("/waiting", waiting, service, is_open=is_open)
+        serve = endpoint("/waiting", waiting, service, None if is_open else service.keys)
         first = [asyncio.create_task(sent(serve(request))) for _ in range(2)]
         await asyncio.sleep(0)
         third = asyncio.create_task(serve(request))
@@ -193,7 +193,7 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
 def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
     service: Any = copy.copy(server.service)
     service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=250_000))
-    request: Any = SimpleNamespace(headers={}, client=None)
+    request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
 
     async def little(*_: Any) -> Response:
         return Response(b"ok")
@@ -205,11 +205,11 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
         """Take all of it."""
 
     async def run() -> None:
-        serve = endpoint("/large", large, service)
+        serve = endpoint("/large", large, service, service.keys)
         held = [await serve(request) for _ in range(3)]
         assert [one._reply.status_code for one in held] == [200, 200, 429]
         assert service.limits.in_use()["logprob_bytes"] == 200_000
-        small = await endpoint("/small", little, service)(request)
+        small = await endpoint("/small", little, service, service.keys)(request)
         assert small._reply.status_code == 200, "as /health is, however full the server"
         for one in (*held, small):
             await one({"type": "http"}, None, send)

@@ -1,4 +1,4 @@
-"""The outermost door: who may call by which name, from which web page; every reply's id, and its pieces.
+"""The outermost door: who may call by which name, from which web page; a reply's id, pieces and log line.
 
 Before it: the socket. After it: CORS and the routes. A browser sends what a page tells it to, also to servers
 on its own machine: it says the page's origin in `Origin`, and in `Host` the name that the page called, which
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
+import re
+import time
 import uuid
-from typing import TYPE_CHECKING, Final
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,20 +26,96 @@ from logprobe.server.http.errors import ApiError
 from logprobe.server.http.replies import JSON_TYPE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from logprobe.engine.request import RequestOutput
     from logprobe.server.settings import ServerSettings
 
 ANY: Final = "*"
 PIECE_BYTES: Final = 1 << 16  # of a reply that wait in the process for a client to take them
 
+REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # that is taken from a client: printable, and one word
+PROBES: Final = frozenset({"/health", "/ready", "/metrics"})  # are asked all the time: debug
+CALL: Final = "logprobe.call"  # where the scope of a request holds its `Call`
+
+access_logger = logging.getLogger("logprobe.access")
+request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the HTTP request that a task works for, where it does."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What one HTTP request came to; seconds are counted from its header."""
+
+    request_id: str
+    client: str = ""
+    method: str = ""
+    route: str | None = None  # as the table of routes has it; None: none of them
+    status: int | None = None  # None: the client left before there was one
+    model: str | None = None  # or LoRA weights, that answered
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float | None = None  # of a stream
+    seconds: float = 0.0
+    _start_s: float = field(default_factory=time.perf_counter)
+
+    def note_token(self) -> None:
+        """Note when the first token came."""
+        if self.first_token_s is None:
+            self.first_token_s = time.perf_counter() - self._start_s
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token after the first of a stream; None where there is none."""
+        if self.first_token_s is None or self.completion_tokens < 2:
+            return None
+        return (self.seconds - self.first_token_s) / (self.completion_tokens - 1)
+
+    def note_output(self, output: RequestOutput) -> None:
+        """Count what an engine request took and gave."""
+        self.prompt_tokens += len(output.prompt_token_ids)
+        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+
+    def end(self) -> None:
+        """Write the line."""
+        self.seconds = time.perf_counter() - self._start_s
+        level = logging.DEBUG if self.route in PROBES else logging.INFO
+        if access_logger.isEnabledFor(level):
+            facts = {name: getattr(self, name) for name in FACTS}
+            access_logger.log(level, "%s", self._text(), extra={"facts": facts})
+
+    def _text(self) -> str:
+        first = "" if self.first_token_s is None else f", first token after {self.first_token_s:.3f} s"
+        tokens = f", {self.prompt_tokens} + {self.completion_tokens} tokens" if self.prompt_tokens else ""
+        by = f" by {self.model}" if self.model else ""
+        status = "client left" if self.status is None else str(self.status)
+        asked = f"{self.client or '-'} {self.method} {self.route or 'no route'}"
+        return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
+
+
+FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in {"request_id", "_start_s"})
+
+
+def begin_call(given: str | None, **facts: Any) -> Call:
+    """A request's `Call`, by whose id all lines of this task and of those that it begins are named.
+
+    A client's own id is taken where it is one word of at most 128 printable characters.
+    """
+    name = given if given is not None and REQUEST_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+    request_id.set(name)
+    return Call(name, **facts)
+
 
 class Gate:
     """ASGI middleware in front of everything."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, ended: Callable[[Call], object]) -> None:
+        """`ended` is told what each request came to."""
         self._app = app
         self._settings = settings
+        self._ended = ended
         self._lock = asyncio.Lock()  # of large replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,22 +123,33 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        reply_id = f"req_{uuid.uuid4().hex}"
+        headers = Headers(scope=scope)
+        client = (scope.get("client") or [""])[0]
+        call = begin_call(headers.get("x-request-id"), client=client, method=scope["method"])
+        scope[CALL] = call
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = reply_id
+                call.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = call.request_id
                 await send(message)
             else:
                 await send_pieces(message, send, self._lock)
 
         try:
-            check_caller(Headers(scope=scope), scope["scheme"], self._settings)
+            await self._let_in(headers, scope, receive, send_named)
+        finally:
+            call.end()
+            self._ended(call)
+
+    async def _let_in(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            check_caller(headers, scope["scheme"], self._settings)
         except ApiError as error:
             refusal = Response(error.to_json(), error.status, media_type=JSON_TYPE)
-            await refusal(scope, receive, send_named)
+            await refusal(scope, receive, send)
         else:
-            await self._app(scope, receive, send_named)
+            await self._app(scope, receive, send)
 
 
 async def send_pieces(message: Message, send: Send, lock: asyncio.Lock) -> None:

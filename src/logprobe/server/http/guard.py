@@ -9,15 +9,18 @@ import hashlib
 import hmac
 import logging
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
+from logprobe.errors import ParameterError, require
 from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error
-from logprobe.server.http.gate import PIECE_BYTES
+from logprobe.server.http.gate import CALL, PIECE_BYTES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
+from logprobe.server.settings import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -38,6 +41,7 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/responses": {"prompt": "input", "response_format": "text"},
     "/v1/score": {"prompt": "continuations"},
     "/v1/next_token_logprobs": {"prompt": "prompts"},
+    "/update_weights_from_disk": {"version": "weight_version"},
 }
 # By which refusals are counted: with names that clients invent, the figures would grow without end.
 FIELDS: Final = frozenset(
@@ -45,6 +49,7 @@ FIELDS: Final = frozenset(
     | {query["name"] for queries in QUERIES.values() for query in queries}
 )
 OTHER_FIELD: Final = "other"
+COMMENT: Final = "#"  # begins a line of a file of keys that is none
 CLIENT_CLOSED = 499  # never sent: nobody reads it; only counted
 
 logger = logging.getLogger("logprobe.server")
@@ -65,20 +70,22 @@ class HeldReply:
             self._release()
 
 
-def endpoint(path: str, handler: Handler, service: Service, *, is_open: bool = False) -> Endpoint:
-    """A route's function behind the keys, its failures as replies.
+def endpoint(path: str, handler: Handler, service: Service, keys: Keys | OperatorKeys | None) -> Endpoint:
+    """A route's function behind keys, its failures as replies.
 
-    `is_open` needs no key, and is no work; of every other route, requests in progress are bounded, which they
-    are until their reply is sent.
+    One that asks for none is no work; of every other route, requests in progress are bounded, which they are
+    until their reply is sent.
     """
-    bound = nullcontext() if is_open else InProgress(service.settings.max_requests)
+    bound = nullcontext() if keys is None else InProgress(service.settings.max_requests)
 
     async def serve(request: HttpRequest) -> HeldReply:
-        resources = ExitStack()
+        resources, call = ExitStack(), request.scope[CALL]
+        call.route = path
         try:
-            keys = () if is_open else service.settings.api_key
-            key = check_key(request.headers.get("authorization"), keys)
-            scoped = service.for_one_request(caller_of(request, key))
+            key = None if keys is None else keys.check(request.headers.get("authorization"))
+            if request.method == "POST":
+                service.lifetime.check_open()
+            scoped = service.for_one_request(caller_of(request, key), call)
             resources.callback(scoped.release)
             resources.enter_context(bound)
             response = await handler(request, scoped)
@@ -104,37 +111,6 @@ def caller_of(request: HttpRequest, key: int | None) -> str:
     return request.client.host if request.client else ""
 
 
-def check_key(header: str | None, keys: tuple[str, ...]) -> int | None:
-    """The number of the key that is brought, None without keys; each is compared, in constant time.
-
-    Raises:
-        ApiError: 401.
-    """
-    if not keys:
-        return None
-    brought = _key_of(header)
-    matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
-    if brought is None or not any(matches):
-        raise ApiError(
-            401,
-            "bring a valid key as `Authorization: Bearer KEY`",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-    return matches.index(True)
-
-
-def owner_of(headers: Mapping[str, str], settings: ServerSettings) -> bytes:
-    """Whose a request is: a digest of its key, and the same for all where the server has no keys."""
-    key = _key_of(headers.get("authorization")) if settings.api_key else None
-    return hashlib.sha256(key or b"").digest()
-
-
-def _key_of(header: str | None) -> bytes | None:
-    scheme, _, key = (header or "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came
-
-
 def failure(error: ApiError, service: Service, cause: Exception | None = None) -> Response:
     """The reply to a failure; what only a bug of ours can cause goes to the log."""
     if error.status == 500:
@@ -148,3 +124,92 @@ def field_of(param: str | None) -> str:
     """The field of a body, or of a query, that a refusal named; the empty text where it named none."""
     field = (param or "").partition(".")[0].partition("[")[0]
     return field if field in FIELDS or not param else OTHER_FIELD
+
+
+class OperatorKeys:
+    """The keys that do what clients may not; without any nobody does."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._keys = settings.operator_key
+
+    def check(self, header: str | None) -> int:
+        """The number of the key that is brought.
+
+        Raises:
+            ApiError: 401; 403 where the server has none.
+        """
+        if not self._keys:
+            message = "this is for operators alone; start the server with --operator-key to do it over HTTP"
+            raise ApiError(403, message, code="no_operator_key")
+        return _number_of(header, self._keys)
+
+
+class Keys:
+    """The keys that are let in, from any thread."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Read them.
+
+        Raises:
+            ParameterError: the file cannot be read, holds no key, or one that is too short.
+        """
+        self._settings = settings
+        self._keys = self._read()
+
+    def reload(self) -> int:
+        """Read the file again, and give the number of keys; where that fails the old ones stay.
+
+        Raises:
+            ParameterError: as at first.
+        """
+        self._keys = self._read()
+        return len(self._keys)
+
+    def check(self, header: str | None) -> int | None:
+        """The number of the key that is brought, None without keys.
+
+        Raises:
+            ApiError: 401.
+        """
+        return _number_of(header, self._keys) if self._keys else None
+
+    def owner_of(self, headers: Mapping[str, str]) -> bytes:
+        """Whose a request is: a digest of its key, and the same for all where the server has no keys."""
+        key = _key_of(headers.get("authorization")) if self._keys else None
+        return hashlib.sha256(key or b"").digest()
+
+    def _read(self) -> tuple[str, ...]:
+        settings = self._settings
+        if settings.api_key_file is None:
+            return settings.api_key
+        try:
+            lines = Path(settings.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise ParameterError(
+                "api_key_file", f"{settings.api_key_file} cannot be read: {reason}"
+            ) from error
+        words = [line.strip() for line in lines]
+        keys = [word for word in words if word and not word.startswith(COMMENT)]
+        require(bool(keys), "api_key_file", f"{settings.api_key_file} holds no key; write one a line")
+        check_keys(keys, "api_key_file", is_public=settings.is_public)
+        return (*settings.api_key, *keys)
+
+
+def _number_of(header: str | None, keys: tuple[str, ...]) -> int:
+    """Which of the keys is brought; each is compared, in constant time."""
+    brought = _key_of(header)
+    matches = [hmac.compare_digest(brought or b"", key.encode()) for key in keys]
+    if brought is None or not any(matches):
+        raise ApiError(
+            401,
+            "bring a valid key as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return matches.index(True)
+
+
+def _key_of(header: str | None) -> bytes | None:
+    scheme, _, key = (header or "").partition(" ")
+    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else None  # as it came

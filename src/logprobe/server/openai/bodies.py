@@ -209,6 +209,28 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
 
 
+class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body of `/v1/load_lora_adapter`, as vLLM has it; one of the name is replaced either way."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = True
+
+
+class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body of `/v1/unload_lora_adapter`, as vLLM has it."""
+
+    lora_name: str
+
+
+class UpdateWeightsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body of `/update_weights_from_disk`, as SGLang has it."""
+
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
 ORDERS: Final = ("asc", "desc")
 MAX_LISTED: Final = 100  # messages a page
 
@@ -222,6 +244,9 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/detokenize": DetokenizeBody,
     "/v1/tokenize": TokenizeBody,
     "/v1/detokenize": DetokenizeBody,
+    "/v1/load_lora_adapter": LoadLoraBody,
+    "/v1/unload_lora_adapter": UnloadLoraBody,
+    "/update_weights_from_disk": UpdateWeightsBody,
 }
 QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "/v1/responses/{response_id}/input_items": (

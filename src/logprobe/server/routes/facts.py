@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 async def health(_: HttpRequest, service: Service) -> Response:
     """Say whether the server and its engine live; 503 means that it must be started again."""
     service.check_engine()
-    return json_reply({"status": "draining" if service.is_draining else "ok"})
+    return json_reply({"status": "draining" if service.lifetime.is_draining else "ok"})
 
 
 async def ready(_: HttpRequest, service: Service) -> Response:
     """Say whether new requests are taken: not while the server ends."""
     service.check_engine()
-    if service.is_draining:
-        raise ApiError(503, "the server is shutting down", code="draining")
+    service.lifetime.check_open()
     return json_reply({"status": "ready"})
 
 

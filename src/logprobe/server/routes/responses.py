@@ -16,7 +16,6 @@ from starlette.responses import Response
 from logprobe.errors import ParameterError, shortened
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
-from logprobe.server.http.guard import owner_of
 from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import responses_params
@@ -43,7 +42,7 @@ _MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)", re.DOTALL)
 
 async def create_response(request: HttpRequest, service: Service) -> Response:
     """Answer one request."""
-    owner = owner_of(request.headers, service.settings)
+    owner = service.keys.owner_of(request.headers)
     prepared = await read(request, service, ResponsesBody, partial(prepare, owner=owner))
     shape = ResponseShape(service, prepared)
     return await answer(request, service, prepared.generation, shape, is_stream=bool(prepared.body.stream))
@@ -178,14 +177,12 @@ def _as_item(item_id: str, message: Mapping[str, Any]) -> dict[str, Any]:
 async def delete_response(request: HttpRequest, service: Service) -> Response:
     """Forget a stored response."""
     response_id = request.path_params["response_id"]
-    service.stored.drop(owner_of(request.headers, service.settings), response_id)
+    service.stored.drop(service.keys.owner_of(request.headers), response_id)
     return json_reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
 def _find_stored(request: HttpRequest, service: Service) -> StoredResponse:
-    return service.stored.find(
-        owner_of(request.headers, service.settings), request.path_params["response_id"]
-    )
+    return service.stored.find(service.keys.owner_of(request.headers), request.path_params["response_id"])
 
 
 class ResponseShape:

@@ -1,0 +1,401 @@
+"""`make torture`: minutes of mixed requests in every layout, with faults, and drawn against scored.
+
+In each layout a server process gets requests of every kind that `test_storm` knows, whole and streamed; some
+clients leave, read slowly, or send what is no body. Where the engine is a process of its own it is killed,
+stopped and starved every few seconds. At the end a sample of the replies is asked for again, alone, and every
+number compared, bit for bit. docs/reliability.md shows the table.
+
+Drawn against scored: the numbers of generated tokens and those of the same tokens scored afterwards, from
+kept prefixes, cold, and in chunks, alone and among others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import psutil
+import pytest
+from harness import machine_facts, save
+from process import RIVALS
+from test_storm import KINDS, figures, is_idle, numbers_of, send
+
+from conftest import save_adapters, save_tiny_llama
+from server_process import Attacked, eventually, serving_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from test_storm import Ask
+
+    from logprobe import LLM
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a server is run."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    is_harmed: bool = False  # its engine's processes are, which are started again
+    is_exact: bool = True  # numbers do not depend on what stands beside them
+    python: Path = Path(sys.executable)
+
+
+LAYOUTS: Final = (
+    Layout("one process"),
+    Layout("engine process", ("--engine-process",), is_harmed=True),
+    Layout("two replicas", ("--data-parallel", "2"), is_harmed=True),
+    Layout("vLLM", ("--engine", "vllm"), is_exact=False, python=RIVALS["virtual_lm"].python),
+)
+NUM_CLIENTS = 12
+FAULT_EVERY_S = 6.0
+STOPPED_S, STARVED_TIMES = 2.0, 20
+MOST_REPLAYED = 400
+TIMEOUT_S = 300.0
+FULL: Final = frozenset({429, 503})
+BAD_BODIES: Final = (b"", b"{", b"[]", b'{"prompt": 5.5}', b'{"prompt": "a", "max_tokens": -1}', b"\xff" * 99)
+DRAWN_BATCHES, DRAWN_LEN, DRAWN_TOP = (1, 8, 32, 128), 64, 5
+
+
+@dataclass
+class Tally:
+    """What became of one layout's requests."""
+
+    layout: str
+    is_exact: bool
+    minutes: float
+    ended: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    replayed: int = 0
+    numbers: int = 0
+    differing: int = 0  # numbers whose bits are others when asked for alone
+    worst_nats: float = 0.0
+    left_behind: dict[str, float] = field(default_factory=dict)  # of slots, handles and the like
+
+    @property
+    def sent(self) -> int:
+        """All requests."""
+        return self.ended.total()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing was lost, wrong or left behind."""
+        num_off = self.differing if self.is_exact else 0
+        return not (self.ended["lost"] or self.ended["wrong"] or num_off or self.left_behind)
+
+
+class Client(threading.Thread):
+    """Sends one request after the other until the time is over."""
+
+    def __init__(self, server: Attacked, seed: int, stop: threading.Event) -> None:
+        super().__init__()
+        self.ended: Counter[str] = Counter()
+        self.replies: list[tuple[Ask, bytes]] = []
+        self.complaints: list[str] = []
+        self._server, self._stop_event = server, stop
+        self._rng = random.Random(seed)  # noqa: S311 - drawn for tests
+
+    def run(self) -> None:
+        """Count how each ended."""
+        while not self._stop_event.is_set():
+            ask = self._rng.choice(list(KINDS.values()))(self._rng)
+            how = self._rng.choices(["whole", "leave", "slow", "bad"], [12, 3, 1, 1])[0]
+            try:
+                outcome, data = self._one(ask, how)
+            except (OSError, http.client.HTTPException) as error:
+                outcome, data = "lost", repr(error).encode()
+            self.ended[outcome] += 1
+            if outcome == "result":
+                self.replies.append((ask, data))
+            elif outcome in {"lost", "wrong"}:
+                self.complaints.append(f"{outcome}: {how} {json.dumps(ask)[:300]}: {data[-300:]!r}")
+
+    def _one(self, ask: Ask, how: str) -> tuple[str, bytes]:
+        path, body = ask
+        if how == "leave":
+            send(self._server, ask, num_bytes=self._rng.choice([0, 1, 300]))
+            return "left", b""
+        sent = self._rng.choice(BAD_BODIES) if how == "bad" else json.dumps(body).encode()
+        link = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=TIMEOUT_S)
+        try:
+            link.request("POST", path, sent, {"Content-Type": "application/json"})
+            with link.getresponse() as reply:
+                if how == "slow":
+                    data = b""
+                    while piece := reply.read(256):
+                        data += piece
+                        time.sleep(0.02)
+                else:
+                    data = reply.read()
+                return outcome_of(body, how, reply.status, data), data
+        finally:
+            link.close()
+
+
+def outcome_of(body: dict[str, Any], how: str, status: int, data: bytes) -> str:
+    """One of `result`, `error`, `refused`, and what must not be: `lost`, `wrong`."""
+    if how == "bad":
+        return "refused" if 400 <= status < 500 else "wrong"
+    if status in FULL:
+        return "refused" if status == 429 else "error"
+    if status != 200:
+        return "error" if status == 500 and b'"error"' in data else "wrong"
+    if not body.get("stream"):
+        return "result"
+    if not data.endswith(b"data: [DONE]\n\n"):
+        return "lost"
+    return "error" if b'data: {"error"' in data else "result"
+
+
+class Faults(threading.Thread):
+    """Kills, stops and starves the engine's processes, one every few seconds."""
+
+    def __init__(self, server: Attacked, seed: int, stop: threading.Event) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+        self._server, self._stop_event = server, stop
+        self._rng = random.Random(seed)  # noqa: S311 - drawn for tests
+
+    def run(self) -> None:
+        """Do one after the other."""
+        while not self._stop_event.wait(FAULT_EVERY_S):
+            engines = engine_processes(self._server)
+            if not engines:
+                continue
+            kind = self._rng.choice(["killed", "stopped", "starved"])
+            try:
+                getattr(self, f"_{kind}")(self._rng.choice(engines))
+                self.done[kind] += 1
+            except psutil.NoSuchProcess:
+                continue
+
+    @staticmethod
+    def _killed(process: psutil.Process) -> None:
+        process.kill()
+
+    @staticmethod
+    def _stopped(process: psutil.Process) -> None:
+        process.suspend()
+        time.sleep(STOPPED_S)
+        process.resume()
+
+    @staticmethod
+    def _starved(process: psutil.Process) -> None:
+        for _ in range(STARVED_TIMES):
+            process.suspend()
+            time.sleep(0.05)
+            process.resume()
+            time.sleep(0.02)
+
+
+def engine_processes(server: Attacked) -> list[psutil.Process]:
+    """Those of a server's children that run a model."""
+    children = psutil.Process(server.process.pid).children()
+    return [one for one in children if "resource_tracker" not in " ".join(one.cmdline())]
+
+
+def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: float, seed: int) -> Tally:
+    """One layout: the requests, the faults, the replay, and what is left."""
+    tally = Tally(layout.name, layout.is_exact, minutes)
+    flags = ("--lora", f"wide={adapters['wide']}", "--max-batch-rows", "16", "--max-batch-tokens", "64")
+    with serving_process(folder, *flags, "--no-access-log", *layout.flags, python=layout.python) as server:
+        storm(server, 0.2, seed, has_faults=False)  # what is loaded when first needed is there
+        eventually(lambda: is_idle(figures(server)), "requests stay")
+        start, memory = figures(server), server.memory_bytes
+        clients, faults = storm(server, minutes, seed + 1, has_faults=layout.is_harmed)
+        for client in clients:
+            tally.ended += client.ended
+            print(*client.complaints, sep="\n", end="\n" if client.complaints else "", file=sys.stderr)
+        tally.faults = faults
+        eventually(lambda: is_idle(figures(server)), "requests stay")
+        replies = [reply for client in clients for reply in client.replies]
+        sample = random.Random(seed).sample(replies, min(len(replies), MOST_REPLAYED))  # noqa: S311
+        for ask, data in sample:
+            replay(server, ask, data, tally)
+        eventually(lambda: is_idle(figures(server)), "requests stay")
+        tally.left_behind = left_behind(start, figures(server))
+        if server.memory_bytes > 1.2 * memory:
+            tally.left_behind["memory, MB"] = (server.memory_bytes - memory) / 1e6
+    return tally
+
+
+def storm(
+    server: Attacked, minutes: float, seed: int, *, has_faults: bool
+) -> tuple[list[Client], Counter[str]]:
+    """Requests for some minutes."""
+    stop = threading.Event()
+    clients = [Client(server, 1000 * seed + number, stop) for number in range(NUM_CLIENTS)]
+    faults = Faults(server, seed, stop)
+    for thread in (*clients, *([faults] if has_faults else [])):
+        thread.start()
+    stop.wait(60 * minutes)
+    stop.set()
+    for thread in (*clients, *([faults] if has_faults else [])):
+        thread.join()
+    return clients, faults.done
+
+
+def replay(server: Attacked, ask: Ask, data: bytes, tally: Tally) -> None:
+    """Ask again, alone, and compare words and numbers."""
+    alone = send(server, ask)
+    assert alone is not None
+    (words, numbers), (words_alone, numbers_alone) = numbers_of(ask, data), numbers_of(ask, alone)
+    tally.replayed += 1
+    if words != words_alone:
+        tally.ended["wrong"] += 1
+        print(f"wrong: {json.dumps(ask)[:300]}", file=sys.stderr)
+        return
+    numbers, numbers_alone = np.asarray(numbers), np.asarray(numbers_alone)
+    is_other = numbers != numbers_alone
+    tally.numbers += numbers.size
+    tally.differing += int(is_other.sum())
+    if is_other.any():
+        tally.worst_nats = max(tally.worst_nats, float(np.abs(numbers - numbers_alone)[is_other].max()))
+
+
+def left_behind(start: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """What there is more of, or of free slots less."""
+    more = {name: now[name] - start[name] for name in start if name not in {"threads", "free_slots"}}
+    more["free_slots"] = start["free_slots"] - now["free_slots"]
+    return {name: value for name, value in more.items() if value > 0}
+
+
+# -- drawn against scored ------------------------------------------------------------------------------------
+
+
+def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
+    """For each number of neighbours and way of scoring: tokens, and how many of their numbers differ."""
+    from logprobe import LLM
+
+    rows = []
+    with LLM(model, kv_bytes=1 << 29) as llm, LLM(model, kv_bytes=1 << 29, max_batch_tokens=48) as small:
+        for batch in DRAWN_BATCHES:
+            drawn = draw(llm, batch, num_tokens // len(DRAWN_BATCHES))
+            ways = {"kept prefixes": llm, "cold": llm, "chunks of 48": small}
+            for way, scorer in ways.items():
+                if way != "kept prefixes":
+                    scorer.engine.forget_prefixes()
+                num_numbers, num_other = compare(scorer, drawn)
+                rows.append({"among": batch, "scored": way, "numbers": num_numbers, "differing": num_other})
+                print(rows[-1], flush=True)
+    return rows
+
+
+Drawn = list[tuple[list[int], list[int], np.ndarray]]
+
+
+def draw(llm: LLM, batch: int, num_tokens: int) -> Drawn:
+    """Prompts, tokens drawn after them, and the numbers of these: (tokens, 1 + k) ids' log-probabilities."""
+    from logprobe import SamplingParams
+
+    rng = np.random.default_rng(batch)
+    vocab_size = llm.engine.capabilities().vocab_size
+    drawn: Drawn = []
+    while sum(len(tokens) for _, tokens, _ in drawn) < num_tokens:
+        prompts = [rng.integers(5, vocab_size - 5, rng.integers(4, 40)).tolist() for _ in range(batch)]
+        params = [
+            SamplingParams(
+                max_tokens=DRAWN_LEN, logprobs=DRAWN_TOP, ignore_eos=True, seed=int(rng.integers(1 << 30))
+            )
+            for _ in prompts
+        ]
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            completion = output.outputs
+            drawn.append((prompt, list(completion.token_ids), numbers_in(completion.logprobs)))
+    return drawn
+
+
+def compare(llm: LLM, drawn: Drawn) -> tuple[int, int]:
+    """How many numbers there are, and how many have other bits when the tokens are scored."""
+    from logprobe import SamplingParams
+
+    params = SamplingParams(max_tokens=0, prompt_logprobs=DRAWN_TOP)
+    outputs = llm.generate([prompt + tokens for prompt, tokens, _ in drawn], params)
+    num_numbers = num_other = 0
+    for (prompt, _, numbers), output in zip(drawn, outputs, strict=True):
+        scored = numbers_in(output.prompt_logprobs[len(prompt) :])
+        num_numbers += numbers.size
+        num_other += int((scored.view(np.uint32) != numbers.view(np.uint32)).sum())
+    return num_numbers, num_other
+
+
+def numbers_in(record: Any) -> np.ndarray:
+    """The chosen token's and the k best's log-probabilities of each position, (T, 1 + k) float32."""
+    best = record.top_entries().logprobs.reshape(len(record), DRAWN_TOP)
+    return np.column_stack([record.chosen_entries().logprobs, best]).astype(np.float32)
+
+
+# -- the program ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def models() -> Iterator[tuple[Path, dict[str, Path]]]:
+    """The suite's tiny Llama and LoRA weights of it."""
+    with tempfile.TemporaryDirectory() as parent:
+        factory = pytest.TempPathFactory(Path(parent), 1, "all", lambda *_, **__: None, _ispytest=True)
+        folder = save_tiny_llama(factory.mktemp("tiny-llama"), head_dim=32)  # as vLLM wants it on a CPU
+        yield folder, save_adapters(folder, factory)
+
+
+def main() -> int:
+    """Run all, print and keep the tables; 1 where something was lost, wrong or left behind."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=15.0, help="of all layouts together")
+    parser.add_argument("--tokens", type=int, default=1 << 16, help="drawn and scored; 0: none")
+    parser.add_argument("--model", default="smollm2", help="of which they are drawn")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", action="store_true", help="print, and keep nothing")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    tallies = []
+    layouts = [layout for layout in LAYOUTS if layout.python.exists()]
+    with models() as (folder, adapters):
+        for number, layout in enumerate(layouts):
+            seed = options.seed + 10 * number
+            tallies.append(tortured(layout, folder, adapters, options.minutes / len(layouts), seed))
+            print(as_line(tallies[-1]), flush=True)
+    drawn = drawn_against_scored(options.model, options.tokens) if options.tokens else []
+    content = {
+        "machine": machine_facts(),
+        "layouts": [asdict(tally) | {"sent": tally.sent} for tally in tallies],
+        "drawn": [{"model": options.model, **row} for row in drawn],
+    }
+    if options.json:
+        print(json.dumps(content))
+    else:
+        save("torture", content)
+    is_well = all(tally.is_well for tally in tallies) and not any(row["differing"] for row in drawn)
+    return 0 if is_well else 1
+
+
+def as_line(tally: Tally) -> str:
+    """What became of a layout, for people."""
+    ended = ", ".join(f"{count} {name}" for name, count in sorted(tally.ended.items()))
+    faults = ", ".join(f"{count} {name}" for name, count in sorted(tally.faults.items())) or "no faults"
+    return (
+        f"{tally.layout}: {tally.sent} sent in {tally.minutes:.1f} min ({ended}; {faults}); "
+        f"{tally.replayed} replayed, {tally.differing} of {tally.numbers} numbers differ "
+        f"(worst {tally.worst_nats:.2g} nats); "
+        f"left behind: {tally.left_behind or 'nothing'}"
+    )
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

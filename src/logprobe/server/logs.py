@@ -1,0 +1,62 @@
+"""What an operator reads: lines of text or of JSON, and one for each request that has ended.
+
+Before it: whatever logs. After it: standard error. A line holds nothing that a client wrote, but the id that
+it gave its request, and bodies where the operator asked for them; no client can begin a line of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from logprobe.server.http.gate import access_logger, request_id
+
+if TYPE_CHECKING:
+    from logprobe.server.settings import ServerSettings
+
+
+class TextLines(logging.Formatter):
+    """`time LEVEL logger: message [request id]`; the lines of a traceback begin with a bar."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the lines of its traceback."""
+        head, name = f"{self.formatTime(record)} {record.levelname} {record.name}", request_id.get()
+        lines = [f"{head}: {_printable(record.getMessage())}{'' if name is None else f' [{name}]'}"]
+        if record.exc_info:
+            lines += [f"  | {_printable(line)}" for line in self.formatException(record.exc_info).split("\n")]
+        return "\n".join(lines)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, request_id, a call's fields, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        facts: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (name := request_id.get()) is not None:
+            facts["request_id"] = name
+        facts |= getattr(record, "facts", {})
+        if record.exc_info:
+            facts["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(facts).decode()
+
+
+def configure(settings: ServerSettings) -> None:
+    """Write what this library, and others from warnings on, log to standard error, as the settings say."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if settings.log_format == "json" else TextLines())
+    logging.basicConfig(handlers=[handler], force=True)
+    logging.getLogger("logprobe").setLevel(settings.log_level.upper())
+    access_logger.disabled = not settings.access_log
+
+
+def _printable(text: str) -> str:
+    return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)

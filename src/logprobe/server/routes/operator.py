@@ -1,0 +1,57 @@
+"""What an operator alone may do: load, replace and drop LoRA weights, and replace the model's own.
+
+Before it: whoever brings an operator's key. After it: the engine, which reads folders of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from logprobe.errors import ModelError, ParameterError
+from logprobe.server.http.decode import read
+from logprobe.server.http.errors import bad_request
+from logprobe.server.http.replies import json_reply
+from logprobe.server.openai.bodies import LoadLoraBody, UnloadLoraBody, UpdateWeightsBody
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+
+    from logprobe.server.service import Service
+
+
+async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
+    """Load LoRA weights from a folder of the server's machine under a name, in place of any of that name."""
+    body = await read(request, service, LoadLoraBody, lambda body, _: body)
+    service.check_new_name(body.lora_name)
+    try:
+        await asyncio.to_thread(service.engine.add_lora, body.lora_name, body.lora_path)
+    except ModelError as error:
+        raise bad_request("lora_path", str(error)) from error
+    return json_reply({"id": body.lora_name, "object": "model", "root": body.lora_path})
+
+
+async def unload_lora_adapter(request: HttpRequest, service: Service) -> Response:
+    """Refuse new requests for LoRA weights; what runs on them ends as it would have."""
+    body = await read(request, service, UnloadLoraBody, lambda body, _: body)
+    try:
+        service.engine.remove_lora(body.lora_name)
+    except ParameterError as error:
+        raise bad_request("lora_name", str(error).removeprefix(f"{error.parameter}: ")) from error
+    return json_reply({"id": body.lora_name, "object": "model", "deleted": True})
+
+
+async def update_weights_from_disk(request: HttpRequest, service: Service) -> Response:
+    """Go on with other weights of the same model, from a folder of the server's machine."""
+    body = await read(request, service, UpdateWeightsBody, lambda body, _: body)
+    try:
+        version = await asyncio.to_thread(
+            service.engine.load_weights,
+            body.model_path,
+            version=body.weight_version,
+            finishes=not body.abort_all_requests,
+        )
+    except ModelError as error:
+        raise bad_request("model_path", str(error)) from error
+    return json_reply({"success": True, "weight_version": version})
