@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from logprobe.config import EngineConfig
 from logprobe.errors import require
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.request import RequestOutput
+    from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels
     from logprobe.scoring.score import Score
     from logprobe.scoring.windows import Perplexity, Truncation
     from logprobe.text.chat import Conversations
     from logprobe.transport.messages import Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
-MOST_VERSION_CHARS: Final = 256  # each record tells it
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
@@ -275,10 +275,6 @@ class LLM:
         """
         known = f"must be finish or end, got {on_running!r}"
         require(on_running in ("finish", "end"), "on_running", known)
-        is_name = version is None or (
-            isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
-        )
-        require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
         return self.engine.load_weights(weights, version=version, finishes=on_running == "finish")
 
     def add_lora(self, name: str, path: str | Path) -> None:
@@ -383,6 +379,74 @@ class LLM:
             truncation=truncation,
         )
         return self._bridge.run(work)
+
+    def classify(
+        self,
+        prompts: Asked | Sequence[Asked],
+        labels: Labels,
+        *,
+        correction: Correction = "none",
+        content_free: Asked | None = None,
+        progress: bool = False,
+    ) -> Classification | list[Classification]:
+        """How likely each label is as the answer, whole: one classification a prompt.
+
+        What a prompt's labels share is computed once. Probabilities come as they are (`logprobs`, `mass`),
+        and as shares of all labels (`probabilities`).
+
+        Args:
+            prompts: a text that the label goes on with (give it its space), a conversation that it answers
+                by the model's chat template, or a list of these.
+            labels: texts, or name → text or texts that mean it, whose probabilities are added up; of any
+                number of tokens, each in its usual spelling.
+            correction: what shares are made of: `none`, the probabilities themselves; `length`, their
+                geometric mean a token (Brown et al. 2020); `calibrated`, their ratio to those after a prompt
+                without content (Zhao et al. 2021).
+            content_free: that prompt; the default is the text `N/A`. Lay it out as the others are.
+            progress: show a progress bar on stderr.
+
+        Raises:
+            ParameterError: labels that are equal, empty, or begin another; a prompt that is too long.
+            BatchError: some requests failed.
+        """
+        from logprobe.scoring.labels import classify
+
+        return classify(
+            self, prompts, labels, correction=correction, content_free=content_free, progress=progress
+        )
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, progress: bool = False, **layout: Any
+    ) -> list[float]:
+        """How relevant each document is to a query, in [0, 1], by a model that answers yes or no.
+
+        P(yes) / (P(yes) + P(no)) after the layout of Qwen3-Reranker; `scoring.labels.rerank` has its parts
+        (`task`, `template`, `labels`) for other models.
+
+        Raises:
+            ParameterError: no list of texts, or a document that is too long, by its number.
+            BatchError: some requests failed.
+        """
+        from logprobe.scoring.labels import rerank
+
+        return rerank(self, query, documents, progress=progress, **layout)
+
+    def judge(
+        self,
+        prompts: Asked | Sequence[Asked],
+        scale: Sequence[float] = range(1, 6),
+        *,
+        progress: bool = False,
+    ) -> Judgement | list[Judgement]:
+        """The distribution of the grade that a prompt or a conversation asks for: mean, spread, rest.
+
+        Raises:
+            ParameterError: a scale of one grade, or where one begins another (1 and 10).
+            BatchError: some requests failed.
+        """
+        from logprobe.scoring.labels import judge
+
+        return judge(self, prompts, scale, progress=progress)
 
     def perplexity(
         self,

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.run import score_dataset as score_dataset
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
+    from logprobe.scoring.labels import Classification as Classification
+    from logprobe.scoring.labels import Judgement as Judgement
+    from logprobe.scoring.labels import classify as classify
+    from logprobe.scoring.labels import judge as judge
+    from logprobe.scoring.labels import rerank as rerank
     from logprobe.scoring.score import Score as Score
     from logprobe.scoring.texts import ScoredText as ScoredText
     from logprobe.scoring.texts import Unit as Unit
@@ -23,17 +28,22 @@ if TYPE_CHECKING:
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "Classification": ".labels",
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
+    "Judgement": ".labels",
     "Perplexity": ".windows",
     "Score": ".score",
     "ScoredText": ".texts",
     "Summary": ".data.summary",
     "Unit": ".texts",
+    "classify": ".labels",
     "compare": ".comparison",
     "compare_stored": ".comparison",
     "compare_with_stored": ".comparison",
+    "judge": ".labels",
     "perplexity": ".windows",
+    "rerank": ".labels",
     "score_dataset": ".data.run",
     "surprisal": ".texts",
 }

@@ -1,0 +1,161 @@
+"""Labels, documents and grades: whole answers' probabilities, against transformers' own rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from logprobe.errors import ParameterError
+from logprobe.scoring.labels import RERANK_AFTER, RERANK_BEFORE, RERANK_PAIR, RERANK_TASK, texts_of
+from refusals import raises
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from logprobe import LLM
+
+PROMPT = "the cat and"
+LABELS = [" the dog", " of the", " a"]
+TALK = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_model_folder: Path) -> Any:
+    """ids → (T, V) log-probabilities of transformers' module, float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).double().eval()
+
+    @torch.inference_mode()
+    def of(ids: list[int]) -> Any:
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1).numpy()
+
+    return of
+
+
+def whole(rows: Any, before: list[int], after: list[int]) -> float:
+    found = rows([*before, *after])
+    return float(sum(found[len(before) - 1 + place, token_id] for place, token_id in enumerate(after)))
+
+
+def truth(tiny_llm: LLM, rows: Any, prompt: str, label: str) -> tuple[float, int]:
+    ids, start = tiny_llm.text.encode_pair(prompt, label)
+    listed = ids.tolist()
+    return whole(rows, listed[:start], listed[start:]), len(listed) - start
+
+
+def test_a_label_has_the_probability_of_all_its_tokens(tiny_llm: LLM, rows: Any) -> None:
+    found: Any = tiny_llm.classify(PROMPT, LABELS)
+    want = np.array([truth(tiny_llm, rows, PROMPT, label)[0] for label in LABELS])
+    np.testing.assert_allclose(found.logprobs, want, atol=1e-4)
+    np.testing.assert_allclose(found.mass, np.exp(want).sum(), rtol=1e-4)
+    shares = np.exp(want) / np.exp(want).sum()
+    np.testing.assert_allclose(list(found.probabilities.values()), shares, atol=1e-5)
+    assert found.label == LABELS[int(want.argmax())]
+    np.testing.assert_allclose(found.margin, np.diff(np.sort(want))[-1], atol=2e-4)
+    assert "mass" in repr(found)
+
+
+def test_many_prompts_give_what_each_gives_alone(tiny_llm: LLM) -> None:
+    prompts = [PROMPT, "a dog", "the"]
+    found: Any = tiny_llm.classify(prompts, LABELS)
+    for prompt, one in zip(prompts, found, strict=True):
+        alone: Any = tiny_llm.classify(prompt, LABELS)
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=5e-5)
+
+
+def test_texts_that_mean_one_label_are_added_up(tiny_llm: LLM) -> None:
+    named: Any = tiny_llm.classify(PROMPT, {"animal": [" the dog", " a cat"], "other": " of"})
+    alone: Any = tiny_llm.classify(PROMPT, [" the dog", " a cat", " of"])
+    np.testing.assert_allclose(named.logprobs[0], np.logaddexp(*alone.logprobs[:2]), atol=1e-5)
+    assert named.labels == ("animal", "other")
+
+
+def test_corrections_are_what_their_papers_say(tiny_llm: LLM, rows: Any) -> None:
+    want = [truth(tiny_llm, rows, PROMPT, label) for label in LABELS]
+    by_length: Any = tiny_llm.classify(PROMPT, LABELS, correction="length")
+    np.testing.assert_allclose(by_length.corrected, [total / count for total, count in want], atol=1e-4)
+    empty = [truth(tiny_llm, rows, "th", label)[0] for label in LABELS]
+    calibrated: Any = tiny_llm.classify(PROMPT, LABELS, correction="calibrated", content_free="th")
+    shares = np.exp([total - other for (total, _), other in zip(want, empty, strict=True)])
+    np.testing.assert_allclose(list(calibrated.probabilities.values()), shares / shares.sum(), atol=1e-4)
+    np.testing.assert_allclose(calibrated.logprobs, [total for total, _ in want], atol=1e-4)
+
+
+def test_a_conversation_is_answered_after_its_layout(tiny_llm: LLM, rows: Any) -> None:
+    found: Any = tiny_llm.classify(TALK, ["the dog", "of"])
+    text: Any = tiny_llm.text
+    laid_out = text.encode("user: the cat\nassistant:", add_special_tokens=False).tolist()
+    want = [
+        whole(rows, laid_out, text.encode(one, add_special_tokens=False).tolist())
+        for one in ("the dog", "of")
+    ]
+    np.testing.assert_allclose(found.logprobs, want, atol=1e-4)
+    many: Any = tiny_llm.classify([TALK, TALK], ["the dog", "of"])
+    assert [one.label for one in many] == [found.label] * 2
+
+
+def test_documents_are_ranked_as_the_published_code_ranks_them(tiny_llm: LLM, rows: Any) -> None:
+    """https://huggingface.co/Qwen/Qwen3-Reranker-0.6B: softmax of the last row's logits of no and yes."""
+    documents, text = ["the cat", "a dog and a cat", ""], tiny_llm.text
+    layout = {"template": ("th ", "{query}: {document}", " the"), "labels": (" a", " o")}
+    (yes,), (no,) = (text.encode(label, add_special_tokens=False).tolist() for label in (" a", " o"))
+    want = []
+    for document in documents:
+        parts = ("th ", f"the: {document}", " the")
+        ids = [
+            token_id for part in parts for token_id in text.encode(part, add_special_tokens=False).tolist()
+        ]
+        last = rows(ids)[-1]
+        want.append(np.exp(last[yes]) / (np.exp(last[yes]) + np.exp(last[no])))
+    np.testing.assert_allclose(tiny_llm.rerank("the", documents, **layout), want, atol=1e-5)
+
+
+def test_the_layout_by_default_is_the_published_one() -> None:
+    laid_out = RERANK_BEFORE + RERANK_PAIR.format(task=RERANK_TASK, query="q", document="d") + RERANK_AFTER
+    assert laid_out.startswith("<|im_start|>system\nJudge whether the Document meets the requirements")
+    assert laid_out.endswith("<Document>: d<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_a_grade_is_a_distribution(tiny_llm: LLM) -> None:
+    judged: Any = tiny_llm.judge(TALK)
+    shares = np.array(list(judged.grades.probabilities.values()))
+    mean = float(shares @ np.arange(1, 6))
+    assert judged.expectation == pytest.approx(mean)
+    assert judged.spread == pytest.approx(float(np.sqrt(shares @ (np.arange(1, 6) - mean) ** 2)))
+    assert judged.off_scale == pytest.approx(1 - judged.grades.mass)
+    assert len(tiny_llm.judge(["a", "the"], scale=[0, 0.5, 1.5])) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([], "must be a list of texts"),
+        ("yes", "must be a list of texts"),
+        (["yes", ""], "has an empty text"),
+        (["yes", "no", "yes"], "two are equal: 'yes'"),
+        (["yes", "yes, sir"], "'yes' (yes) begins 'yes, sir' (yes, sir)"),
+        ({"a": ["x", "y"], "b": "x"}, "'x' (a) equals 'x' (b)"),
+        ({"a": []}, "has an empty text, or none"),
+    ],
+)
+def test_labels_that_overlap_are_named(labels: Any, said: str) -> None:
+    with raises(ParameterError, parameter="labels") as caught:
+        texts_of(labels)
+    assert said in str(caught.value)
+
+
+def test_what_cannot_be_asked_is_named(tiny_llm: LLM) -> None:
+    with raises(ParameterError, parameter="correction"):
+        tiny_llm.classify("a", ["b", "c"], correction="none of these")  # type: ignore[arg-type]
+    with raises(ParameterError, parameter="scale"):
+        tiny_llm.judge("a", scale=[1])
+    with raises(ParameterError, parameter="labels"):
+        tiny_llm.judge("a", scale=range(1, 11))
+    with raises(ParameterError, parameter="documents"):
+        tiny_llm.rerank("a", "text")
+    with raises(ParameterError, parameter="prompts"):
+        tiny_llm.classify([], ["b", "c"])
