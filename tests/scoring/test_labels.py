@@ -127,7 +127,7 @@ def test_a_grade_is_a_distribution(tiny_llm: LLM) -> None:
     assert judged.expectation == pytest.approx(mean)
     assert judged.spread == pytest.approx(float(np.sqrt(shares @ (np.arange(1, 6) - mean) ** 2)))
     assert judged.off_scale == pytest.approx(1 - judged.grades.mass)
-    assert len(tiny_llm.judge(["a", "the"], scale=[0, 0.5, 1.5])) == 2  # type: ignore[arg-type]
+    assert len(tiny_llm.judge(["a", "the"], scale=[1, 2.5, 3])) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,11 @@ def lines_of(server: Attacked, num: int, of: str) -> list[str]:
 def test_a_line_of_json_tells_what_each_request_came_to(tiny_model_folder: Path) -> None:
     with serving_process(tiny_model_folder, "--log-format", "json", "--model-name", "tiny") as server:
         asked(server)
-        whole, stream, refused, unknown = map(json.loads, lines_of(server, 4, '"logprobe.access"'))
+        found = [*map(json.loads, lines_of(server, 4, '"logprobe.access"'))]
+    # A line comes when its request has ended, which is after its client has all of the reply.
+    by_id = {one["request_id"]: one for one in found}
+    whole, stream = by_id.pop("mine-1"), by_id.pop("mine-2")
+    refused, unknown = sorted(by_id.values(), key=lambda one: one["status"])
     assert {one["client"] for one in (whole, stream, refused, unknown)} == {"127.0.0.1"}
     assert whole["request_id"] == "mine-1"
     assert (whole["method"], whole["route"], whole["status"], whole["model"]) == (
@@ -59,7 +63,8 @@ def test_a_line_of_json_tells_what_each_request_came_to(tiny_model_folder: Path)
 def test_lines_of_text_say_the_same_and_can_be_turned_off(tiny_model_folder: Path) -> None:
     with serving_process(tiny_model_folder) as server:
         asked(server)
-        whole, stream, *_ = lines_of(server, 4, "logprobe.access")
+        found = lines_of(server, 4, "logprobe.access")
+    whole, stream = (next(line for line in found if name in line) for name in ("[mine-1]", "[mine-2]"))
     assert re.search(
         r"127.0.0.1 POST /v1/completions: 200 by \S+ in [\d.]+ s, \d+ \+ 3 tokens \[mine-1\]$", whole
     )

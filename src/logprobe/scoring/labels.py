@@ -184,8 +184,9 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
     if isinstance(labels, Mapping):
         named = {name: [texts] if isinstance(texts, str) else list(texts) for name, texts in labels.items()}
     else:
+        twice = [label for place, label in enumerate(labels) if label in labels[:place]]
+        require(not twice, "labels", f"two are equal: {', '.join(map(repr, twice))}")
         named = {text: [text] for text in labels}
-        require(len(named) == len(labels), "labels", f"two are equal: {_first_twice(labels)!r}")
     for name, texts in named.items():
         is_said = bool(texts) and all(isinstance(text, str) and text for text in texts)
         require(is_said, "labels", f"{name!r} has an empty text, or none")
@@ -196,10 +197,6 @@ def texts_of(labels: Labels) -> dict[str, list[str]]:
             what = f"{text!r} ({name}) {how} {other!r} ({other_name}), so it would count for both"
             raise ParameterError("labels", f"{what}; end it otherwise, such as with a full stop")
     return named
-
-
-def _first_twice(labels: Sequence[str]) -> str:
-    return next(label for place, label in enumerate(labels) if label in labels[:place])
 
 
 def _is_one(prompts: Asked | Sequence[Asked]) -> bool:
@@ -214,7 +211,7 @@ def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
         "must be a text, a conversation, or a list of these",
         got=prompts,
     )
-    many: Any = [prompts] if _is_one(prompts) else list(prompts)
+    many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
     return many
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from logprobe.server.http.gate import access_logger, request_id
+from logprobe.server.http.replies import one_line
 
 if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
@@ -46,7 +47,7 @@ class JsonLines(logging.Formatter):
         facts |= getattr(record, "facts", {})
         if record.exc_info:
             facts["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(facts).decode()
+        return one_line(msgspec.json.encode(facts)).decode()
 
 
 def configure(settings: ServerSettings) -> None:

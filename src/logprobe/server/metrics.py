@@ -89,10 +89,7 @@ class Metrics:
         """Take in how long a request took; one that chose no model has no place here."""
         if call.route is None or call.model is None:
             return
-        found = dict.fromkeys(HISTOGRAMS, call.seconds)
-        found["time_to_first_token_seconds"] = call.first_token_s
-        found["time_between_tokens_seconds"] = call.token_s
-        for name, value in found.items():
+        for name, value in zip(HISTOGRAMS, (call.seconds, call.first_token_s, call.token_s), strict=True):
             if value is not None:
                 self._seconds[name].labels(call.route, call.model).observe(value)
 

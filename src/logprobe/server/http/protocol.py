@@ -86,7 +86,8 @@ class TimedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Expect a header."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # whatever is not taken at once pauses who writes
+        # Whatever is not taken at once pauses who writes; at 0 HTTPS is paused with nothing to write, too.
+        transport.set_write_buffer_limits(high=1)
         self._expect_header()
 
     def on_message_begin(self) -> None:
