@@ -25,7 +25,7 @@ def test_the_examples_of_the_page_run_one_after_the_other(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     examples = examples_of("processors.md")
-    assert len(examples) == 5
+    assert len(examples) == 6
     run_examples("processors.md", examples, model=tiny_model_folder)
 
 

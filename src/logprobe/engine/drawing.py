@@ -13,7 +13,7 @@ from logprobe.errors import ProcessorError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors.batch import BatchRow
-from logprobe.processors.pipeline import Pipeline
+from logprobe.processors.pipeline import NO_ARGS, Pipeline
 from logprobe.records.rows import HostRows, on_host
 from logprobe.sampling import Sampler
 
@@ -39,6 +39,7 @@ class Drawing:
         self.pipeline = Pipeline(config, model)
         self._sampler = Sampler()
         self._num_active = 0  # draws with processors in the step that was prepared last
+        self._num_seen = 0  # those, and the ones after them that a processor looks at
         self.chunk_rows = default_chunk_rows(model.vocab_size)
 
     def admit(self, params: SamplingParams) -> dict[int, Any]:
@@ -48,17 +49,7 @@ class Drawing:
 
     def open(self, sample: Sample, number: int, args: dict[int, Any]) -> None:
         """Find the processors that concern a new sample of the engine's `number`-th request."""
-        request = sample.request
-        row = BatchRow(
-            request_id=request.request_id,
-            args=None,
-            prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sample
-            output_token_ids=sample.output_token_ids,
-            params=request.params,
-            sample=sample.index,
-            serial=number,
-        )
-        sample.active = self.pipeline.open(row, args)
+        sample.active = self.pipeline.open(_row(sample, sample.output_token_ids, number), args)
         sample.is_plain = False
 
     def why_no_drafts(self, sample: Sample) -> str | None:
@@ -74,15 +65,18 @@ class Drawing:
         active = [draw for draw in draws if draw.sample.active is not None]
         # Who was in the last step and is in this one no more has left, which processors are told.
         if active or self._num_active:
-            self._num_active = len(active)
-            self.pipeline.prepare([_rows_of(draw) for draw in active])
+            samples = [_rows_of(draw) for draw in active]
+            is_seen = self.pipeline.sees_all(samples)
+            seen = [_bystander(draw) for draw in draws if draw.sample.active is None] if is_seen else []
+            self._num_active, self._num_seen = len(active), len(active) + len(seen)
+            self.pipeline.prepare(samples, seen)
         return active + [draw for draw in draws if draw.sample.active is None] if active else draws
 
     def chunks(self, draws: list[Draw]) -> Iterator[slice]:
-        """Cut a step's draws, as `prepare` gave them, into chunks; all with processors are in the first."""
+        """Cut a step's draws, as `prepare` gave them, into chunks; the first has all that processors see."""
         start = 0
         while start < len(draws):
-            end = max(start + self.chunk_rows, self._num_active)
+            end = max(start + self.chunk_rows, self._num_seen)
             yield slice(start, end)
             start = end
 
@@ -105,8 +99,8 @@ class Drawing:
 
     def _apply(self, chunk: list[Draw], logits: Tensor) -> ProcessedRows | None:
         """Run the processors on the rows of a chunk that have any: its first ones."""
-        num_active = sum(draw.sample.active is not None for draw in chunk)
-        return self.pipeline.apply(logits[:num_active]) if num_active else None
+        has_active = any(draw.sample.active is not None for draw in chunk)
+        return self.pipeline.apply(logits[: self._num_seen]) if has_active else None
 
     def _note_processed(
         self, chunk: list[Draw], logits: Tensor, run: ProcessedRows | None, output: SampledRows
@@ -134,6 +128,25 @@ def _rows_of(draw: Draw) -> ActiveSample:
     active = draw.sample.active
     assert active is not None
     return active.after(draw.sample.draft_ids[: draw.ahead]) if draw.ahead else active
+
+
+def _row(sample: Sample, output_token_ids: list[int], number: int = -1) -> BatchRow:
+    request = sample.request
+    return BatchRow(
+        request_id=request.request_id,
+        args=NO_ARGS,
+        prompt_token_ids=request.prompt_token_ids,  # type: ignore[arg-type]  # reads like a sample
+        output_token_ids=output_token_ids,
+        params=request.params,
+        sample=sample.index,
+        serial=number,
+    )
+
+
+def _bystander(draw: Draw) -> BatchRow:
+    """The row of a draw without processors, for one that looks at all of them."""
+    ids = draw.sample.output_token_ids
+    return _row(draw.sample, [*ids, *draw.sample.draft_ids[: draw.ahead]] if draw.ahead else ids)
 
 
 def _explained(effects: list[RowEffect], output: SampledRows, row: int) -> list[ProcessorEffect]:

@@ -99,7 +99,6 @@ class Engine:
         )
         self.clock = StepClock()
         self.scorer = PromptScorer(forward)
-        self.scheduler = self._new_scheduler()
         self.recorder = Recorder(text, eos_token_ids)
         facts = ModelFacts(
             vocab_size=forward.vocab_size,
@@ -108,6 +107,7 @@ class Engine:
             vocabulary=text.vocabulary,
         )
         self.drawing = Drawing(config, facts)
+        self.scheduler = self._new_scheduler()
         self.send: Send | None = None  # begins to copy rows to the host; None: `events_of` copies them
         self._swap = WeightSwap()
         self._loras: dict[int, LoraWeights] = {}  # by the numbers of their loads
@@ -262,6 +262,7 @@ class Engine:
             max_batch_tokens=self.config.max_batch_tokens,
             max_batch_rows=self.config.max_batch_rows,
             rope_boundary=self.forward.rope_boundary,
+            gathers_calls=self.drawing.pipeline.gathers_calls,
             on_free=self.scorer.forget,
         )
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
     from logprobe.processors.pipeline import Pipeline
     from logprobe.processors.registry import available_processors, describe_processor, load_processor
+    from logprobe.processors.styles import BatchUpdate, MoveDirectionality
 
 __all__ = [
     "AllowedTokensLogitsProcessor",
@@ -39,6 +40,7 @@ __all__ = [
     "BannedWordsLogitsProcessor",
     "BatchRow",
     "BatchState",
+    "BatchUpdate",
     "CaptureLogitsProcessor",
     "GlobalLogprobsCapture",
     "GrammarLogitsProcessor",
@@ -46,6 +48,7 @@ __all__ = [
     "LogitsProcessor",
     "MinTokensLogitsProcessor",
     "ModelFacts",
+    "MoveDirectionality",
     "PenaltiesLogitsProcessor",
     "Pipeline",
     "ProcessorEffect",
@@ -66,6 +69,7 @@ _HOMES = {
     "BannedWordsLogitsProcessor": ".builtin.masks",
     "BatchRow": ".batch",
     "BatchState": ".batch",
+    "BatchUpdate": ".styles",
     "CaptureLogitsProcessor": ".builtin.capture",
     "GlobalLogprobsCapture": ".builtin.capture",
     "GrammarLogitsProcessor": ".builtin.grammar",
@@ -73,6 +77,7 @@ _HOMES = {
     "LogitsProcessor": ".interface",
     "MinTokensLogitsProcessor": ".builtin.masks",
     "ModelFacts": ".interface",
+    "MoveDirectionality": ".styles",
     "PenaltiesLogitsProcessor": ".builtin.penalties",
     "Pipeline": ".pipeline",
     "ProcessorEffect": ".effects",

@@ -7,8 +7,7 @@ register. So their state never meets another request's, and `raw` stays raw.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, final
 
 import torch
@@ -17,6 +16,7 @@ from logprobe.errors import require
 from logprobe.processors.batch import BatchRow, BatchState, RowKey
 from logprobe.processors.builtin.matchers import allowed_tokens, as_matcher
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.styles import BatchUpdate, StyledParams
 
 if TYPE_CHECKING:
     import msgspec
@@ -112,30 +112,8 @@ def adapt_vllm(
     return _adapted(name or processor.__name__, args, make, lambda values: own_check(_params(values)))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchUpdate:
-    """The change of a batch in vLLM's words."""
-
-    batch_size: int
-    removed: Sequence[int]
-    added: Sequence[tuple[int, Any, list[int], Sequence[int]]]  # index, params, prompt, live output
-    moved: Sequence[Any]
-
-
-@final
-class _RequestParams:
-    """A request's parameters with `extra_args`, as vLLM's processors read them."""
-
-    def __init__(self, params: Any, extra_args: dict[str, Any]) -> None:
-        self._params = params
-        self.extra_args = extra_args
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._params, name)
-
-
-def _params(args: Any, params: Any = None) -> _RequestParams:
-    return _RequestParams(params, dict(args) if isinstance(args, Mapping) else _as_dict(args))
+def _params(args: Any, params: Any = None) -> StyledParams:
+    return StyledParams(params, dict(args) if isinstance(args, Mapping) else _as_dict(args))
 
 
 def _as_dict(args: Any) -> dict[str, Any]:
@@ -260,7 +238,6 @@ def _adapted(
 
 
 __all__ = [
-    "BatchUpdate",
     "adapt_callable",
     "adapt_matcher",
     "adapt_transformers",

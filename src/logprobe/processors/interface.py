@@ -64,6 +64,9 @@ class LogitsProcessor(ABC):
     applies_to_all: ClassVar[bool] = False  # to requests without its arguments, too: defaults then
     # From step to step; one that does not may be given several rows of a sample, one for each of its drafts.
     keeps_state: ClassVar[bool] = True
+    # For somebody to read: greedy rows reach it, too, where the most likely token stays the same; and where
+    # it applies to all requests, the prompts of one call come in one step.
+    keeps_rows: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: EngineConfig) -> None:
@@ -76,7 +79,7 @@ class LogitsProcessor(ABC):
         """Raise `ValueError` where arguments of the right types can never be served; from any thread."""
 
     def is_argmax_invariant(self) -> bool:
-        """Whether the most likely token always stays the same: then greedy rows skip the processor."""
+        """Whether the most likely token stays the same: greedy rows skip it then, unless it `keeps_rows`."""
         return False
 
     def update_state(self, batch: BatchState) -> None:  # noqa: B027 - a stateless rule has nothing to do

@@ -6,7 +6,7 @@ import logging
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from logprobe.processors.interface import LogitsProcessor, ModelFacts, ProcessorCounter
 
 logger = logging.getLogger("logprobe")
+NO_ARGS: Final = ArgsView()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +79,17 @@ class Pipeline:
         self._stages = Stages.build(config, model)
         # Some processor concerns requests that give it no arguments, too.
         self.applies_to_all = any(stage.processor.applies_to_all for stage in self._stages.registered)
+        self._seeing = [index for index, stage in enumerate(self._stages.ordered) if stage.sees_all]
         self._members: dict[int, list[int]] = {}  # of this step: stage → rows
         self._samples: Sequence[ActiveSample] = ()
+        self._others: Sequence[BatchRow] = ()  # those after them, which concern no stage
         self._broken: set[int] = set()  # stages whose update failed in this step
+
+    @property
+    def gathers_calls(self) -> bool:
+        """Whether the prompts of one call are to come in one step, for somebody to read their rows."""
+        processors = self.registered.values()
+        return any(processor.applies_to_all and processor.keeps_rows for processor in processors)
 
     @property
     def counters(self) -> Mapping[str, ProcessorCounter]:
@@ -111,9 +120,17 @@ class Pipeline:
         skips = params.is_greedy and not shows_processed and not params.explain
         return ActiveSample(rows, params.explain, skips)
 
-    def prepare(self, samples: Sequence[ActiveSample]) -> None:
-        """Pass every processor the rows of the step's logits, in their order; before the forward pass."""
-        self._samples, self._members, self._broken = samples, {}, set()
+    def sees_all(self, samples: Sequence[ActiveSample]) -> bool:
+        """Whether one that concerns any of these is to be shown all rows of the step."""
+        stages = [(self._stages.ordered[index], index) for index in self._seeing]
+        return any(_concerns(stage, index, sample) for stage, index in stages for sample in samples)
+
+    def prepare(self, samples: Sequence[ActiveSample], others: Sequence[BatchRow] = ()) -> None:
+        """Pass every processor the rows of the step's logits, in their order; before the forward pass.
+
+        `others` are the rows after them that no processor changes, where `sees_all` says so.
+        """
+        self._samples, self._others, self._members, self._broken = samples, others, {}, set()
         for index, stage in enumerate(self._stages.ordered):
             members = [row for row, sample in enumerate(samples) if _concerns(stage, index, sample)]
             if not members and not stage.previous:
@@ -123,14 +140,17 @@ class Pipeline:
                 stage.counter.num_steps += 1
                 stage.counter.num_rows += len(members)
             try:
-                self._update(stage, [samples[row].rows[index] for row in members])
+                self._update(stage, self._shown(index, members))
             except BaseException as error:  # noqa: BLE001 - `apply` finds the rows that bring it about
                 self._broken.add(index)
                 if not members:  # there is no request to fail
                     logger.warning("%s failed to let its rows go: %r", stage.name, error)
 
     def apply(self, raw: Tensor) -> ProcessedRows:
-        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is left as it is."""
+        """Run the processors on (R, V) float32 logits of the prepared rows; `raw` is left as it is.
+
+        Rows of `others` are read alone: what comes back are those of the samples.
+        """
         run = ProcessedRows(raw)
         explained = {row for row, sample in enumerate(self._samples) if sample.is_explained}
         for index, members in self._members.items():
@@ -144,6 +164,7 @@ class Pipeline:
                 run.effects.setdefault(row, []).append(effect)
         for row in run.errors:
             run.logits[row] = raw[row]
+        run.logits = run.logits[: len(self._samples)]
         return run
 
     def keeping_state(self, sample: ActiveSample) -> list[str]:
@@ -159,11 +180,16 @@ class Pipeline:
         """The processors that concern a prepared row."""
         return ", ".join(self._stages.ordered[index].name for index in self._samples[row].rows)
 
+    def _shown(self, index: int, members: list[int]) -> list[BatchRow]:
+        if members and self._stages.ordered[index].sees_all:
+            return [*(_row_of(sample, index) for sample in self._samples), *self._others]
+        return [self._samples[row].rows[index] for row in members]
+
     def _update(self, stage: Stage, rows: list[BatchRow]) -> None:
         batch = BatchState(rows, stage.previous)
         stage.previous = ()  # what a failed update leaves behind is not known
         with timed(stage.counter):
-            stage.processor.update_state(batch)
+            stage.show(batch)
         stage.previous = batch.rows
 
     def _run(self, index: int, run: ProcessedRows, raw: Tensor) -> None:
@@ -178,7 +204,7 @@ class Pipeline:
             _apply_own(stage, run.logits, members)
             return
         try:
-            changed = _checked_apply(stage, run.logits, members)
+            changed = _checked_apply(stage, run.logits, members, shows_all=stage.sees_all)
         except BaseException:  # noqa: BLE001 - the rows that bring it about are found one by one
             self._run_one_by_one(index, run, raw)
             return
@@ -224,6 +250,12 @@ def _row_for(row: BatchRow, args: Any, all_args: ArgsView) -> BatchRow:
     )
 
 
+def _row_of(sample: ActiveSample, index: int) -> BatchRow:
+    """A sample's row for a stage, as one without arguments where it is not concerned."""
+    row = sample.rows.get(index)
+    return replace(next(iter(sample.rows.values())), args=NO_ARGS) if row is None else row
+
+
 def _concerns(stage: Stage, index: int, sample: ActiveSample) -> bool:
     return index in sample.rows and not (sample.skips_invariant and stage.is_invariant)
 
@@ -248,9 +280,9 @@ def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
         logits[members] = stage.processor.apply(logits[members])
 
 
-def _checked_apply(stage: Stage, logits: Tensor, members: list[int]) -> Tensor:
+def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_all: bool = False) -> Tensor:
     """A stage's logits for some rows, from a private copy; raises where they cannot be used."""
-    before = logits[members]
+    before = logits.clone() if shows_all else logits[members]
     changed: Any = stage.processor.apply(before)
     if not isinstance(changed, torch.Tensor):
         raise _UnusableLogitsError(f"apply gave {type(changed).__name__}, not a tensor")
@@ -260,6 +292,8 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int]) -> Tensor:
         )
     if changed.dtype != before.dtype:
         raise _UnusableLogitsError(f"apply gave {changed.dtype} in place of {before.dtype}")
+    if shows_all:
+        changed = before = changed[members]
     best = changed.amax(1).cpu()  # NaN where a row holds one
     if not bool(best.isfinite().all()):
         # A row that came in with the fault is not the processor's.

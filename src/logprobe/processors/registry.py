@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from logprobe.errors import ParameterError, require
+from logprobe.processors import styles
 from logprobe.processors.arguments import keys_of
+from logprobe.processors.interface import LogitsProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from logprobe.config import EngineConfig
-    from logprobe.processors.interface import LogitsProcessor
 
 ENTRY_POINT_GROUP: Final = "logprobe.logits_processors"
 BUILT_INS: Final = (
@@ -32,6 +33,7 @@ BUILT_INS: Final = (
     "CaptureLogitsProcessor",
     "GlobalLogprobsCapture",
 )
+_BUILT_IN_HOME: Final = "logprobe.processors.builtin."
 _WHERE: Final = "logits_processors"
 
 
@@ -47,10 +49,12 @@ def load_processor(given: str | type) -> type[LogitsProcessor]:
         ParameterError: there is no such thing, or it is no processor; the message says what there is.
     """
     target = given if not isinstance(given, str) else _named(given)
-    from logprobe.processors.interface import LogitsProcessor
-
+    # A built-in reads a `BatchState`, whatever it calls it.
+    if isinstance(target, type) and not target.__module__.startswith(_BUILT_IN_HOME):
+        target = styles.styled(target)
     is_processor = isinstance(target, type) and issubclass(target, LogitsProcessor)
-    require(is_processor, _WHERE, f"{given!r} is no subclass of logprobe.processors.LogitsProcessor")
+    known = f"and its update_state takes none of {', '.join(styles.STYLES)}"
+    require(is_processor, _WHERE, f"{given!r} is no subclass of logprobe.processors.LogitsProcessor, {known}")
     processor: type[LogitsProcessor] = target
     lacking = sorted(getattr(processor, "__abstractmethods__", ()))
     require(not lacking, _WHERE, f"{given!r} does not define {', '.join(lacking)}")
@@ -80,6 +84,8 @@ def load_processors(specs: Iterable[str | type]) -> dict[str, type[LogitsProcess
 
 def make_processor(processor: type[LogitsProcessor], config: EngineConfig) -> LogitsProcessor:
     """Make an instance; an `__init__` that does not ask for the configuration is not given it."""
+    if issubclass(processor, styles.UpdateStyle):
+        return processor(*styles.arguments_of(processor, config))
     first = next(iter(inspect.signature(processor).parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY:
         return processor()  # type: ignore[call-arg]  # an `__init__` of its own

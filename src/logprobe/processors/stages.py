@@ -13,11 +13,13 @@ from logprobe.processors import registry
 from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
 from logprobe.processors.interface import ProcessorCounter
+from logprobe.processors.styles import SlotStyle, StyledParams, Updates, UpdateStyle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from logprobe.config import EngineConfig
+    from logprobe.processors.batch import BatchState
     from logprobe.processors.interface import LogitsProcessor, ModelFacts
 
 BEFORE_CUSTOM: Final = (
@@ -43,7 +45,13 @@ class Stage:
     is_own: bool  # a built-in, whose logits need no check
     is_invariant: bool  # the most likely token stays the same
     counter: ProcessorCounter
+    show: Callable[[BatchState], object]  # the rows of the next logits: `update_state`, in its own words
     previous: tuple[BatchRow, ...] = ()  # rows of its latest update
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it is shown every row of a step, also of requests that it does not concern."""
+        return isinstance(self.processor, SlotStyle)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -94,7 +102,7 @@ class Stages:
         """
         asked = {}
         for index, args, parameter in self._asked(params):
-            self._check(self.ordered[index], args, parameter)
+            self._check(self.ordered[index], args, parameter, params)
             asked[index] = args
         return asked
 
@@ -128,14 +136,16 @@ class Stages:
         try:
             processor = registry.make_processor(processor_type, config)
             processor.bind(self.model)
-            is_invariant = bool(processor.is_argmax_invariant())
+            is_invariant = bool(processor.is_argmax_invariant()) and not processor.keeps_rows
         except Exception as error:
             raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
         # Both uses of a built-in, by field and by registration, share a counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
+        is_updated = isinstance(processor, UpdateStyle)
+        show = Updates(processor.update_state).show if is_updated else processor.update_state
         self.ordered.append(
-            Stage(name, processor, processor_type.Args, is_registered, is_own, is_invariant, counter)
+            Stage(name, processor, processor_type.Args, is_registered, is_own, is_invariant, counter, show)
         )
 
     def _custom_args(self, arguments: dict[str, Any]) -> dict[int, Any]:
@@ -162,11 +172,13 @@ class Stages:
                 args_by_stage[index] = ArgsView(values if stage.takes_any else own)
         return args_by_stage
 
-    def _check(self, stage: Stage, args: Any, parameter: str) -> None:
+    def _check(self, stage: Stage, args: Any, parameter: str, params: Any = None) -> None:
         if stage.args_type is not None:
             check_token_ids(args, self.model.vocab_size, parameter)
         try:
             stage.processor.check_args(args)
+            if params is not None and isinstance(stage.processor, UpdateStyle):
+                stage.processor.validate_params(StyledParams.of(params))
         except ParameterError as error:
             raise ParameterError(parameter, str(error)) from error
         except ValueError as error:

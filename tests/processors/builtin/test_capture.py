@@ -39,14 +39,28 @@ def test_rows_of_tagged_requests_are_kept_by_request_and_position(
     assert list(processor.get_rows("a")) == [0, 1]
     assert list(processor.get_rows("mine")) == [0], "a position that is run again is overwritten"
     assert processor.get_rows("b") == {}
-    assert processor.get_logprobs(2) is None
+    assert processor.get_logprobs(2) is processor.get_logprobs(-3) is None
+    assert processor.get_logprobs(-1) is processor.get_logprobs(1)
     assert processor.get_logprobs().dtype == np.float32
     assert not processor.get_logprobs().flags.writeable
-    assert not processor.is_argmax_invariant()
+    assert processor.is_argmax_invariant()
     processor.clear()
     assert processor.get_logprobs() is None
     assert processor.get_all_logprobs() is None
     assert processor.names() == []
+
+
+def test_an_update_of_none_says_that_the_rows_are_the_same(
+    make: Callable[..., Any], row: Callable[..., Any], logits: Callable[..., Any]
+) -> None:
+    processor = make(CaptureLogitsProcessor)
+    processor.update_state(batch_update=None)
+    processor.apply(logits(1))
+    assert processor.get_all_logprobs() is None
+    processor.update_state(batch_update=BatchState([row("a", ON)]))
+    processor.update_state(batch_update=None)
+    processor.apply(logits(1))
+    assert processor.names() == ["a"]
 
 
 def test_a_kept_row_does_not_hold_a_whole_batch(
@@ -98,7 +112,7 @@ def test_a_capture_of_all_keeps_every_row_of_the_latest_step(logits: Callable[..
     capture = GlobalLogprobsCapture()
     assert capture.get_logprobs() is None
     assert capture.get_all_logprobs() is None
-    capture.update_state(None)
+    capture.update_state(batch_update=None)
     for num_rows in (5, 3):
         before = logits(num_rows) * num_rows
         given = before.clone()
@@ -110,20 +124,23 @@ def test_a_capture_of_all_keeps_every_row_of_the_latest_step(logits: Callable[..
         np.testing.assert_allclose(kept, torch.log_softmax(before.double(), -1), atol=1e-6)
         for index in range(num_rows):
             np.testing.assert_array_equal(capture.get_logprobs(index), kept[index])
-    assert capture.get_logprobs(3) is None
-    assert capture.get_logprobs(-1) is None
-    assert not capture.is_argmax_invariant()
+    assert capture.get_logprobs(3) is capture.get_logprobs(-4) is None
+    np.testing.assert_array_equal(capture.get_logprobs(-1), kept[2])
+    assert capture.is_argmax_invariant()
     capture.clear()
     assert capture.get_all_logprobs() is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_of_16_bit_logits_are_normalised_in_float32(logits: Callable[..., Any], dtype: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_have_the_dtype_of_the_logits(logits: Callable[..., Any], dtype: Any) -> None:
     capture = GlobalLogprobsCapture()
-    capture.apply(logits(2).to(dtype))
+    given = logits(2).to(dtype)
+    capture.apply(given)
     kept = capture.get_all_logprobs()
     assert kept is not None
-    np.testing.assert_allclose(kept.double().exp().sum(-1), 1, atol=1e-6)
+    assert kept.dtype == dtype
+    wanted = torch.log_softmax(given.double(), -1)
+    np.testing.assert_allclose(kept.double(), wanted, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_what_a_caller_does_to_its_rows_is_its_own(logits: Callable[..., Any]) -> None:

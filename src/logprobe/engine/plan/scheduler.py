@@ -10,6 +10,7 @@ that `FairShares` names; it starts again later from its tokens. What is left of 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from logprobe.engine.plan.radix import Node
     from logprobe.engine.plan.sample import Sample
     from logprobe.records.values import IntArray
+
+logger = logging.getLogger("logprobe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,10 @@ class StepPlan:
         )
 
 
+def _is_first(sample: Sample) -> bool:
+    return sample.wants_sample and not sample.num_generated
+
+
 def _joined(parts: list[IntArray]) -> IntArray:
     return np.concatenate(parts) if parts else EMPTY
 
@@ -83,15 +90,20 @@ class Scheduler:
         max_batch_tokens: int,
         max_batch_rows: int,
         rope_boundary: int | None = None,
+        gathers_calls: bool = False,
         on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
-        """`on_free` takes the slots that are given back, before anything else is put there."""
+        """`on_free` takes the slots that are given back, before anything else is put there.
+
+        With `gathers_calls`, the prompts of one call that run together are drawn from in one step.
+        """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
         self.max_batch_tokens = max_batch_tokens
         # Each running sample can take one token a step, so that none waits for ever.
         self.max_running = min(max_batch_rows, max_batch_tokens)
         self.shares = FairShares(self.max_running, num_slots)
+        self._gathers_calls, self._has_split = gathers_calls, False
         self._rope_boundary = rope_boundary  # texts longer than this run under other rotary frequencies
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first
@@ -143,6 +155,15 @@ class Scheduler:
         if scored:
             self._plan_prompt_rows(scored, plan, share)
         drawn = [sample for sample in active if self._is_drawn(sample)]
+        if self._gathers_calls:
+            late = [one for one in active if _is_first(one) and one.node and not self._is_drawn(one)]
+            # One that took nothing of what a step has left gets no slots before others end.
+            going = {
+                one.call
+                for one in late
+                if one in plan.touched or not one.num_remaining or budget[share.is_large(one)] <= 0
+            }
+            drawn = self._gathered(drawn, late, going)
         plan.touched.update(drawn)
         if any(sample.drafts is not None for sample in drawn):
             self._plan_drafts(plan, drawn)
@@ -349,6 +370,19 @@ class Scheduler:
         """Whether a sample has come so far that its next token is drawn; not, where it was preempted."""
         is_scored = sample.num_scored >= sample.num_prompt_rows
         return sample.node is not None and sample.wants_sample and is_scored and not sample.num_remaining
+
+    def _gathered(self, drawn: list[Sample], late: list[Sample], going: set[str]) -> list[Sample]:
+        """Leave first tokens for the step in which all prompts of their call have come so far."""
+        gathered = [one for one in drawn if not (one.call and one.call in going and _is_first(one))]
+        if not self._has_split:
+            left = {one.call for one in chain(late, self.waiting) if one.call and _is_first(one)}
+            self._has_split = any(one.call in left and _is_first(one) for one in gathered)
+            if self._has_split:
+                logger.warning(
+                    "the prompts of one call come in several steps: what keeps the rows of the latest step "
+                    "alone loses some; raise max_batch_rows or kv_bytes, or ask fewer at once"
+                )
+        return gathered
 
     def _plan_drafts(self, plan: StepPlan, drawn: Sequence[Sample]) -> None:
         """Add drafts to the spans of generated tokens, within the limits of a step and of the pool."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("logprobe")
 
 FloatArray: TypeAlias = NDArray[np.float32]
+Row = TypeVar("Row")
 Rows = TypeVar("Rows", "Tensor", "Tensor | Sequence[FloatArray]")
 DEFAULT_MAX_BYTES = 256 << 20
-FLOAT_BYTES = 4
 
 
 @final
@@ -42,6 +42,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
     """
 
     Args = CaptureArgs
+    keeps_rows = True
 
     def __init__(self, config: EngineConfig, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         del config
@@ -53,9 +54,15 @@ class CaptureLogitsProcessor(LogitsProcessor):
         self._num_bytes = 0
         self._targets: list[tuple[int, str, int]] = []  # row of the logits, name, position
 
-    def update_state(self, batch: BatchState) -> None:
-        """Note whose rows come next, and which positions they are."""
-        batch = as_batch(batch, CaptureArgs)
+    def is_argmax_invariant(self) -> bool:
+        """Yes: nothing changes."""
+        return True
+
+    def update_state(self, batch_update: BatchState | None) -> None:
+        """Note whose rows come next, and which positions they are; None: the same as before."""
+        if batch_update is None:
+            return
+        batch = as_batch(batch_update, CaptureArgs)
         self._targets = [
             (
                 index,
@@ -81,9 +88,12 @@ class CaptureLogitsProcessor(LogitsProcessor):
         return logits
 
     def get_logprobs(self, batch_index: int = 0) -> FloatArray | None:
-        """One row of the latest step, (V,) nats, by its index among the captured ones; None: no such row."""
+        """One row of the latest step, (V,) nats, by its index among the captured ones; None: no such row.
+
+        -1 is the last.
+        """
         with self._lock:
-            return self._last[batch_index] if 0 <= batch_index < len(self._last) else None
+            return _at(self._last, batch_index)
 
     def get_all_logprobs(self) -> FloatArray | None:
         """All rows captured in the latest step, (n, V) nats; None where nothing was captured."""
@@ -125,13 +135,14 @@ class CaptureLogitsProcessor(LogitsProcessor):
 class GlobalLogprobsCapture(LogitsProcessor):
     """Keeps the log-softmax of every row of the latest step, whosever it is; changes nothing.
 
-    Made without arguments, as genlm-backend's; so are classes derived from it. Rows are float32 tensors on
-    the logits' device, and each caller gets tensors of its own. A step replaces the one before as a whole,
-    and may be read from any thread. Of a step above `max_bytes` the first rows are kept.
+    Made without arguments, as genlm-backend's; so are classes derived from it. Rows are tensors of the
+    logits' dtype on their device, and each caller gets tensors of its own. A step replaces the one before as
+    a whole, and may be read from any thread. Of a step above `max_bytes` the first rows are kept.
     """
 
     Args = NoArgs
     applies_to_all = True
+    keeps_rows = True
 
     def __init__(self, config: EngineConfig | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         del config
@@ -140,25 +151,29 @@ class GlobalLogprobsCapture(LogitsProcessor):
         self._lock = threading.Lock()
         self._captured_batch: Sequence[Tensor | FloatArray] = ()  # guarded by `_lock`; never written to
 
-    def update_state(self, batch: BatchState | None = None) -> None:
+    def is_argmax_invariant(self) -> bool:
+        """Yes: nothing changes."""
+        return True
+
+    def update_state(self, batch_update: Any = None) -> None:
         """Nothing: rows are known by their index alone."""
 
     def apply(self, logits: Tensor) -> Tensor:
         """Keep the step and hand the logits on untouched."""
-        self.keep(torch.log_softmax(self._kept_part(logits), -1, dtype=torch.float32))
+        self.keep(torch.log_softmax(self._kept_part(logits), -1))
         return logits
 
     def keep(self, logprobs: Tensor | Sequence[FloatArray]) -> None:
-        """Take n (V,) rows of float32 log-probabilities, nats, as the latest step; nobody writes to them."""
+        """Take n (V,) rows of log-probabilities, nats, as the latest step; nobody writes to them."""
         rows = tuple(self._kept_part(logprobs))
         with self._lock:
             self._captured_batch = rows
 
     def get_logprobs(self, batch_index: int = 0) -> Tensor | None:
-        """One row of the latest step, (V,) nats; None: no such row."""
+        """One row of the latest step, (V,) nats, -1 the last; None: no such row."""
         with self._lock:
-            latest = self._captured_batch
-        return _own(latest[batch_index]) if 0 <= batch_index < len(latest) else None
+            row = _at(self._captured_batch, batch_index)
+        return None if row is None else _own(row)
 
     def get_all_logprobs(self) -> Tensor | None:
         """All rows of the latest step, (n, V) nats; None where nothing is kept."""
@@ -172,8 +187,8 @@ class GlobalLogprobsCapture(LogitsProcessor):
             self._captured_batch = ()
 
     def _kept_part(self, rows: Rows) -> Rows:
-        """The first rows, as many as there is room for as float32."""
-        num_kept = self._max_bytes // (FLOAT_BYTES * len(rows[0])) if len(rows) else 0
+        """The first rows, as many as there is room for."""
+        num_kept = self._max_bytes // rows[0].nbytes if len(rows) else 0
         if num_kept < len(rows) and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -184,6 +199,10 @@ class GlobalLogprobsCapture(LogitsProcessor):
                 self._max_bytes,
             )
         return rows[:num_kept]
+
+
+def _at(rows: Sequence[Row], index: int) -> Row | None:
+    return rows[index] if -len(rows) <= index < len(rows) else None
 
 
 def _own(row: Tensor | FloatArray) -> Tensor:
