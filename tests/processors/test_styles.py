@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOLERANCE = 1e-4  # nats, on the tiny model
-GREEDY = {"max_tokens": 1, "temperature": 0.0}
+GREEDY: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
 ASKED: dict[str, list[dict[str, Any]]] = {
     "untagged": [{"max_tokens": 1}] * 3,
     "greedy": [GREEDY] * 3,
@@ -59,7 +59,7 @@ def plain_row(wide_folder: Path) -> Callable[[list[int]], Any]:
     """transformers' row after some tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(wide_folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(wide_folder).eval()
 
     def row(ids: list[int]) -> Any:
         with torch.inference_mode():
@@ -89,7 +89,7 @@ def random_prompts(num: int, length: int) -> list[list[int]]:
     return [rng.integers(2, 280, length).tolist() for _ in range(num)]
 
 
-class OwnBase(Capture, LogitsProcessor):  # type: ignore[misc]  # an argument of another name
+class OwnBase(Capture, LogitsProcessor):
     """The same on this library's class."""
 
 
@@ -334,7 +334,8 @@ def test_an_init_is_given_what_it_asks_for(init: Any, wanted: Any) -> None:
     config = EngineConfig()
     all_given = {"config": config, "device": torch.device("cpu"), "pin": False}
     names = list(all_given) if wanted == "all" else wanted
-    assert make_processor(kind, config).given == tuple(all_given[name] for name in names)
+    made: Any = make_processor(kind, config)
+    assert made.given == tuple(all_given[name] for name in names)
 
 
 def test_an_init_that_calls_its_base_means_its_own() -> None:
@@ -365,7 +366,7 @@ def test_what_has_no_style_is_refused() -> None:
 
 
 def test_words_of_another_engine_mean_the_same() -> None:
-    other = Enum("MoveDirectionality", ["UNIDIRECTIONAL", "SWAP"])
+    other = Enum("other", ["UNIDIRECTIONAL", "SWAP"])
     assert MoveDirectionality.SWAP == other.SWAP
     assert other.SWAP == MoveDirectionality.SWAP
     assert MoveDirectionality.SWAP != other.UNIDIRECTIONAL

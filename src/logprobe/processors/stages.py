@@ -142,8 +142,8 @@ class Stages:
         # Both uses of a built-in, by field and by registration, share a counter.
         counter = self.counters.setdefault(name, ProcessorCounter())
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
-        is_updated = isinstance(processor, UpdateStyle)
-        show = Updates(processor.update_state).show if is_updated else processor.update_state
+        update_state: Any = processor.update_state
+        show = Updates(update_state).show if isinstance(processor, UpdateStyle) else update_state
         self.ordered.append(
             Stage(name, processor, processor_type.Args, is_registered, is_own, is_invariant, counter, show)
         )

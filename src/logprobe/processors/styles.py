@@ -89,10 +89,10 @@ class SlotStyle(LogitsProcessor):
         """Nothing, as above."""
 
 
-STYLES: dict[str, type[LogitsProcessor]] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle}
+STYLES: dict[str, Any] = {"batch_update": UpdateStyle, "share_inputs": SlotStyle}
 
 
-def styled(kind: type) -> type:
+def styled(kind: Any) -> Any:
     """The class that a class written in another style runs as, derived from it; any other as it is.
 
     What the class itself says (`applies_to_all`, `keeps_rows`, `Args`, ...) comes before its style's.
@@ -144,17 +144,21 @@ class Updates:
         self._told = keys
 
 
-def _style_of(kind: type) -> type[LogitsProcessor] | None:
+def _style_of(kind: Any) -> Any:
     try:
-        parameters = list(inspect.signature(getattr(kind, "update_state", None)).parameters)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        parameters = list(inspect.signature(kind.update_state).parameters)
+    except (AttributeError, TypeError, ValueError):
         return None
     return STYLES.get(parameters[1]) if len(parameters) > 1 else None
 
 
 @functools.cache
-def _derived(kind: type, style: type[LogitsProcessor]) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+def _derived(kind: Any, style: Any) -> Any:
+    names: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
     if style is UpdateStyle:
         names["keeps_state"] = True  # a row of a draft has no index to be told by
     try:
