@@ -262,6 +262,13 @@ def test_its_own_validation_refuses_at_admission(start: Any) -> None:
     assert raised.value.parameter == "logits_processors_args"
 
 
+def test_one_that_changes_rows_has_no_prompt_wait(start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    llm, _ = start(Count, max_batch_tokens=64, max_batch_rows=2)
+    llm.generate(random_prompts(5, 100), SamplingParams(**GREEDY))
+    assert not llm.engine.core.engine.scheduler._gathers_calls
+    assert not [message for message in caplog.messages if "one call" in message]
+
+
 def test_drafts_are_not_verified_beside_it(start: Any) -> None:
     llm, _ = start(Count, speculate=True)
     [out] = llm.generate([[5, 6]], SamplingParams(max_tokens=9, logits_processors_args={"count": 3}))

@@ -64,8 +64,8 @@ class LogitsProcessor(ABC):
     applies_to_all: ClassVar[bool] = False  # to requests without its arguments, too: defaults then
     # From step to step; one that does not may be given several rows of a sample, one for each of its drafts.
     keeps_state: ClassVar[bool] = True
-    # For somebody to read: greedy rows reach it, too, where the most likely token stays the same; and where
-    # it applies to all requests, the prompts of one call come in one step.
+    # For somebody to read. One that `is_argmax_invariant` then meets greedy rows, too, and where it applies
+    # to all requests, the prompts of one call come in one step.
     keeps_rows: ClassVar[bool] = False
 
     @abstractmethod

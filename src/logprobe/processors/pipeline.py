@@ -88,8 +88,7 @@ class Pipeline:
     @property
     def gathers_calls(self) -> bool:
         """Whether the prompts of one call are to come in one step, for somebody to read their rows."""
-        processors = self.registered.values()
-        return any(processor.applies_to_all and processor.keeps_rows for processor in processors)
+        return any(stage.is_read and stage.processor.applies_to_all for stage in self._stages.registered)
 
     @property
     def counters(self) -> Mapping[str, ProcessorCounter]:
@@ -257,7 +256,8 @@ def _row_of(sample: ActiveSample, index: int) -> BatchRow:
 
 
 def _concerns(stage: Stage, index: int, sample: ActiveSample) -> bool:
-    return index in sample.rows and not (sample.skips_invariant and stage.is_invariant)
+    is_skipped = sample.skips_invariant and stage.is_invariant and not stage.is_read
+    return index in sample.rows and not is_skipped
 
 
 def _processor_error(stage: Stage, row: BatchRow, error: BaseException) -> ProcessorError:

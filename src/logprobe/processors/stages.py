@@ -44,6 +44,7 @@ class Stage:
     is_registered: bool  # by the operator; otherwise it serves the request's own fields
     is_own: bool  # a built-in, whose logits need no check
     is_invariant: bool  # the most likely token stays the same
+    is_read: bool  # and what it was shown is for somebody to read
     counter: ProcessorCounter
     show: Callable[[BatchState], object]  # the rows of the next logits: `update_state`, in its own words
     previous: tuple[BatchRow, ...] = ()  # rows of its latest update
@@ -136,7 +137,7 @@ class Stages:
         try:
             processor = registry.make_processor(processor_type, config)
             processor.bind(self.model)
-            is_invariant = bool(processor.is_argmax_invariant()) and not processor.keeps_rows
+            is_invariant = bool(processor.is_argmax_invariant())
         except Exception as error:
             raise ParameterError("logits_processors", f"{name} cannot be made: {error!r}") from error
         # Both uses of a built-in, by field and by registration, share a counter.
@@ -144,9 +145,18 @@ class Stages:
         is_own = name in registry.BUILT_INS and registry.load_processor(name) is processor_type
         update_state: Any = processor.update_state
         show = Updates(update_state).show if isinstance(processor, UpdateStyle) else update_state
-        self.ordered.append(
-            Stage(name, processor, processor_type.Args, is_registered, is_own, is_invariant, counter, show)
+        stage = Stage(
+            name,
+            processor,
+            processor_type.Args,
+            is_registered,
+            is_own,
+            is_invariant,
+            is_invariant and processor.keeps_rows,
+            counter,
+            show,
         )
+        self.ordered.append(stage)
 
     def _custom_args(self, arguments: dict[str, Any]) -> dict[int, Any]:
         registered = self.registered
