@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.transport.messages import Pause, Resume
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -191,4 +193,63 @@ def test_an_aborted_request_leaves_at_once_with_what_there_is(new_engine: Callab
     engine.assert_idle()
     assert [len(one.outputs[0].token_ids) for one in waiting[:2]] == [4, 4]
     engine.abort("running")  # it has ended: nothing happens
+    engine.assert_idle()
+
+
+CAPTURE = {"logits_processors": ["GlobalLogprobsCapture"]}
+
+
+def test_first_tokens_of_one_call_wait_for_its_last_prompt_where_rows_are_kept(
+    new_engine: Callable[..., Any],
+) -> None:
+    engine = new_engine(400, max_batch_tokens=32, **CAPTURE)
+    lengths = {"short": 5, "long": 80, "scored": 50}
+    calls = {"short": "one", "long": "one", "scored": "one", "other": "two", "none": "", "late": ""}
+    for name, call in calls.items():
+        shown = {"prompt_logprobs": 0} if name == "scored" else {}
+        ids = range(2, 2 + lengths.get(name, 8))
+        engine.submit(name, ids, call=call, max_tokens=3, **shown, **GREEDY)
+    firsts: dict[str, int] = {}
+    while engine.engine.has_work:
+        engine.step()
+        for name, output in engine.outputs.items():
+            if output.outputs[0].token_ids:
+                firsts.setdefault(name, engine.num_steps)
+    assert firsts["short"] == firsts["long"] == firsts["scored"] > 3
+    assert max(firsts["other"], firsts["none"], firsts["late"]) < firsts["short"]
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("num_slots", [45, 60, 100, 130])
+@pytest.mark.parametrize("max_batch_tokens", [8, 64])
+def test_a_call_without_room_for_all_its_prompts_ends_all_the_same(
+    new_engine: Callable[..., Any], num_slots: int, max_batch_tokens: int
+) -> None:
+    texts: dict[str, list[list[int]]] = {}
+    for name, more in (("gathered", CAPTURE), ("plain", {})):
+        engine = new_engine(num_slots, max_batch_tokens=max_batch_tokens, **more)
+        for index in range(9):
+            ids = range(2 + index, 42 + index)
+            call = f"call {index % 2}" if index < 6 else f"alone {index}"
+            engine.submit(f"r{index}", ids, call=call, max_tokens=1 + index % 4, **GREEDY)
+        engine.run()
+        engine.assert_idle()
+        texts[name] = [output.outputs[0].token_ids for output in engine.outputs.values()]
+    assert texts["gathered"] == texts["plain"]
+
+
+def test_the_rest_of_a_call_goes_on_where_one_prompt_is_given_up_or_is_paused(
+    new_engine: Callable[..., Any],
+) -> None:
+    engine = new_engine(400, max_batch_tokens=16, **CAPTURE)
+    for index, length in enumerate((5, 90, 100)):
+        engine.submit(f"r{index}", range(2, 2 + length), call="one", max_tokens=1, **GREEDY)
+    engine.step()
+    assert not engine.outputs["r0"].outputs[0].token_ids
+    engine.abort("r1")
+    engine.engine.handle(Pause("r2", "caller"))
+    engine.step()
+    assert len(engine.outputs["r0"].outputs[0].token_ids) == 1
+    engine.engine.handle(Resume("r2", "caller"))
+    engine.run()
     engine.assert_idle()
