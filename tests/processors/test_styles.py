@@ -298,7 +298,7 @@ def test_slots_show_every_request_that_runs(start: Any) -> None:
         assert mine.token_ids == theirs.token_ids
         for stage in ("logprobs", "processed_logprobs"):
             got, want = getattr(mine, stage), getattr(theirs, stage)
-            np.testing.assert_allclose(got.logprobs, want.logprobs, atol=TOLERANCE)
+            np.testing.assert_array_equal(got.logprobs, want.logprobs)  # the same bits
 
 
 def test_slots_are_shown_beside_other_processors_and_beyond_a_chunk(start: Any, monkeypatch: Any) -> None:
@@ -321,6 +321,35 @@ def test_slots_are_shown_beside_other_processors_and_beyond_a_chunk(start: Any, 
         plain[4].outputs.token_ids[0],
     ]
     assert slots.seen[-1][2] == 5
+
+
+class Picky(Slots):
+    def update_state(self, share_inputs: dict[str, Any]) -> None:
+        super().update_state(share_inputs)
+        if 13 in self.favoured:
+            raise RuntimeError("told to fail")
+
+
+def test_a_slots_failure_is_its_own(start: Any) -> None:
+    llm, _ = start(Picky)
+    asked = [
+        SamplingParams(**GREEDY, logits_processors_args=None if token_id is None else {"favour": token_id})
+        for token_id in (77, None, 13, 88)
+    ]
+    outputs = llm.generate(random_prompts(4, 5), asked, on_error="return")
+    assert [isinstance(output.error, ProcessorError) for output in outputs] == [False, False, True, False]
+    assert [outputs[index].outputs.token_ids for index in (0, 3)] == [[77], [88]]
+
+
+def test_a_process_of_its_own_finds_them_by_name(wide_folder: Path) -> None:
+    processors: list[str | type] = [Count, "other_styles:Slots"]
+    with LLM(str(wide_folder), kv_bytes=1 << 20, process=True, logits_processors=processors) as llm:
+        asked = [{"count": 20}, {"favour": 77}, None]
+        params = [SamplingParams(max_tokens=2, logits_processors_args=args) for args in asked]
+        outputs = llm.generate(random_prompts(3, 5), params)
+        assert [output.outputs.token_ids for output in outputs[:2]] == [[20, 21], [77, 77]]
+        with pytest.raises(ParameterError, match="count must not be negative"):
+            llm.generate([[5]], SamplingParams(logits_processors_args={"count": -1}))
 
 
 @pytest.mark.parametrize(
