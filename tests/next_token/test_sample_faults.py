@@ -35,6 +35,25 @@ def test_sample_without_stop_ids_runs_past_the_models_own_end_of_text(
 
 
 @EVERY
+def test_the_models_own_end_of_text_ends_a_sample_that_does_not_ignore_it_and_stays(
+    lm: AsyncLM, random_ids: Any
+) -> None:
+    eos, prompts = lm.tokenizer.eos_token_id, [random_ids(seed, 4) for seed in range(200)]
+    rows = lm.batch_next_token_logprobs_sync(prompts)
+    prompts = [prompts[place] for place in rows[:, eos].argsort()[-24:].tolist()]  # before which it is likely
+
+    def draw(eos_token_ids: list[int], *, ignore_eos: bool) -> Any:
+        asked = lm.batch_sample(prompts, 60, eos_token_ids, 2.0, 1, ignore_eos=ignore_eos)
+        return asyncio.run(asked)
+
+    free = draw([], ignore_eos=True)
+    ends = [_first([*sample, eos], {eos}) for sample in free]
+    assert min(ends) < 60
+    assert draw([], ignore_eos=False) == [sample[: end + 1] for sample, end in zip(free, ends, strict=True)]
+    assert draw([eos], ignore_eos=False) == [sample[:end] for sample, end in zip(free, ends, strict=True)]
+
+
+@EVERY
 def test_sample_at_temperature_0_follows_the_likeliest_token(lm: AsyncLM, random_ids: Any) -> None:
     ids = random_ids(72, 4)
     sampled = asyncio.run(lm.sample(ids, 6, [], temperature=0))

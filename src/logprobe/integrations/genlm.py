@@ -111,9 +111,9 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[int]:
-        """Draw tokens, ending before the first of `eos_token_ids`."""
+        """Draw tokens, ending before the first of `eos_token_ids`; no other token ends it."""
         return await self.lm.sample(
-            prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name
+            prompt_token_ids, max_tokens, eos_token_ids, temperature, seed, lora=lora_name, ignore_eos=True
         )
 
     async def batch_sample(
@@ -127,7 +127,13 @@ class GenlmLM(GenlmAsyncLM):  # type: ignore[misc]  # genlm-backend has no types
     ) -> list[list[int]]:
         """Draw from each prompt at once; with a seed, samples of equal prompts still differ."""
         samples = await self.lm.batch_sample(
-            prompt_token_ids_list, max_tokens, eos_token_ids, temperature, seed, lora=lora_name
+            prompt_token_ids_list,
+            max_tokens,
+            eos_token_ids,
+            temperature,
+            seed,
+            lora=lora_name,
+            ignore_eos=True,
         )
         return [*samples]
 

@@ -10,7 +10,7 @@ import asyncio
 import weakref
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
 
 import numpy as np
 
@@ -72,6 +72,8 @@ class NextTokenLM(Generic[ArrayT]):
         ParameterError: a setting that cannot be used.
     """
 
+    _ignores_eos: ClassVar[bool] = True  # in `sample`, unless a call says otherwise
+
     def __init__(
         self,
         source: RowSource,
@@ -115,9 +117,9 @@ class NextTokenLM(Generic[ArrayT]):
         return self._as_caller(row)
 
     async def batch_next_token_logprobs(
-        self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
+        self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
-        """The distributions after each prefix: (len(prefixes), V) float32, nats; what they share is run once.
+        """The distributions after each of n prefixes: (n, V) float32, nats; what they share is run once.
 
         It starts at once, without waiting for more asks.
 
@@ -126,7 +128,7 @@ class NextTokenLM(Generic[ArrayT]):
             EngineError: the engine failed, was closed, or gave an ask up.
         """
         chosen = self._chosen_lora(lora)
-        rows = await self._rows(prefixes, chosen, use_cache=use_cache, is_urgent=True)
+        rows = await self._rows(token_ids_list, chosen, use_cache=use_cache, is_urgent=True)
         if not rows:
             return self._as_caller(np.empty((0, self.vocab_size), dtype=np.float32))
         return self._as_caller(await asyncio.to_thread(np.stack, rows))
@@ -143,10 +145,10 @@ class NextTokenLM(Generic[ArrayT]):
         return self.next_token_logprobs_sync(token_ids, lora=lora, use_cache=False)
 
     def batch_next_token_logprobs_sync(
-        self, prefixes: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
+        self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = True
     ) -> ArrayT:
         """`batch_next_token_logprobs` for callers without an event loop."""
-        asked = self.batch_next_token_logprobs(prefixes, lora=lora, use_cache=use_cache)
+        asked = self.batch_next_token_logprobs(token_ids_list, lora=lora, use_cache=use_cache)
         return self._bridge.run(asked)
 
     async def next_token_topk(self, token_ids: TokenIds, k: int, *, lora: str | None = None) -> TopTokens:
@@ -213,12 +215,15 @@ class NextTokenLM(Generic[ArrayT]):
         top_k: int = 0,
         logprobs: int | None = None,
         lora: str | None = None,
+        ignore_eos: bool | None = None,
     ) -> SampledIds:
         """Draw up to `max_tokens` tokens, ending before the first of `eos_token_ids` or with the context.
 
-        No other token ends it: with no `eos_token_ids` not even the model's own end of text. A temperature of
-        0 takes the likeliest token; the same seed gives the same tokens whatever runs beside. With `logprobs`
-        the list's own `logprobs` records each token with so many alternatives, of the model's distribution.
+        With `ignore_eos` no other token ends it, not even the model's own end of text; that is so by default
+        but in `AsyncVirtualLM`. Without it that one ends it, too, and stays in the list where it is none of
+        `eos_token_ids`. A temperature of 0 takes the likeliest token; the same seed gives the same tokens
+        whatever runs beside. With `logprobs` the list's own `logprobs` records each token with so many
+        alternatives, of the model's distribution.
 
         Raises:
             ParameterError: a value that cannot be served.
@@ -233,7 +238,7 @@ class NextTokenLM(Generic[ArrayT]):
             top_k=top_k,
             logprobs=logprobs,
             stop_token_ids=tuple(eos_token_ids),
-            ignore_eos=True,
+            ignore_eos=self._ignores_eos if ignore_eos is None else ignore_eos,
             lora=self._chosen_lora(lora),
         )
         return await self._source.sample(self._as_prompt(prompt_token_ids), params)
@@ -250,6 +255,7 @@ class NextTokenLM(Generic[ArrayT]):
         top_k: int = 0,
         logprobs: int | None = None,
         lora: str | None = None,
+        ignore_eos: bool | None = None,
     ) -> list[SampledIds]:
         """`sample` from each prompt at once; with a seed, samples of equal prompts still differ."""
         stops = tuple(eos_token_ids)
@@ -270,6 +276,7 @@ class NextTokenLM(Generic[ArrayT]):
                     top_k=top_k,
                     logprobs=logprobs,
                     lora=lora,
+                    ignore_eos=ignore_eos,
                 )
             )
         return await asyncio.gather(*samples)
@@ -402,7 +409,7 @@ class NextTokenLM(Generic[ArrayT]):
 
     @property
     def underlying_model(self) -> Any:
-        """The transformers module; None where the model lives in another process.
+        """The module of transformers, or of vLLM; None where the model lives in another process.
 
         Where an earlier load has proven the model here, the module is loaded when it is first asked for.
         """

@@ -17,6 +17,8 @@ from logprobe.records.values import top_indices
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
 
@@ -132,6 +134,14 @@ class SampledIds(list[int]):
     """The ids that were drawn, with their record where it was asked for."""
 
     logprobs: FlatLogprobs | None = None  # a position a token; the chosen one and its alternatives
+
+    @classmethod
+    def before_stop(cls, token_ids: Sequence[int], finish_reason: str | None, params: SamplingParams) -> Self:
+        """What was drawn, without the stop id that ended it; a model's own end of text stays."""
+        sample = cls(token_ids)
+        if finish_reason == "stop" and sample and sample[-1] in params.stop_token_ids:
+            del sample[-1]
+        return sample
 
 
 @final

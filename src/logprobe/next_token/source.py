@@ -132,9 +132,7 @@ class EngineRows:
         completion = output.outputs[0]
         if completion.finish_reason == "abort":
             raise RequestAbortedError("the engine gave the sample up")
-        sample = SampledIds(completion.token_ids)
-        if completion.finish_reason == "stop":
-            del sample[-1]
+        sample = SampledIds.before_stop(completion.token_ids, completion.finish_reason, params)
         if completion.logprobs is not None:
             sample.logprobs = completion.logprobs[: len(sample)]
         return sample

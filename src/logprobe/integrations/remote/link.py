@@ -362,7 +362,7 @@ async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab
     ids = choices[0].token_ids if len(choices) == 1 else [-1]
     if len(ids) > params.max_tokens or not all(0 <= token_id < vocab_size for token_id in ids):
         raise ServerError(f"{where}: the reply is no sample of up to {params.max_tokens} tokens")
-    return SampledIds(ids[:-1] if choices[0].finish_reason == "stop" else ids)
+    return SampledIds.before_stop(ids, choices[0].finish_reason, params)
 
 
 def _owned(row: Any) -> Any:
