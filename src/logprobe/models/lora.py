@@ -70,8 +70,8 @@ class LoraWeights:
 
 def stable_id(name: str) -> int:
     """A number for LoRA weights, where an engine wants one: the same in every process, in [1, 2**31 - 1]."""
-    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") % MOST_ID + 1
+    digest = hashlib.shake_128(name.encode("utf-8", "surrogatepass")).digest(4)
+    return int.from_bytes(digest, "big") % (MOST_ID - 1) + 1
 
 
 def resolved_folder(path: str | Path) -> Path:
