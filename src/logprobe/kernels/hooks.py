@@ -74,7 +74,14 @@ LLVM_FUNCTIONS = Hook(
     without="the kernels do not compile",
 )
 
-HOOKS = (PARALLEL, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS)
+LLVM_NAMES = Hook(
+    library="llvmlite.binding.ffi",
+    name="lib._fntab",
+    purpose="has llvmlite's library answer to `__dict__` by a dict, and not by a function as to any name",
+    without="vLLM on a CPU, which reads that of all names of all modules, starts no worker in this process",
+)
+
+HOOKS = (PARALLEL, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS, LLVM_NAMES)
 
 
 def missing_hooks() -> list[Hook]:

@@ -31,6 +31,7 @@ class StandIn:
     sizes: list[int] = field(default_factory=list)  # requests in each step
     gate: threading.Event = field(default_factory=threading.Event)
     fault: Exception | None = None
+    engine_core: Any = None
 
     def add_request(self, request_id: str, prompt: int, params: Any, *, lora_request: Any) -> None:
         self.threads.add(threading.get_ident())
@@ -187,6 +188,16 @@ def test_an_engine_that_dies_ends_its_requests_and_those_to_come(
     assert client.errored
     with pytest.raises(MemoryError):
         asyncio.run(asyncio.wait_for(lefts(client, "late", 1), LIMIT_S))
+
+
+@pytest.mark.parametrize("is_owned", [True, False])
+def test_a_shutdown_ends_an_engine_of_its_own_alone(engine: StandIn, is_owned: bool) -> None:
+    ends: list[str] = []
+    engine.engine_core = SimpleNamespace(shutdown=lambda: ends.append("ended"))
+    client = OfflineClient(SimpleNamespace(llm_engine=engine), is_owned=is_owned)
+    client.shutdown()
+    client.shutdown()
+    assert ends == ["ended"] * is_owned
 
 
 def test_a_shutdown_ends_what_runs_and_leaves_the_engine_to_its_owner(engine: StandIn) -> None:

@@ -1,5 +1,14 @@
 """vLLM as the engine: its scheduler, cache and model, this library's draw and numbers.
 
 A logits processor in vLLM's workers (`worker`) draws for our requests and keeps what it found; the front
-(`engine`) fetches that by `collective_rpc`. Nothing private of vLLM is touched.
+(`engine`) fetches that by `collective_rpc`. Nothing private of vLLM is touched, but where `existing` takes an
+engine in that runs in this process and was made without it.
 """
+
+from __future__ import annotations
+
+from logprobe.kernels.hooks import LLVM_NAMES
+
+_names = LLVM_NAMES.find()
+if _names is not None:
+    _names["__dict__"] = {}

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
 from logprobe.errors import require
 from logprobe.integrations.vllm.offline import OfflineClient
 from logprobe.integrations.vllm.orders import SETTINGS
-from logprobe.integrations.vllm.start import adopt, engine_args
+from logprobe.integrations.vllm.start import (
+    adopt,
+    check_settings,
+    engine_args,
+    telling_refusals,
+    worker_settings,
+)
 from logprobe.models import resolve
 
 if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
 
-WHERE = "llm_engine"
+WHERE: Final = "llm_engine"
+# From a `vllm.LLM` to the one worker that runs in its process; vLLM has no public way there.
+TO_WORKER: Final = ("llm_engine", "engine_core", "engine_core", "model_executor", "driver_worker", "worker")
+TO_PROCESSORS: Final = ("model_runner", "input_batch", "logitsprocs")  # its first model runner's
 
 
 @final
@@ -50,8 +59,10 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def existing_engine(llm: Any) -> LoadedModel:
-    """Put a running `vllm.LLM` or `AsyncLLM` behind a `Front`; closing that leaves it to its owner.
+def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
+    """Put a running `vllm.LLM` or `AsyncLLM` behind a `Front`; closing that ends an LLM if it `is_owned`.
+
+    An LLM whose worker runs in this process is given what captures rows; others were made with it.
 
     Raises:
         EngineError: rows captured in vLLM's workers are not vLLM's own.
@@ -64,17 +75,21 @@ def existing_engine(llm: Any) -> LoadedModel:
     is_known = is_offline or isinstance(llm, AsyncLLM)
     require(is_known, WHERE, "must be a vllm.LLM, an AsyncLLM or an open logprobe.LLM", got=llm)
     vllm_config = (llm.llm_engine if is_offline else llm).vllm_config
-    settings: Any = (vllm_config.additional_config or {}).get(SETTINGS)
+    worker = _along(llm, TO_WORKER)
+    if not _is_fitted_out(vllm_config) and _along(worker, TO_PROCESSORS) is not None:
+        _fit_out(worker, vllm_config)
     remedy = (
         "was made without what captures rows; make it as vllm.LLM(**AsyncVirtualLM.engine_options(model))"
     )
-    require(settings is not None, WHERE, remedy)
+    require(_is_fitted_out(vllm_config), WHERE, remedy)
     is_free = is_offline or llm.output_handler is None
     owned = "belongs to a running event loop; make it outside of one: await asyncio.to_thread(make_it)"
     require(is_free, WHERE, owned)
-    config = EngineConfig(engine="vllm", **settings["config"])
-    client: Any = OfflineClient(llm) if is_offline else BorrowedClient(llm)
+    config = EngineConfig(engine="vllm", **vllm_config.additional_config[SETTINGS]["config"])
+    client: Any = OfflineClient(llm, is_owned=is_owned) if is_offline else BorrowedClient(llm)
     bridge = LoopThread()
+    model_config = vllm_config.model_config
+    max_logprobs, model_config.max_logprobs = model_config.max_logprobs, -1  # the proof asks for a whole row
     try:
         # Which weights it runs by now is its owner's to know.
         loaded = adopt(client, bridge, config, replace(resolve(config.model), version=None))
@@ -82,24 +97,66 @@ def existing_engine(llm: Any) -> LoadedModel:
         client.shutdown()
         bridge.close()
         raise
-    return (
-        replace(loaded, load_module=partial(_module, client, bridge))
-        if _is_here(vllm_config, llm)
-        else loaded
-    )
+    finally:
+        model_config.max_logprobs = max_logprobs
+    return loaded if worker is None else replace(loaded, load_module=worker.get_model)
 
 
-def _is_here(vllm_config: Any, llm: Any) -> bool:
-    """Whether the one worker runs in this process."""
-    from vllm import LLM, envs
+def new_llm(config: EngineConfig) -> Any:
+    """A `vllm.LLM` with what captures rows.
 
-    is_one = vllm_config.parallel_config.world_size == 1
-    return isinstance(llm, LLM) and is_one and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
+    Raises:
+        ImportError: vLLM is missing.
+        ModelError: the model cannot be had, or vLLM cannot run it.
+        ParameterError: an option that vLLM refuses, or that this engine cannot serve.
+    """
+    from vllm import LLM
+
+    check_settings(config)
+    options = options_of(config)
+    with telling_refusals(config.model):
+        return LLM(**options)
 
 
-def _module(client: OfflineClient, bridge: LoopThread) -> Any:
-    return bridge.run(client.apply_model(_itself))[0]
+def runs_here() -> bool:
+    """Whether vLLM starts a `vllm.LLM` in this process: `VLLM_ENABLE_V1_MULTIPROCESSING=0`."""
+    from vllm import envs
+
+    return not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
-def _itself(module: Any) -> Any:
-    return module
+def watchers(llm: Any) -> list[Any]:
+    """Those of vLLM's processors in this process that change no greedy token; an empty list elsewhere."""
+    processors = _along(llm, (*TO_WORKER, *TO_PROCESSORS))
+    return [] if processors is None else processors.argmax_invariant
+
+
+def _is_fitted_out(vllm_config: Any) -> bool:
+    extra = vllm_config.additional_config
+    return isinstance(extra, dict) and SETTINGS in extra
+
+
+def _fit_out(worker: Any, vllm_config: Any) -> None:
+    """Give a worker what `engine_args` has vLLM load: the settings, the processor, and one more method."""
+    from logprobe.integrations.vllm.worker import LogprobeLogitsProcessor, RowsExtension
+
+    model = vllm_config.model_config
+    is_alone = vllm_config.speculative_config is None
+    require(is_alone, WHERE, "speculates, which cannot stand beside the capture of rows")
+    require(model.tokenizer == model.model, WHERE, "has another tokenizer than the model's own")
+    files = resolve(model.model)
+    dtype, device = str(model.dtype).removeprefix("torch."), vllm_config.device_config.device_type
+    config = EngineConfig(engine="vllm", model=str(files.folder), seed=model.seed)
+    settings = worker_settings(config, files, dtype, device)
+    for held in (vllm_config, worker.vllm_config):
+        held.additional_config[SETTINGS] = settings
+    processor = LogprobeLogitsProcessor(worker.vllm_config)
+    _along(worker, TO_PROCESSORS).non_argmax_invariant.append(processor)
+    worker.logprobe_take = partial(RowsExtension.logprobe_take, worker)
+
+
+def _along(start: Any, names: tuple[str, ...]) -> Any:
+    """What lies at the end of a path of attributes; None where it leads nowhere."""
+    for name in names:
+        start = getattr(start, name, None)
+    return start

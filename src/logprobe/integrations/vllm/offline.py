@@ -35,13 +35,14 @@ class Sink:
 
 @final
 class OfflineClient:
-    """Steps the engine of an open `vllm.LLM` while there are requests of its own; the LLM stays its owner's.
+    """Steps the engine of an open `vllm.LLM` while there are requests of its own.
 
-    vLLM's engine is used by one thread at a time: its owner calls `generate` only while nothing runs here.
+    The LLM stays its owner's unless it `is_owned`. vLLM's engine is used by one thread at a time: its owner
+    calls `generate` only while nothing runs here.
     """
 
-    def __init__(self, llm: Any) -> None:
-        self._engine = llm.llm_engine
+    def __init__(self, llm: Any, *, is_owned: bool = False) -> None:
+        self._engine, self._is_owned = llm.llm_engine, is_owned
         self.vllm_config = self._engine.vllm_config
         self.dead_error: BaseException | None = None  # what ended vLLM's engine
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
@@ -99,23 +100,20 @@ class OfflineClient:
         """Let LoRA weights go."""
         return bool(await self._call(partial(self._engine.remove_lora, lora_id)))
 
-    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """What a function of the model gives in each worker, called between two steps."""
-        answers: list[Any] = await self._call(partial(self._engine.apply_model, function))
-        return answers
-
     async def reset_prefix_cache(self) -> None:
         """Forget every prefix."""
         await self._call(self._engine.reset_prefix_cache)
 
     def shutdown(self) -> None:
-        """End this client's requests and its thread; vLLM's engine stays. A second call does nothing."""
+        """End this client's requests, its thread, and an engine of its own; a second call does nothing."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._orders.put(None)
         self._thread.join()
+        if self._is_owned:
+            self._engine.engine_core.shutdown()
 
     def _post(self, order: Order) -> None:
         with self._lock:

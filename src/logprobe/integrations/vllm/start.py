@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,8 @@ from logprobe.processors.registry import load_processors
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from logprobe.models import ModelFiles
     from logprobe.records.store.columns import Array
     from logprobe.text.edge import TextEdge
@@ -81,17 +84,25 @@ def start_vllm_engine(config: EngineConfig) -> LoadedModel:
         raise ModelError(MISSING) from error
     bridge = LoopThread()
     try:
-        llm = bridge.run(_new_llm(args))
-    except BaseException as error:
+        with telling_refusals(config.model):
+            llm = bridge.run(_new_llm(args))
+    except BaseException:
         bridge.close()
-        if isinstance(error, ValueError | TypeError):
-            raise ParameterError(OPTIONS, f"vLLM refuses them: {error}") from error
-        if isinstance(error, Exception):
-            raise ModelError(f"{config.model}: vLLM cannot run it: {error}") from error
         raise
     loaded = adopt(llm, bridge, config, files)
     logger.info("%s: vLLM ready in %.1f s", files.name, time.perf_counter() - began)
     return loaded
+
+
+@contextmanager
+def telling_refusals(model: str) -> Iterator[None]:
+    """What vLLM raises while it starts, as this library's errors."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise ParameterError(OPTIONS, f"vLLM refuses them: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{model}: vLLM cannot run it: {error}") from error
 
 
 async def _new_llm(args: Any) -> Any:
@@ -140,7 +151,7 @@ def engine_args(config: EngineConfig, files: ModelFiles) -> Any:
     own |= {
         "logits_processors": [PROCESSOR],
         "worker_extension_cls": EXTENSION,
-        "additional_config": {SETTINGS: _worker_settings(config, files, own["dtype"], device)},
+        "additional_config": {SETTINGS: worker_settings(config, files, own["dtype"], device)},
         "max_logprobs": -1,
         "logprobs_mode": "raw_logprobs",
     }
@@ -173,7 +184,7 @@ def _own_args(config: EngineConfig, files: ModelFiles, device: str) -> dict[str,
     return args
 
 
-def _worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> dict[str, Any]:
+def worker_settings(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> dict[str, Any]:
     """What a `WorkerDraw` is made of, as plain values: vLLM hashes and sends it."""
     return {
         "engine": uuid.uuid4().hex,
