@@ -8,6 +8,7 @@ holds rows and asks, and the engine.
 from __future__ import annotations
 
 import os
+from abc import ABC
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from logprobe.config import EngineConfig
@@ -31,7 +32,7 @@ class OpenModel(Protocol):
         """The engine, with its text edge."""
 
 
-class AsyncLM(NextTokenLM[Row]):
+class AsyncLM(NextTokenLM[Row], ABC):
     """A model of this process asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Args:

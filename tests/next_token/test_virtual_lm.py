@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import logprobe.integrations.vllm.virtual_lm
-from logprobe import AsyncVirtualLM
+from logprobe import AsyncLM, AsyncVirtualLM
 from logprobe.errors import EngineClosedError, ParameterError
 from logprobe.processors import GlobalLogprobsCapture
 from refusals import raises
@@ -28,6 +29,46 @@ TOLERANCE = 2e-5  # nats, of the native engine on the tiny model
 def new_virtual(tiny_llm: LLM) -> Callable[..., AsyncVirtualLM]:
     """Make one around the tiny model's open engine."""
     return lambda *args, **settings: AsyncVirtualLM(tiny_llm, *args, **settings)
+
+
+class StepCapture:
+    """Keeps the log-softmax of the latest step, as a logits processor of vLLM's that knows no requests."""
+
+    def __init__(self) -> None:
+        self._captured_batch: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        captured = torch.log_softmax(logits, dim=-1, dtype=logits.dtype).clone()
+        with self._lock:
+            self._captured_batch = captured
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        pass
+
+    def get_all_logprobs(self) -> torch.Tensor | None:
+        with self._lock:
+            return None if self._captured_batch is None else self._captured_batch.clone()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._captured_batch = None
+
+
+class AllStepsCapture(StepCapture):
+    """Keeps all steps since it was cleared."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        before = self.get_all_logprobs()
+        super().apply(logits)
+        if before is not None:
+            assert self._captured_batch is not None
+            self._captured_batch = torch.cat([before, self._captured_batch])
+        return logits
 
 
 def test_rows_are_tensors_of_the_callers_own(new_virtual: Any, plain_row: Any, random_ids: Any) -> None:
@@ -82,8 +123,85 @@ def test_the_capture_is_shown_the_rows_of_the_latest_answer(new_virtual: Any, ra
     assert capture.get_logprobs() is None
 
 
+@pytest.mark.parametrize("kind", [StepCapture, AllStepsCapture, GlobalLogprobsCapture])
+def test_any_capture_has_all_rows_of_a_call_that_no_step_could_hold(
+    new_virtual: Any, random_ids: Any, plain_row: Any, kind: Any
+) -> None:
+    capture = kind()
+    asked = [random_ids(seed, 50) for seed in range(5)]  # of 64 tokens a step
+    with new_virtual(capture) as lm:
+        rows = lm.batch_next_token_logprobs_sync(token_ids_list=asked)
+        np.testing.assert_allclose(capture.get_all_logprobs(), rows, atol=1e-5)
+        np.testing.assert_allclose(rows, np.stack([plain_row(ids) for ids in asked]), atol=1e-4, rtol=0)
+        row = asyncio.run(lm.next_token_logprobs(asked[3]))
+        np.testing.assert_allclose(capture.get_all_logprobs(), row[None], atol=1e-5)
+        lm.batch_next_token_logprobs_sync([])
+        assert capture.get_all_logprobs() is None
+    assert capture.get_all_logprobs() is None
+
+
+def test_rows_that_are_kept_are_passed_by_in_a_sync_batch_alone(new_virtual: Any, random_ids: Any) -> None:
+    ids = random_ids(1, 4)
+    with new_virtual(None, 8) as lm:
+        row = lm.next_token_logprobs_sync(ids)
+        wrong = np.zeros(lm.vocab_size, np.float32)
+        lm._cache.put(lm._prefix_of(ids), wrong)
+        assert torch.equal(lm.batch_next_token_logprobs_sync([ids])[0], row)
+        kept = [
+            lm.next_token_logprobs_sync(ids),
+            asyncio.run(lm.next_token_logprobs(ids)),
+            asyncio.run(lm.batch_next_token_logprobs([ids]))[0],
+            lm.batch_next_token_logprobs_sync([ids], use_cache=True)[0],
+        ]
+        assert all(torch.equal(found, torch.from_numpy(wrong)) for found in kept)
+
+
+def test_the_cache_is_there_by_token_ids(
+    new_virtual: Any, adapter_folders: dict[str, Path], random_ids: Any
+) -> None:
+    first, second = (tuple(random_ids(seed, 4)) for seed in (1, 2))
+    with new_virtual() as lm:
+        assert lm.cache is None
+    with new_virtual(None, 2) as lm:
+        assert lm.cache.maxsize == 2
+        row = lm.next_token_logprobs_sync(first)
+        assert first in lm.cache
+        assert second not in lm.cache
+        assert torch.equal(lm.cache[first], row)
+        lm.cache[first].zero_()
+        assert torch.equal(lm.cache[first], row), "it is the caller's own"
+        with pytest.raises(KeyError):
+            lm.cache[second]
+        lm.add_new_lora(adapter_folders["wide"], "kept")
+        lm.set_lora(name="kept")
+        assert first not in lm.cache, "not under these weights"
+        lm.clear_lora()
+        lm.remove_lora("kept")
+        lm.next_token_logprobs_sync(second)
+        assert len(lm.cache) == 2
+        lm.clear_cache()
+        assert len(lm.cache) == 0
+
+
+def test_a_sample_ends_at_the_models_end_of_text_unless_it_is_told(new_virtual: Any, random_ids: Any) -> None:
+    prompts = [random_ids(seed, 4) for seed in range(24)]
+    with new_virtual() as lm:
+        eos = lm.tokenizer.eos_token_id
+        free = asyncio.run(lm.batch_sample(prompts, 60, [], 4.0, 1, ignore_eos=True))
+        samples = asyncio.run(lm.batch_sample(prompts, 60, [], 4.0, 1))
+    assert any(eos in sample for sample in free)
+    for sample, whole in zip(samples, free, strict=True):
+        assert sample == whole[: whole.index(eos) + 1 if eos in whole else None]
+
+
+def test_it_counts_as_an_async_lm(new_virtual: Any) -> None:
+    assert issubclass(AsyncVirtualLM, AsyncLM)
+    with new_virtual() as lm:
+        assert isinstance(lm, AsyncLM)
+
+
 def test_the_number_of_lora_weights_is_the_same_everywhere_and_fits_32_bits() -> None:
-    assert AsyncVirtualLM.hash_to_int("lora_1") == 361714580
+    assert AsyncVirtualLM.hash_to_int("lora_1") == 279494801
     numbers = {AsyncVirtualLM.hash_to_int(f"name {i}") for i in range(20_000)}
     assert len(numbers) == 20_000
     assert min(numbers) >= 1

@@ -6,28 +6,31 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 
+import numpy as np
 import torch
 
+from logprobe.async_lm import AsyncLM
 from logprobe.config import EngineConfig
 from logprobe.errors import MissingPackageError, UnknownParameterError, require
 from logprobe.models.lora import stable_id
 from logprobe.next_token.batcher import check_batching
 from logprobe.next_token.lm import NextTokenLM
-from logprobe.next_token.rows import RowCache
+from logprobe.next_token.rows import Prefix, RowCache
 from logprobe.next_token.source import EngineRows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import numpy as np
     import numpy.typing as npt
 
     from logprobe.engine.backends.start import LoadedModel
-    from logprobe.processors import GlobalLogprobsCapture
+    from logprobe.next_token.lm import TokenIds
+    from logprobe.next_token.rows import Row
 
 ENGINE_DEFAULTS = {
     "enable_prefix_caching": True,
@@ -38,16 +41,54 @@ CACHE_OPTIONS = ("move_to_cpu",)  # rows are there anyway
 FLOAT_BYTES = ID_BYTES = 4
 
 
+class Capture(Protocol):
+    """A logits processor that keeps what it is shown, such as `GlobalLogprobsCapture` or one of vLLM's."""
+
+    def apply(self, logits: torch.Tensor, /) -> torch.Tensor:
+        """Keep the log-softmax of (n, V) logits, and hand them on untouched."""
+
+    def clear(self) -> None:
+        """Drop what is kept."""
+
+
+@final
+class KeptRows:
+    """The rows that an `AsyncVirtualLM` keeps whole: token ids → row, under the LoRA weights set now."""
+
+    def __init__(self, rows: RowCache, prefix_of: Callable[[TokenIds], Prefix], maxsize: int) -> None:
+        self._rows, self._prefix_of = rows, prefix_of
+        self.maxsize = maxsize
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, token_ids: TokenIds) -> bool:
+        return self._rows.get(self._prefix_of(token_ids)) is not None
+
+    def __getitem__(self, token_ids: TokenIds) -> torch.Tensor:
+        row = self._rows.get(self._prefix_of(token_ids))
+        if row is None:
+            raise KeyError(token_ids)
+        return _as_tensor(row)
+
+    def clear(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+
+
+@AsyncLM.register
 class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     """A model in vLLM asked for next-token distributions; see `NextTokenLM` for all that it answers.
 
     Rows are float32 tensors on the CPU, of the caller's own. vLLM schedules what is asked; whatever it runs
-    together, each row is its prefix's own.
+    together, each row is its prefix's own. `sample` ends at the model's own end of text, too.
 
     Args:
         llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was made with `engine_options()`,
-            or an open `logprobe.LLM`. It stays its owner's: `cleanup` leaves it running.
-        logprobs_capture: shown the rows of each answer, where it is given.
+            any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), or an open
+            `logprobe.LLM`. It stays its owner's: `cleanup` leaves it running.
+        logprobs_capture: shown the rows of each answer, where it is given. In vLLM's in-process mode it also
+            stands among vLLM's own processors until `cleanup`, and sees each step that is drawn at random.
         cache_size: most rows that are kept whole, least recently used out first; 0 keeps none.
         cache_opts: genlm-backend's `move_to_cpu`, which changes nothing here.
         batch_size: asks that start a step at once where the engine is idle.
@@ -67,10 +108,12 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     }
     """What an ask for a row is to vLLM, as genlm-backend says it; for reading alone."""
 
+    _ignores_eos = False
+
     def __init__(
         self,
         llm_engine: Any,
-        logprobs_capture: GlobalLogprobsCapture | None = None,
+        logprobs_capture: Capture | None = None,
         cache_size: int = 0,
         cache_opts: Mapping[str, Any] | None = None,
         batch_size: int = 20,
@@ -79,27 +122,29 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         owns_engine: bool = False,
     ) -> None:
         _check_settings(cache_size, cache_opts, batch_size, timeout)
-        loaded, is_made_here = _loaded(llm_engine)
+        loaded, is_made_here = _loaded(llm_engine, is_owned=owns_engine)
         self.llm_engine = llm_engine
         self.logprobs_capture = logprobs_capture
+        self._watchers = _join_watchers(llm_engine, logprobs_capture) if is_made_here else []
         limits = loaded.engine.capabilities()
         most_bytes = FLOAT_BYTES * limits.vocab_size + ID_BYTES * limits.max_model_len
         super().__init__(
             EngineRows(loaded),
             loaded.text,
             as_caller=_as_tensor,
-            on_rows=None if logprobs_capture is None else logprobs_capture.keep,
+            on_rows=None if logprobs_capture is None else _shown_to(logprobs_capture),
             cache=RowCache(cache_size * most_bytes, cache_size),
             batch_size=batch_size,
             timeout=timeout,
             owns_source=owns_engine or is_made_here,
         )
+        self._cache_size = cache_size
 
     @classmethod
     def from_name(
         cls, model_name: str | Path, engine_opts: Mapping[str, Any] | None = None, **settings: Any
     ) -> Self:
-        """Load a model into vLLM.
+        """Load a model into vLLM, in processes of its own or, where vLLM is told so, in this one.
 
         Args:
             model_name: a known name, a folder or a Hugging Face id.
@@ -119,9 +164,13 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         for name in settings.keys() - set(known):
             raise UnknownParameterError(name, known, of="AsyncVirtualLM")
         _check_settings(**settings)
+        from logprobe.integrations.vllm.existing import new_llm, runs_here
         from logprobe.integrations.vllm.start import start_vllm_engine
 
-        loaded = start_vllm_engine(_config(model_name, engine_opts))
+        config = _config(model_name, engine_opts)
+        if runs_here():
+            return cls(new_llm(config), GlobalLogprobsCapture(), **settings, owns_engine=True)
+        loaded = start_vllm_engine(config)
         try:
             return cls(loaded, GlobalLogprobsCapture(), **settings, owns_engine=True)
         except BaseException:
@@ -144,6 +193,17 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
 
         return options_of(_config(model_name, engine_opts))
 
+    @property
+    def cache(self) -> KeptRows | None:
+        """The rows that are kept whole, by their token ids; None where none are."""
+        return KeptRows(self._cache, self._prefix_of, self._cache_size) if self._cache_size else None
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], *, lora: str | None = None, use_cache: bool = False
+    ) -> torch.Tensor:
+        """`batch_next_token_logprobs` for callers without an event loop; no kept row answers unless told."""
+        return super().batch_next_token_logprobs_sync(token_ids_list, lora=lora, use_cache=use_cache)
+
     @staticmethod
     def hash_to_int(value: str) -> int:
         """The number of LoRA weights of this name in vLLM: the same in every process, in [1, 2**31 - 1]."""
@@ -154,10 +214,40 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
         super().cleanup()
         if self.logprobs_capture is not None:
             self.logprobs_capture.clear()
+            if self.logprobs_capture in self._watchers:
+                self._watchers.remove(self.logprobs_capture)
+
+    def _prefix_of(self, token_ids: TokenIds) -> Prefix:
+        """What an ask that names no LoRA weights asks for now."""
+        lora = self._chosen_lora(None)
+        return Prefix(lora, *self._source.loads(lora), self._as_prompt(token_ids).tobytes())
 
 
 def _as_tensor(rows: npt.NDArray[np.float32]) -> torch.Tensor:
     return torch.from_numpy(rows) if rows.flags.writeable else torch.tensor(rows)
+
+
+def _shown_to(capture: Capture) -> Callable[[list[Row]], object]:
+    """How a capture is shown the rows of an answer."""
+    return getattr(capture, "keep", None) or partial(_apply, capture)
+
+
+def _apply(capture: Capture, rows: list[Row]) -> None:
+    """Show an answer as a step of logits, of which a capture takes the log-softmax: the same rows again."""
+    capture.clear()
+    if rows:
+        capture.apply(torch.from_numpy(np.stack(rows)))
+
+
+def _join_watchers(llm_engine: Any, capture: Capture | None) -> list[Any]:
+    """Put a capture among vLLM's processors of this process; a list that it is to be taken out of."""
+    from logprobe.integrations.vllm.existing import watchers
+
+    joined = watchers(llm_engine)
+    if capture is None or capture in joined:
+        return []
+    joined.append(capture)
+    return joined
 
 
 def _check_settings(
@@ -185,7 +275,7 @@ def _config(model_name: str | Path, engine_opts: Mapping[str, Any] | None) -> En
     return EngineConfig(engine="vllm", model=os.fspath(model_name), engine_options=options)
 
 
-def _loaded(llm_engine: Any) -> tuple[LoadedModel, bool]:
+def _loaded(llm_engine: Any, *, is_owned: bool) -> tuple[LoadedModel, bool]:
     """An engine that exists with its words, and whether what stands around it is made here."""
     loaded: Any = getattr(llm_engine, "loaded", llm_engine)
     if hasattr(loaded, "engine") and hasattr(loaded, "text"):
@@ -193,4 +283,4 @@ def _loaded(llm_engine: Any) -> tuple[LoadedModel, bool]:
     _need_vllm()
     from logprobe.integrations.vllm.existing import existing_engine
 
-    return existing_engine(llm_engine), True
+    return existing_engine(llm_engine, is_owned=is_owned), True
