@@ -110,16 +110,17 @@ def arguments_of(kind: type, config: EngineConfig) -> list[Any]:
 
     device = torch.device("cpu" if config.device == "auto" else config.device)
     in_order = (config, device, False)
-    known = {"vllm_config": config, "config": config, "device": device, "is_pin_memory": False}
+    by_name = {"device": device, "is_pin_memory": False}
     values: list[Any] = []
     for index, parameter in enumerate(inspect.signature(kind).parameters.values()):
         if parameter.kind is parameter.VAR_POSITIONAL and _has_own_init(kind):
             values += in_order[index:]
         is_positional = parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
-        is_asked = parameter.name in known or parameter.default is parameter.empty
+        is_known = parameter.name in by_name or parameter.name.endswith("config")
+        is_asked = is_known or parameter.default is parameter.empty
         if not is_positional or not is_asked or index >= len(in_order):
             break
-        values.append(known.get(parameter.name, in_order[index]))
+        values.append(by_name.get(parameter.name, in_order[index]))
     return values
 
 

@@ -135,7 +135,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
 class GlobalLogprobsCapture(LogitsProcessor):
     """Keeps the log-softmax of every row of the latest step, whosever it is; changes nothing.
 
-    Made without arguments, as genlm-backend's; so are classes derived from it. Rows are tensors of the
+    Made without arguments; so are classes derived from it. Rows are tensors of the
     logits' dtype on their device, and each caller gets tensors of its own. A step replaces the one before as
     a whole, and may be read from any thread. Of a step above `max_bytes` the first rows are kept.
     """
