@@ -194,6 +194,10 @@ def test_a_failing_processors_own_line_is_in_the_log_and_in_the_causes(
     assert author in "".join(traceback.format_exception(own.__cause__))
     assert author in "".join(traceback.format_exception(caught.value))
     assert author in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.ERROR), pytest.raises(BatchError):
+        llm.generate("the cat", params)
+    assert author not in caplog.text, "it is told once"
 
 
 def test_a_batchs_bad_prompt_is_refused_by_its_index(tiny_llm: LLM) -> None:
@@ -201,7 +205,7 @@ def test_a_batchs_bad_prompt_is_refused_by_its_index(tiny_llm: LLM) -> None:
         tiny_llm.generate(["the cat", []])
 
 
-@pytest.mark.parametrize(("name", "near"), [("kv_byte", "kv_bytes"), ("gpu_memory_utilization", None)])
+@pytest.mark.parametrize(("name", "near"), [("kv_byte", "kv_bytes"), ("memory_of_the_gpu", None)])
 def test_an_unknown_setting_names_the_nearest_or_all(name: str, near: str | None) -> None:
     settings: dict[str, Any] = {name: 1}
     with pytest.raises(ParameterError) as caught:

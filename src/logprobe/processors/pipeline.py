@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logprobe")
 NO_ARGS: Final = ArgsView()
+MOST_TOLD: Final = 256  # failures of different lines that are logged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +84,7 @@ class Pipeline:
         self._members: dict[int, list[int]] = {}  # of this step: stage → rows
         self._samples: Sequence[ActiveSample] = ()
         self._others: Sequence[BatchRow] = ()  # those after them, which concern no stage
+        self._told: set[tuple[type[BaseException], tuple[str, int] | None]] = set()  # failures in the log
         self._broken: set[int] = set()  # stages whose update failed in this step
 
     @property
@@ -216,14 +218,24 @@ class Pipeline:
             try:
                 self._update(stage, [batch_row])
                 changed = _checked_apply(stage, run.logits, [row])
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the request of this row ends with it
                 stage.counter.num_failures += 1
                 if row not in run.errors:
                     run.errors[row] = _processor_error(stage, batch_row, error)
                     if not isinstance(error, ParameterError):  # which is the mistake of who asked
-                        logger.exception("%s", run.errors[row], exc_info=error)  # with the author's own line
+                        self._tell(run.errors[row], error)
                 continue
             _put(run, raw, [row], changed)
+
+    def _tell(self, failure: ProcessorError, error: BaseException) -> None:
+        """Log what a processor raised, with its author's own line: once for each line that raises."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = None if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        if (type(error), place) not in self._told and len(self._told) < MOST_TOLD:
+            self._told.add((type(error), place))
+            logger.error("%s; it is told once", failure, exc_info=error)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.responses import Response
 
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, ProcessorError, require
 from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error
 from logprobe.server.http.gate import CALL, PIECE_BYTES
 from logprobe.server.http.replies import JSON_TYPE
@@ -113,7 +113,7 @@ def caller_of(request: HttpRequest, key: int | None) -> str:
 
 def failure(error: ApiError, service: Service, cause: Exception | None = None) -> Response:
     """The reply to a failure; what only a bug of ours can cause goes to the log."""
-    if error.status == 500:
+    if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine has told its author's line
         logger.error("a request failed", exc_info=cause)
     if error.status == 400:
         service.metrics.rejected.labels(field_of(error.param)).inc()
