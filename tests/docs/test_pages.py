@@ -15,8 +15,7 @@ from logprobe.scoring.data.rows import schema_of
 TESTS = Path(__file__).parents[1]
 COMMAND = re.compile(r"(?:^|[|;&] *)logprobe ((?:[a-z]+ ?){1,2})(.*)", re.MULTILINE)
 # These pages' examples run here, in a folder of their own; each of the others has a test of its own.
-HERE = ["compare.md", "confidence.md", "constrain.md", "distil.md", "errors.md", "rl.md", "scoring.md"]
-HERE += ["speculate.md"]
+HERE = ["compare.md", "constrain.md", "distil.md", "errors.md", "rl.md", "scoring.md", "speculate.md"]
 
 
 @pytest.mark.parametrize("page", HERE)

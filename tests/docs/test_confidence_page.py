@@ -1,0 +1,21 @@
+"""The examples of docs/confidence.md, on real weights: a tiny context holds no layout of a reranker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from doc_pages import examples_of, run_examples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.real_model
+def test_the_examples_run_and_say_something(smollm2_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_examples("confidence.md", examples_of("confidence.md"), model=smollm2_folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "Classification" in lines[1]
+    assert all(0 <= float(score) <= 1 for score in lines[3].strip("[]").split(", "))
