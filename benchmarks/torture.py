@@ -56,11 +56,13 @@ class Layout:
     python: Path = Path(sys.executable)
 
 
+INVARIANT: Final = "--batch-invariant"
+ON_VLLM: Final = ("--engine", "vllm", "--engine-options", '{"enable_lora": true, "enforce_eager": true}')
 LAYOUTS: Final = (
-    Layout("one process"),
-    Layout("engine process", ("--engine-process",), is_harmed=True),
-    Layout("two replicas", ("--data-parallel", "2"), is_harmed=True),
-    Layout("vLLM", ("--engine", "vllm"), is_exact=False, python=RIVALS["virtual_lm"].python),
+    Layout("one process", (INVARIANT,)),
+    Layout("engine process", (INVARIANT, "--engine-process"), is_harmed=True),
+    Layout("two replicas", (INVARIANT, "--data-parallel", "2"), is_harmed=True),
+    Layout("vLLM", ON_VLLM, is_exact=False, python=RIVALS["virtual_lm"].python),
 )
 NUM_CLIENTS = 12
 FAULT_EVERY_S = 6.0
@@ -283,10 +285,15 @@ def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
     from logprobe import LLM
 
     rows = []
-    with LLM(model, kv_bytes=1 << 29) as llm, LLM(model, kv_bytes=1 << 29, max_batch_tokens=48) as small:
+    settings: dict[str, Any] = {
+        "kv_bytes": 1 << 29,
+        "max_batch_rows": max(DRAWN_BATCHES),
+        "batch_invariant": True,
+    }
+    with LLM(model, **settings) as llm, LLM(model, **settings, max_batch_tokens=160) as small:
         for batch in DRAWN_BATCHES:
             drawn = draw(llm, batch, num_tokens // len(DRAWN_BATCHES))
-            ways = {"kept prefixes": llm, "cold": llm, "chunks of 48": small}
+            ways = {"kept prefixes": llm, "cold": llm, "chunks of 160": small}
             for way, scorer in ways.items():
                 if way != "kept prefixes":
                     scorer.engine.forget_prefixes()

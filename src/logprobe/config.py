@@ -66,6 +66,9 @@ class EngineConfig:
             the numbers are the same.
         speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
             one step; tokens, seeds and numbers are the same.
+        batch_invariant: give a row's numbers the same bits whatever runs beside it and however its prompt is
+            cut into steps or kept, so that drawn tokens scored again have the bits they were drawn with; long
+            prompts take up to twice as long. On a CPU, for families that run without transformers' modules.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
             or classes; several names may stand in one text with commas between.
@@ -89,6 +92,7 @@ class EngineConfig:
     seed: int = 0
     overlap: bool = False
     speculate: bool = False
+    batch_invariant: bool = False
     logits_processors: tuple[str | type, ...] | list[str | type] = ()
     process: bool = field(default=False, metadata={"flag": "--engine-process"})
     data_parallel: int = 1

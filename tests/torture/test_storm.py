@@ -159,7 +159,11 @@ def figures(server: Attacked) -> dict[str, float]:
     """What the engine and the limits hold, and the process's handles."""
     told = server.get("/metrics").data.decode()
     names = ("waiting_requests", "running_requests", "paused_requests", "free_slots")
-    held = {name: float(re.search(rf"^logprobe_{name} (\S+)$", told, re.MULTILINE)[1]) for name in names}  # type: ignore[index]
+    held = {
+        # Of replicas, all together.
+        name: sum(map(float, re.findall(rf"^logprobe_{name}(?:\{{.*\}})? (\S+)$", told, re.MULTILINE)))
+        for name in names
+    }
     held |= json.loads(server.get("/v1/capabilities").data)["in_use"]
     process = psutil.Process(server.process.pid)
 

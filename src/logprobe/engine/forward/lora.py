@@ -27,6 +27,7 @@ class LoraRows:
 
     def __init__(self) -> None:
         self.groups: Groups = []
+        self.is_row_by_row = False  # products of several rows have other bits than those of one
 
     def select(self, batch: StepBatch, device: torch.device | str) -> None:
         """Note which rows of the step about to run run under which weights; none where the batch has none."""
@@ -64,7 +65,10 @@ class LoraRows:
         for lora, rows in self.groups:
             part = lora.parts.get(name)  # they may leave this layer alone
             if part is not None:
-                product = x.index_select(0, rows) @ part.down @ part.up[:, columns]
+                own, up = x.index_select(0, rows), part.up[:, columns]
+                step = 1 if self.is_row_by_row else len(own)
+                parts = [own[start : start + step] for start in range(0, len(own), step)]
+                product = torch.cat([one @ part.down @ up for one in parts])
                 out.index_add_(0, rows, product, alpha=factor)
 
 

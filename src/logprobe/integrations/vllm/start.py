@@ -117,6 +117,7 @@ def check_settings(config: EngineConfig) -> None:
     require(config.weights == "auto", "weights", remedy)
     require(not config.overlap, "overlap", f"{remedy}; vLLM overlaps by itself")
     require(not config.speculate, "speculate", remedy)
+    require(not config.batch_invariant, "batch_invariant", remedy)
     require(not config.process, "process", f"{remedy}; vLLM has processes of its own")
     require(
         config.data_parallel == 1, "data_parallel", f"{remedy}; start one server for each replica of vLLM"

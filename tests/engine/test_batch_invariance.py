@@ -1,0 +1,82 @@
+"""`batch_invariant`: a row's bits are those of its own text, however that was cut, kept or accompanied."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe import LLM, SamplingParams
+from logprobe.errors import ParameterError
+from refusals import raises
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CONTEXT = 120
+
+
+@pytest.fixture(scope="module", params=[16, 33, 128])
+def llm(
+    request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> Iterator[LLM]:
+    settings: dict[str, Any] = {"max_batch_tokens": request.param, "kv_bytes": 1 << 21, "max_batch_rows": 16}
+    with LLM(str(tiny_model_folder), batch_invariant=True, **settings) as opened:
+        opened.add_lora("wide", adapter_folders["wide"])
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_llm: LLM) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    vocab_size = tiny_llm.engine.capabilities().vocab_size
+    return [
+        [0, *rng.integers(2, vocab_size, length).tolist()] for length in (3, 20, 64, 65, 100, CONTEXT - 20)
+    ]
+
+
+WANTED: dict[tuple[int, str | None], bytes] = {}
+
+
+def bits(record: Any) -> bytes:
+    best = record.top_entries()
+    numbers = (np.asarray(part, np.float32) for part in (record.chosen_entries().logprobs, best.logprobs))
+    return b"".join(part.tobytes() for part in (*numbers, np.asarray(best.token_ids, np.int64)))
+
+
+@pytest.mark.parametrize("lora", [None, "wide"])
+def test_a_prompts_bits_are_those_of_every_cut_alone_and_among_others(
+    llm: LLM, prompts: list[list[int]], lora: str | None
+) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=5, lora=lora)
+    llm.engine.forget_prefixes()
+    together = [bits(one.prompt_logprobs[1:]) for one in llm.generate(prompts, params)]  # type: ignore[index]
+    kept = [bits(one.prompt_logprobs[1:]) for one in llm.generate(prompts, params)]  # type: ignore[index]
+    alone = []
+    for prompt in prompts:
+        llm.engine.forget_prefixes()
+        [one] = llm.generate([prompt], params)
+        alone.append(bits(one.prompt_logprobs[1:]))  # type: ignore[index]
+    assert together == kept == alone
+    for number, found in enumerate(alone):
+        assert WANTED.setdefault((number, lora), found) == found, "another engine cuts it otherwise"
+
+
+@pytest.mark.parametrize("lora", [None, "wide"])
+def test_drawn_tokens_have_the_bits_that_scoring_gives_them(
+    llm: LLM, prompts: list[list[int]], lora: str | None
+) -> None:
+    params = SamplingParams(max_tokens=18, logprobs=5, ignore_eos=True, seed=3, lora=lora)
+    drawn = llm.generate(prompts, params)
+    llm.engine.forget_prefixes()
+    whole = [[*prompt, *one.outputs.token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
+    scored = llm.generate(whole, SamplingParams(max_tokens=0, prompt_logprobs=5, lora=lora))
+    for prompt, one, again in zip(prompts, drawn, scored, strict=True):
+        assert bits(one.outputs.logprobs) == bits(again.prompt_logprobs[len(prompt) :])  # type: ignore[index]
+
+
+def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
+    with raises(ParameterError, parameter="batch_invariant"):
+        LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_bytes=1 << 20)
