@@ -173,7 +173,9 @@ def test_an_engine_failure_is_a_500_or_an_event_and_the_server_stays(new_server:
             assert reply.status_code == 500
             assert "broken weights" in reply.json()["error"]["message"]
             text = server.post("/v1/completions", prompt="zzz new", max_tokens=2, stream=True).text
-            assert json.loads(text.splitlines()[-2][6:])["error"]["type"] == "server_error"
+            *_, failed, done = filter(None, text.splitlines())
+            assert json.loads(failed[6:])["error"]["type"] == "server_error"
+            assert done == "data: [DONE]"
         assert server.post("/v1/completions", prompt="zzz new", max_tokens=2).status_code == 200
 
 

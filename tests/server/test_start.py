@@ -15,7 +15,7 @@ import trustme
 
 from logprobe.errors import ParameterError
 from logprobe.server import ServerSettings
-from logprobe.server.app import serve
+from logprobe.server.app import check_certificate
 from logprobe.server.http.guard import Keys
 from server_process import PATIENCE_S, Attacked, eventually, serving_process
 
@@ -80,13 +80,13 @@ def test_https_is_spoken_with_a_certificate(tiny_model_folder: Path, tmp_path: P
             httpx.get(url, timeout=PATIENCE_S)
 
 
-def test_a_certificate_that_cannot_be_used_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_a_certificate_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "certificate.pem"
     for data in (None, b"no certificate"):
         if data is not None:
             path.write_bytes(data)
         with pytest.raises(ParameterError, match=r"ssl_certfile: .*certificate.pem cannot be used"):
-            serve(None, ServerSettings(ssl_certfile=str(path)))  # type: ignore[arg-type]  # it is not looked at
+            check_certificate(ServerSettings(ssl_certfile=str(path)))
 
 
 def test_a_server_whose_port_is_taken_ends_with_one_line(tiny_model_folder: Path) -> None:

@@ -164,7 +164,7 @@ def serve(
     """
     logs.configure(settings)
     Keys(settings)  # what cannot be used is told before a model is loaded
-    _check_certificate(settings)
+    check_certificate(settings)
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
         host, port = listeners[0].getsockname()[:2]
@@ -203,7 +203,12 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
         raise ParameterError(name, message) from error
 
 
-def _check_certificate(settings: ServerSettings) -> None:
+def check_certificate(settings: ServerSettings) -> None:
+    """Refuse a certificate that HTTPS cannot be spoken with; none is no error.
+
+    Raises:
+        ParameterError: a file is missing, or holds something else.
+    """
     if settings.ssl_certfile is None:
         return
     try:
