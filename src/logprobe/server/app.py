@@ -162,7 +162,6 @@ def serve(
         ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
             address cannot be listened on.
     """
-    logs.configure(settings)
     Keys(settings)  # what cannot be used is told before a model is loaded
     check_certificate(settings)
     with ExitStack() as stack:
@@ -172,6 +171,7 @@ def serve(
             beside = stack.enter_context(_listen(METRICS_HOST, settings.metrics_port, "metrics_port"))
             listeners.append(beside)
             settings = replace(settings, metrics_port=beside.getsockname()[1])
+        logs.configure(settings)
         model = start_engine(config)
         try:
             app = create_app(model, settings, config.logits_processors)

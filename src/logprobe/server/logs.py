@@ -54,7 +54,7 @@ def configure(settings: ServerSettings) -> None:
     """Write what this library, and others from warnings on, log to standard error, as the settings say."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if settings.log_format == "json" else TextLines())
-    logging.basicConfig(handlers=[handler], force=True)
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("logprobe").setLevel(settings.log_level.upper())
     access_logger.disabled = not settings.access_log
 

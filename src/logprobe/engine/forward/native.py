@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import is_short, plan_attention, row_by_row
+from logprobe.engine.forward.attention import plan_attention, row_by_row
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
@@ -23,8 +23,6 @@ from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from logprobe.config import EngineConfig
     from logprobe.engine.forward.ready import ReadyModel
     from logprobe.engine.protocol import StepBatch
@@ -50,7 +48,7 @@ class NativeForward:
         self._files, self._is_replaced = files, state is not None
         ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, state=state)
         self.decoder, self.layout = ready.decoder, ready.layout
-        self._is_short: Callable[[int, int], bool] = is_short
+        self._attention_rule: dict[str, Any] = {}  # what else `plan_attention` is told
         if config.batch_invariant:
             self._fix_bits()
         self.is_recalled = ready.is_recalled
@@ -72,7 +70,7 @@ class NativeForward:
         require(
             is_ours, "batch_invariant", f"{what}; take it out, or run one on a CPU that has its own decoder"
         )
-        self._is_short = row_by_row
+        self._attention_rule = {"is_short": row_by_row}
         self.decoder.loras.is_row_by_row = True
 
     @property
@@ -176,7 +174,7 @@ class NativeForward:
 
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
         """Run tokens of one kind of rotary frequencies."""
-        attention = plan_attention(self.pool, batch, self.device, is_short=self._is_short)
+        attention = plan_attention(self.pool, batch, self.device, **self._attention_rule)
         leaves_scratch = self.device == "cpu" and any(
             len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks
         )
