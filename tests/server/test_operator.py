@@ -66,6 +66,9 @@ def test_lora_weights_are_loaded_replaced_and_dropped(served: Any, adapter_folde
     loaded = order(served, LOAD, lora_name="mine", lora_path=wide)
     assert loaded.json() == {"id": "mine", "object": "model", "root": wide}
     with_wide = numbers(served, model="mine")
+    refused = order(served, LOAD, lora_name="mine", lora_path=narrow)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+    assert numbers(served, model="mine") == with_wide
     order(served, LOAD, lora_name="mine", lora_path=narrow, load_inplace=True)
     with_narrow = numbers(served, lora="mine")
     assert len({tuple(base), tuple(with_wide), tuple(with_narrow)}) == 3

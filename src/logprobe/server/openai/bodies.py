@@ -210,11 +210,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A body of `/v1/load_lora_adapter`, as vLLM has it; one of the name is replaced either way."""
+    """A body of `/v1/load_lora_adapter`, as vLLM has it."""
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = True
+    load_inplace: bool = False
 
 
 class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

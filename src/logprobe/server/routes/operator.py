@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 
 async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
-    """Load LoRA weights from a folder of the server's machine under a name, in place of any of that name."""
+    """Load LoRA weights from a folder of the server's machine; `load_inplace` replaces those of the name."""
     body = await read(request, service, LoadLoraBody, lambda body, _: body)
     service.check_new_name(body.lora_name)
+    if not body.load_inplace and body.lora_name in service.engine.list_loras():
+        raise bad_request("lora_name", "has weights already; replace them by load_inplace, or choose another")
     try:
         await asyncio.to_thread(service.engine.add_lora, body.lora_name, body.lora_path)
     except ModelError as error:
