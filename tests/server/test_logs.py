@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WORDS = "a-text-of-the-client"
+A_DAY = timedelta(days=1)
 
 
 def asked(server: Attacked) -> None:
@@ -56,7 +58,9 @@ def test_a_line_of_json_tells_what_each_request_came_to(tiny_model_folder: Path)
     assert 0 < stream["first_token_s"] <= stream["seconds"]
     assert (refused["status"], unknown["status"], unknown["route"]) == (400, 404, None)
     assert re.fullmatch("req_[0-9a-f]{32}", refused["request_id"])
-    assert all(json.loads(line)["level"] for line in server.log)
+    lines = [json.loads(line) for line in server.log]
+    assert all(line["level"] for line in lines)
+    assert all(abs(datetime.now(UTC) - datetime.fromisoformat(line["time"])) < A_DAY for line in lines)
     assert WORDS not in "".join(server.log)
 
 
