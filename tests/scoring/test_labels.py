@@ -153,8 +153,10 @@ def test_what_cannot_be_asked_is_named(tiny_llm: LLM) -> None:
         tiny_llm.classify("a", ["b", "c"], correction="none of these")  # type: ignore[arg-type]
     with raises(ParameterError, parameter="scale"):
         tiny_llm.judge("a", scale=[1])
-    with raises(ParameterError, parameter="labels"):
-        tiny_llm.judge("a", scale=range(1, 11))
+    for scale, said in ((range(1, 11), "'1' (1) begins '10' (10)"), ([2, 2], "two are equal: '2'")):
+        with raises(ParameterError, parameter="scale") as caught:
+            tiny_llm.judge("a", scale=scale)
+        assert said in str(caught.value)
     with raises(ParameterError, parameter="documents"):
         tiny_llm.rerank("a", "text")
     with raises(ParameterError, parameter="prompts"):

@@ -166,6 +166,12 @@ def judge(
     """The whole distribution of a grade; see `LLM.judge`."""
     require(len(scale) > 1, "scale", f"must have two grades or more, got {list(scale)}")
     labels = [f"{grade:g}" for grade in scale]
+    try:
+        texts_of(labels)
+    except ParameterError as error:
+        what = str(error).removeprefix("labels: ").partition(";")[0]
+        remedy = "take grades of one length (0 to 9), or ask for grades as texts by classify"
+        raise ParameterError("scale", f"{what}; {remedy}") from error
     found = classify(llm, prompts, labels, progress=progress)
     grades = tuple(map(float, scale))
     if isinstance(found, Classification):
