@@ -374,6 +374,12 @@ def test_an_init_is_given_what_it_asks_for(init: Any, wanted: Any) -> None:
     assert made.given == tuple(all_given[name] for name in names)
 
 
+def test_an_init_is_given_the_device_that_logits_lie_on(start: Any) -> None:
+    _, capture = start(Capture, device="auto")
+    config, device, _ = capture.made_with
+    assert config.device == device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_an_init_that_calls_its_base_means_its_own() -> None:
     class Base(Capture):
         def __init__(self) -> None:

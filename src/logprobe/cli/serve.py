@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +19,7 @@ from logprobe.cli.options import (
     value_in,
 )
 from logprobe.config import EngineConfig
-from logprobe.errors import require
+from logprobe.errors import nearest_name, require
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
 
@@ -56,8 +55,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     for entry, value in entries.items():
         name = entry.replace("-", "_")
         if name not in flags:
-            near = difflib.get_close_matches(name, flags, 1)
-            hint = f"; did you mean {near[0]}?" if near else ", which is named as the flags are"
+            near = nearest_name(name, flags, 0.6)
+            hint = f"; did you mean {near}?" if near else ", which is named as the flags are"
             raise typer.BadParameter(f"{path} has no entry {entry!r:.60}{hint}", param_hint="--config")
         chosen[flags[name]] = value
     context.default_map = chosen
