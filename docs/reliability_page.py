@@ -244,8 +244,9 @@ AUDIT = (
     Audited(
         ("GET /metrics",),
         "all figures as text, made anew on the event loop",
-        "counted by routes, statuses and fields that the server knows, so no client's words make it longer; "
-        "one at a time, others served between any two; on `metrics_port` the same, without a key",
+        "counted by routes, models, statuses and fields that the server knows, so no client's words make it "
+        "longer; one at a time, others served between any two, also where the server is full; on "
+        "`metrics_port` the same, without a key",
         (
             "attacks/test_gets.py::test_others_are_served_between_any_two_figures_and_any_two_pieces",
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",

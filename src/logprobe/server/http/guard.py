@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from logprobe.errors import ParameterError, ProcessorError, require
 from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error
-from logprobe.server.http.gate import CALL, PIECE_BYTES
+from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
@@ -90,7 +90,8 @@ def endpoint(path: str, handler: Handler, service: Service, keys: Keys | Operato
             resources.enter_context(bound)
             response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))
-            if num_bytes > PIECE_BYTES:  # of less nothing waits outside its connection
+            # Of less nothing waits outside its connection; figures are told when the server is full, too.
+            if num_bytes > PIECE_BYTES and path not in PROBES:
                 scoped.hold(num_bytes)
         except ClientGoneError:
             service.metrics.aborted()
