@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import tomllib
@@ -102,8 +103,7 @@ def page() -> str:
 
 def lowest() -> str:
     """The lowest version of each, one constraint a line."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    listed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    listed = itertools.chain.from_iterable(requirements().values())
     found = {name: re.search(r">=([\w.]+)", bounds) for name, bounds in map(parts, listed)}
     return "\n".join(
         f"{name}=={bound[1]}" for name, bound in found.items() if bound and name not in AS_IT_COMES
