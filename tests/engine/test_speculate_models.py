@@ -69,8 +69,10 @@ def test_a_preempted_request_drafts_on_with_the_same_tokens(
 
 @pytest.mark.usefixtures("_eager")
 def test_with_published_weights_the_numbers_are_the_same_bits(tiny_model_folder: Path) -> None:
+    settings: dict[str, Any] = {"weights": "published", "kv_bytes": 1 << 21, "batch_invariant": True}
+
     def rows(*, speculate: bool) -> Any:
-        with LLM(str(tiny_model_folder), weights="published", kv_bytes=1 << 21, speculate=speculate) as llm:
+        with LLM(str(tiny_model_folder), speculate=speculate, **settings) as llm:
             outputs = [
                 one
                 for ids in PROMPTS
