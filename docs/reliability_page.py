@@ -243,12 +243,12 @@ AUDIT = (
     ),
     Audited(
         ("GET /metrics",),
-        "all figures as text, made anew on the event loop",
+        "all figures as text, written beside the event loop",
         "counted by routes, models, statuses and fields that the server knows, so no client's words make it "
-        "longer; one at a time, others served between any two, also where the server is full; on "
+        "longer; one at a time, the next for all who ask meanwhile, also where the server is full; on "
         "`metrics_port` the same, without a key",
         (
-            "attacks/test_gets.py::test_others_are_served_between_any_two_figures_and_any_two_pieces",
+            "attacks/test_gets.py::test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_meanwhile",
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_words.py::test_invented_fields_are_counted_as_other",
             "test_metrics_port.py::test_nothing_else_is_there",

@@ -72,7 +72,8 @@ class Metrics:
         help_text = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engine))
-        self.lock = asyncio.Lock()  # of who has the figures written, which takes the event loop's time
+        self._lock = asyncio.Lock()  # of the text that is being written
+        self._next: asyncio.Task[bytes] | None = None  # the text after it
 
     def ended(self, output: RequestOutput) -> None:
         """Count a request that ended."""
@@ -97,9 +98,19 @@ class Metrics:
         """Count a request whose client went away."""
         self.requests.labels("abort").inc()
 
-    def text(self) -> bytes:
-        """All figures in Prometheus' text form."""
-        return generate_latest(self.registry)
+    async def text(self) -> bytes:
+        """All figures in Prometheus' text form, as they are after they were asked for; on one event loop.
+
+        They are written beside it, one text at a time, the next one for all who have asked meanwhile.
+        """
+        if self._next is None:
+            self._next = asyncio.create_task(self._write())
+        return await asyncio.shield(self._next)  # whoever of them leaves
+
+    async def _write(self) -> bytes:
+        async with self._lock:
+            self._next = None
+            return await asyncio.to_thread(generate_latest, self.registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"logprobe_{name}", help_text, labels, registry=self.registry)

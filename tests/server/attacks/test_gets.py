@@ -21,7 +21,7 @@ from logprobe.server.http.guard import endpoint
 from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
 from logprobe.server.limits import Limits
-from logprobe.server.routes.facts import metrics
+from logprobe.server.metrics import Metrics
 from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
@@ -67,22 +67,15 @@ async def turns(*work: Coroutine[Any, Any, Any]) -> int:
     return count
 
 
-def test_others_are_served_between_any_two_figures_and_any_two_pieces() -> None:
+def test_others_are_served_between_any_two_pieces() -> None:
     """Also where every client takes what it is sent at once."""
-    told, pieces, num_replies, num_pieces = [], [], 8, 3
-
-    def text() -> str:
-        told.append(len(told))
-        return "figures"
+    pieces, num_replies, num_pieces = [], 8, 3
 
     async def send(message: Any) -> None:
         if message["body"]:
             pieces.append(message["body"])
 
     async def run() -> None:
-        service: Any = SimpleNamespace(metrics=SimpleNamespace(lock=asyncio.Lock(), text=text))
-        request: Any = None
-        assert await turns(*(metrics(request, service) for _ in range(num_replies))) >= num_replies
         bodies = [bytes([number]) * (num_pieces * PIECE_BYTES) for number in range(num_replies)]
         messages = [{"type": "http.response.body", "body": body} for body in bodies]
         lock = asyncio.Lock()
@@ -92,7 +85,34 @@ def test_others_are_served_between_any_two_figures_and_any_two_pieces() -> None:
         assert pieces[:num_replies] == [body[:PIECE_BYTES] for body in bodies], "each waits its turn"
 
     asyncio.run(run())
-    assert len(told) == num_replies
+
+
+def test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_meanwhile(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_end, told = threading.Event(), threading.Event(), []
+
+    def written(_: Any) -> bytes:
+        is_writing.set()
+        assert may_end.wait(PATIENCE_S)
+        told.append(b"text %d" % len(told))
+        return told[-1]
+
+    async def run() -> None:
+        metrics = Metrics(server.service.engine)
+        first = asyncio.create_task(metrics.text())
+        assert await asyncio.to_thread(is_writing.wait, PATIENCE_S)
+        others = [asyncio.create_task(metrics.text()) for _ in range(8)]
+        await asyncio.sleep(0)
+        others.pop(0).cancel()
+        assert not first.done()
+        may_end.set()
+        assert await first == b"text 0"
+        assert await asyncio.gather(*others) == [b"text 1"] * len(others), "as they are once asked for"
+        assert await metrics.text() == b"text 2"
+
+    monkeypatch.setattr("logprobe.server.metrics.generate_latest", written)
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("path", KEPT)
