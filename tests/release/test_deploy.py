@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -49,7 +50,8 @@ def test_every_variable_is_one_that_the_server_reads(text: str) -> None:
 @pytest.mark.parametrize("name", ["docs/deploy.md", "deploy/alerts.yaml", "deploy/dashboard.json"])
 def test_every_figure_that_is_named_is_one_of_the_servers(name: str, tiny_llm: LLM) -> None:
     own = {f"logprobe_processor_{name}_total" for name in PROCESSOR_COUNTERS}
-    own |= set(re.findall(r"^# TYPE (\w+)", Metrics(tiny_llm.engine).text().decode(), re.MULTILINE))
+    figures = asyncio.run(Metrics(tiny_llm.engine).text()).decode()
+    own |= set(re.findall(r"^# TYPE (\w+)", figures, re.MULTILINE))
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"\b(logprobe_[a-z_]+?)(?:_bucket)?\b(?!:)", text))
     assert len(named) > 4

@@ -84,7 +84,7 @@ def test_metrics_tell_the_replicas_apart(replicas: Front, teller: Any, until: Un
     for _ in range(2):
         teller.ask(replicas, [33, 44, 55])
     until(lambda: all(part.seconds["forward"] > 0 for part in replicas.stats().replicas.values()))
-    text = Metrics(replicas).text().decode()
+    text = asyncio.run(Metrics(replicas).text()).decode()
     labels: dict[str, set[str | None]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
