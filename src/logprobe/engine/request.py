@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from logprobe.records import FlatLogprobs, LogprobsInfo
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
+    from logprobe.scoring.fields import Field
     from logprobe.text.pieces import Piece
     from logprobe.transport.messages import Admitted, Drafts, FinishReason
 
@@ -55,6 +56,21 @@ class CompletionOutput:
     row: NDArray[np.float32] | None = None  # (vocabulary,) nats, read-only; for a request that wants one
     drafts: Drafts | None = None  # once it has ended, of an engine that speculates; else None
     error: LogprobeError | None = None
+
+    def fields(self, *, processed: bool = False) -> list[Field]:
+        """What the model gave to each value of the JSON that it wrote: see `logprobe.scoring.Field`; nats.
+
+        `processed` reads the processed distribution, that of a grammar for one, where both were asked.
+
+        Raises:
+            ParameterError: no log-probabilities were asked, or the text is no JSON.
+        """
+        from logprobe.scoring.fields import fields_of
+
+        record = self.processed_logprobs if processed else self.logprobs
+        require(record is not None, "logprobs", "were not asked; give logprobs=0, and logprobs_mode for both")
+        assert record is not None
+        return fields_of(record, self.text)
 
     def __repr__(self) -> str:
         end = "" if self.finish_reason is None else f", {self.finish_reason}"

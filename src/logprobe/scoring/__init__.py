@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.run import score_dataset as score_dataset
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
+    from logprobe.scoring.fields import Field as Field
+    from logprobe.scoring.fields import fields_of as fields_of
     from logprobe.scoring.labels import Classification as Classification
     from logprobe.scoring.labels import Judgement as Judgement
     from logprobe.scoring.labels import classify as classify
@@ -31,6 +33,7 @@ _HOMES = {
     "Classification": ".labels",
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
+    "Field": ".fields",
     "Judgement": ".labels",
     "Perplexity": ".windows",
     "Score": ".score",
@@ -41,6 +44,7 @@ _HOMES = {
     "compare": ".comparison",
     "compare_stored": ".comparison",
     "compare_with_stored": ".comparison",
+    "fields_of": ".fields",
     "judge": ".labels",
     "perplexity": ".windows",
     "rerank": ".labels",
