@@ -143,7 +143,10 @@ docs: $(VENV)/.base  ## the pages that are made (from help, tables, limits, erro
 
 # The wheel from the source archive, both as published, in an environment of their own with what they declare.
 .PHONY: test-wheel
-test-wheel: $(VENV)/.test  ## build wheel and source archive, install the wheel outside this folder, and try it
+test-wheel: $(VENV)/.test  ## build wheel and source archive, install the wheel outside this folder, and try it; deploy/
+	@command -v promtool >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+	apt-get update -q && apt-get install -y -q --no-install-recommends prometheus; } || \
+	echo "there is no promtool: the rules of deploy/ are not checked; as root: apt-get install -y prometheus" >&2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[release]'
 	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
 	$(BIN)/python -m build --outdir "$$folder/dist" . >"$$folder/build.log" || { cat "$$folder/build.log"; exit 1; } && \

@@ -50,7 +50,7 @@ def test_every_variable_is_one_that_the_server_reads(text: str) -> None:
 @pytest.mark.parametrize("name", ["docs/deploy.md", "deploy/alerts.yaml", "deploy/dashboard.json"])
 def test_every_figure_that_is_named_is_one_of_the_servers(name: str, tiny_llm: LLM) -> None:
     own = {f"logprobe_processor_{name}_total" for name in PROCESSOR_COUNTERS}
-    figures = asyncio.run(Metrics(tiny_llm.engine).text()).decode()
+    figures = asyncio.run(Metrics(lambda: {"": tiny_llm.engine}).text()).decode()
     own |= set(re.findall(r"^# TYPE (\w+)", figures, re.MULTILINE))
     text = (ROOT / name).read_text(encoding="utf-8")
     named = set(re.findall(r"\b(logprobe_[a-z_]+?)(?:_bucket)?\b(?!:)", text))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from logprobe.engine.drawing import Drawing
+from logprobe.engine.durations import Durations
 from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.prompt_rows import PromptScorer
@@ -107,6 +108,7 @@ class Engine:
             vocabulary=text.vocabulary,
         )
         self.drawing = Drawing(config, facts)
+        self._durations = {name: Durations() for name in ("queue", "step")}
         self.scheduler = self._new_scheduler()
         self.send: Send | None = None  # begins to copy rows to the host; None: `events_of` copies them
         self._swap = WeightSwap()
@@ -195,6 +197,12 @@ class Engine:
 
     def advance(self) -> StepDeltas:
         """All of a step that the next one rests on; `events_of` gives what is published of it."""
+        began_s = time.perf_counter()
+        step = self._advance()
+        self._durations["step"].add(time.perf_counter() - began_s)
+        return step
+
+    def _advance(self) -> StepDeltas:
         with self.clock.part("schedule"):
             plan = self.scheduler.schedule()
         try:
@@ -254,6 +262,7 @@ class Engine:
             accepted_tokens=scheduler.num_accepted,
             seconds=dict(self.clock.seconds),
             processors=dict(self.drawing.pipeline.counters),
+            durations={name: lasted.copy() for name, lasted in self._durations.items()},
         )
 
     def _new_scheduler(self) -> Scheduler:
@@ -263,6 +272,7 @@ class Engine:
             max_batch_rows=self.config.max_batch_rows,
             rope_boundary=self.forward.rope_boundary,
             gathers_calls=self.drawing.pipeline.gathers_calls,
+            waits=self._durations["queue"],
             on_free=self.scorer.forget,
         )
 
@@ -304,6 +314,7 @@ class Engine:
                 new_generator(request, number, index, self.config.seed),
                 lora,
                 weights_number=self._swap.number,
+                admitted_s=admitted.admitted_s,
             )
             for index in range(request.params.num_samples)
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
@@ -90,7 +91,12 @@ class Front:
         name = request.params.lora
         lora_number = 0 if name is None else self.lora_number(name)
         admitted = self.core.admit(request)
-        return replace(admitted, lora_number=lora_number, weights_number=self.weights_number)
+        return replace(
+            admitted,
+            lora_number=lora_number,
+            weights_number=self.weights_number,
+            admitted_s=time.monotonic(),
+        )
 
     def submit(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         """Accept requests that enter the same step where they fit; `result` or `stream` follows, once each.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
+from logprobe.engine.durations import Durations
 from logprobe.processors.interface import ProcessorCounter
 from logprobe.records import LogprobsInfo
 
@@ -107,6 +108,8 @@ class EngineStats:
     drafted_tokens: int = 0  # guessed, and verified by the model
     accepted_tokens: int = 0  # of these, found right
     restarts: int = 0  # of its processes
+    is_up: bool = True  # it takes requests; of several: one of them does
+    durations: dict[str, Durations] = field(default_factory=dict)  # by what took so long
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
 
     @classmethod
@@ -127,14 +130,19 @@ class EngineStats:
         parts = replicas.values()
         seconds: Counter[str] = Counter()
         processors: dict[str, ProcessorCounter] = {}
+        durations: dict[str, Durations] = {}
         for part in parts:
             seconds.update(part.seconds)
+            for name, lasted in part.durations.items():
+                durations[name] = durations.get(name, Durations()) + lasted
             for name, counter in part.processors.items():
                 processors[name] = processors.get(name, ProcessorCounter()) + counter
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in counts},
             seconds=dict(seconds),
             processors=processors,
+            is_up=any(part.is_up for part in parts),
+            durations=durations,
             replicas=replicas if len(replicas) > 1 else {},
         )
 

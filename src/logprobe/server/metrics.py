@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+from logprobe.engine.durations import BUCKETS_S as DURATION_BUCKETS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.server.http.gate import Call
 
-    Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by the values of the label `replica`, if any
+    Parts: TypeAlias = dict[tuple[str, ...], EngineStats]  # by model and replica, where there are several
 
 
 # Name of the figure → what it says, and the field that holds it, of `EngineStats` or `ProcessorCounter`.
@@ -27,6 +30,7 @@ GAUGES: Final = {
     "running_requests": ("Completions that run.", "running"),
     "paused_requests": ("Completions that wait for their readers.", "paused"),
     "free_slots": ("Tokens that the key/value pool can still take.", "free_slots"),
+    "engine_up": ("Whether the engine takes requests: 1, or 0 while its process starts again.", "is_up"),
 }
 COUNTERS: Final = {
     "cached_prompt_tokens": ("Prompt tokens not computed again.", "cached_tokens"),
@@ -43,18 +47,35 @@ PROCESSOR_COUNTERS: Final = {
 }
 
 
-HISTOGRAMS: Final = {
-    "request_seconds": "Seconds from a request's header to the end of its reply.",
-    "time_to_first_token_seconds": "Seconds from a request's header to the first token of its stream.",
-    "time_between_tokens_seconds": "Seconds a token between a stream's first one and its last.",
-}
 BUCKETS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+BUCKETS_ROWS: Final = (1, 8, 32, 128, 512, 2048, 8192, 32768)
+# Name of the figure → what it says, its buckets, and the field of a `Call` that holds it (None: nothing).
+HISTOGRAMS: Final = {
+    "request_seconds": ("Seconds from a request's header to the end of its reply.", BUCKETS_S, "seconds"),
+    "time_to_first_token_seconds": (
+        "Seconds from a request's header to the first token of its stream.",
+        BUCKETS_S,
+        "first_token_s",
+    ),
+    "time_between_tokens_seconds": (
+        "Seconds a token between a stream's first one and its last.",
+        BUCKETS_S,
+        "token_s",
+    ),
+    "prompt_rows": ("Rows of log-probabilities of a request's prompts.", BUCKETS_ROWS, "prompt_rows"),
+}
+# Name of the figure → what it says, and which of an engine's `durations` it is.
+DURATIONS: Final = {
+    "queue_seconds": ("Seconds that each completion waited for its first step.", "queue"),
+    "engine_step_seconds": ("Seconds of each of the engine's steps.", "step"),
+}
 
 
 class Metrics:
     """The counters of one server, in a registry of their own."""
 
-    def __init__(self, engine: Front) -> None:
+    def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool = False) -> None:
+        """`engines` gives those of this moment by their models' names; `by_model`: there may be several."""
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Engine requests by how they ended.", "state")
         self.replies = self._counter("http_replies", "HTTP replies by route and status.", "route", "status")
@@ -63,15 +84,15 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
-        self._seconds = {
+        self._of_calls = {
             name: Histogram(
-                f"logprobe_{name}", text, ("route", "model"), registry=self.registry, buckets=BUCKETS_S
+                f"logprobe_{name}", text, ("route", "model"), registry=self.registry, buckets=buckets
             )
-            for name, text in HISTOGRAMS.items()
+            for name, (text, buckets, _) in HISTOGRAMS.items()
         }
         help_text = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
-        self.registry.register(_EngineFigures(engine))
+        self.registry.register(_EngineFigures(engines, by_model=by_model))
         self._lock = asyncio.Lock()  # of the text that is being written
         self._next: asyncio.Task[bytes] | None = None  # the text after it
 
@@ -90,9 +111,9 @@ class Metrics:
         """Take in how long a request took; one that chose no model has no place here."""
         if call.route is None or call.model is None:
             return
-        for name, value in zip(HISTOGRAMS, (call.seconds, call.first_token_s, call.token_s), strict=True):
-            if value is not None:
-                self._seconds[name].labels(call.route, call.model).observe(value)
+        for name, (_, _, field) in HISTOGRAMS.items():
+            if (value := getattr(call, field)) is not None:
+                self._of_calls[name].labels(call.route, call.model).observe(value)
 
     def aborted(self) -> None:
         """Count a request whose client went away."""
@@ -117,24 +138,35 @@ class Metrics:
 
 
 class _EngineFigures:
-    """Reads the engine's counts when asked."""
+    """Reads the engines' counts when asked."""
 
-    def __init__(self, engine: Front) -> None:
-        self._engine = engine
+    def __init__(self, engines: Callable[[], Mapping[str, Front]], *, by_model: bool) -> None:
+        self._engines = engines
+        self._by_model = by_model
 
     def describe(self) -> Iterator[Metric]:
         """Name nothing ahead, so that registering asks the engine nothing."""
         yield from ()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures of this moment; each engine's own where there are several, by a label."""
-        stats = self._engine.stats()
-        parts: Parts = {(name.removeprefix("replica "),): part for name, part in stats.replicas.items()}
-        labels = ("replica",) if parts else ()
-        parts = parts or {(): stats}
+        """The figures of this moment; by model, and by replica, where there are several."""
+        engines = self._engines()
+        found = {name: engine.stats() for name, engine in engines.items()}
+        is_told = {
+            "model": self._by_model,
+            "replica": any(stats.replicas for stats in found.values()),
+        }
+        labels = [label for label, is_there in is_told.items() if is_there]
+        parts: Parts = {}
+        for name, stats in found.items():
+            for replica, part in (stats.replicas or {"": stats}).items():
+                values = {"model": name, "replica": replica.removeprefix("replica ")}
+                parts[tuple(values[label] for label in labels)] = part
         help_text = "The version of the model's weights that answer: 1 beside the one that does."
-        weights = GaugeMetricFamily("logprobe_weights", help_text, labels=("version",))
-        weights.add_metric([self._engine.capabilities().weight_version or ""], 1)
+        of_model = [label for label in labels if label == "model"]
+        weights = GaugeMetricFamily("logprobe_weights", help_text, labels=("version", *of_model))
+        for name, engine in engines.items():
+            weights.add_metric([engine.capabilities().weight_version or "", *([name] if of_model else [])], 1)
         yield weights
         for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (help_text, field) in table.items():
@@ -156,3 +188,11 @@ class _EngineFigures:
                 for processor, counter in part.processors.items():
                     family.add_metric([processor, *label], getattr(counter, field))
             yield family
+        for name, (help_text, of) in DURATIONS.items():
+            histogram = HistogramMetricFamily(f"logprobe_{name}", help_text, labels=labels)
+            for label, part in parts.items():
+                if (durations := part.durations.get(of)) is not None:
+                    bounds = [*map(str, DURATION_BUCKETS_S), "+Inf"]
+                    buckets = list(zip(bounds, accumulate(durations.counts), strict=True))
+                    histogram.add_metric(label, buckets, durations.seconds)
+            yield histogram

@@ -87,7 +87,7 @@ class Service:
         self.call = Call("")
         self._tickets: list[Ticket] = []
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
-        self.metrics = Metrics(model.engine)
+        self.metrics = Metrics(lambda: {self.model_name: model.engine})
         self.keys = Keys(settings)
         self.operator_keys = OperatorKeys(settings)
         self.lifetime = Lifetime(settings.drain_s)

@@ -43,6 +43,7 @@ class Admitted(msgspec.Struct, frozen=True, eq=False):
     processor_args: dict[int, Any]  # stage of the processors' pipeline → its typed arguments
     lora_number: int = 0  # which load of the LoRA weights that it names answered then; 0: it names none
     weights_number: int = 0  # which load of the model's weights answered then
+    admitted_s: float = 0.0  # when that was, by the machine's monotonic clock
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True, eq=False):

@@ -99,7 +99,7 @@ def test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_mean
         return told[-1]
 
     async def run() -> None:
-        metrics = Metrics(server.service.engine)
+        metrics = Metrics(lambda: {"": server.service.engine})
         first = asyncio.create_task(metrics.text())
         assert await asyncio.to_thread(is_writing.wait, PATIENCE_S)
         others = [asyncio.create_task(metrics.text()) for _ in range(8)]

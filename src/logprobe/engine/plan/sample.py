@@ -51,10 +51,12 @@ class Sample:
         lora: Any = None,
         *,
         weights_number: int = 0,
+        admitted_s: float | None = None,
     ) -> None:
         self.request = request
         self.lora = lora  # the weights that it runs on, `LoraWeights` or None
         self.weights_number = weights_number  # the load of the model's own that it runs on, from end to end
+        self.admitted_s = admitted_s  # by the monotonic clock; None once it has run
         self.index = index  # which of its request's samples
         self._generator = generator or np.random.default_rng()
         self._uniforms: deque[float] = deque()  # taken from it for the next tokens

@@ -11,6 +11,7 @@ that `FairShares` names; it starts again later from its tokens. What is left of 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from logprobe.engine.durations import Durations
 from logprobe.engine.plan.drafts import PromptLookup, least_chance
 from logprobe.engine.plan.radix import EMPTY, RadixTree, SlotPool
 from logprobe.engine.plan.sample import Draw
@@ -91,11 +93,13 @@ class Scheduler:
         max_batch_rows: int,
         rope_boundary: int | None = None,
         gathers_calls: bool = False,
+        waits: Durations | None = None,
         on_free: Callable[[IntArray], None] | None = None,
     ) -> None:
         """`on_free` takes the slots that are given back, before anything else is put there.
 
-        With `gathers_calls`, the prompts of one call that run together are drawn from in one step.
+        With `gathers_calls`, the prompts of one call that run together are drawn from in one step. `waits`
+        counts how long each sample waited for its first.
         """
         self.pool = SlotPool(num_slots, on_free)
         self.tree = RadixTree(self.pool)
@@ -110,6 +114,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_cached_tokens = 0
         self.num_drafted = self.num_accepted = 0
+        self._waits = Durations() if waits is None else waits
 
     @property
     def has_work(self) -> bool:
@@ -274,6 +279,9 @@ class Scheduler:
         self.num_cached_tokens += len(known)
         self.waiting.remove(sample)
         self.running.append(sample)
+        if sample.admitted_s is not None:
+            self._waits.add(time.monotonic() - sample.admitted_s)
+            sample.admitted_s = None  # put back, it has run before
         return True
 
     def _giver_of_slots(self, sample: Sample, need: int) -> Sample | None:

@@ -57,6 +57,7 @@ class Call:
     model: str | None = None  # or LoRA weights, that answered
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_rows: int | None = None  # of log-probabilities; None: none were asked
     first_token_s: float | None = None  # of a stream
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
@@ -77,6 +78,8 @@ class Call:
         """Count what an engine request took and gave."""
         self.prompt_tokens += len(output.prompt_token_ids)
         self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.prompt_logprobs is not None:
+            self.prompt_rows = (self.prompt_rows or 0) + len(output.prompt_logprobs)
 
     def end(self) -> None:
         """Write the line."""

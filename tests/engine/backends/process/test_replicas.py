@@ -84,13 +84,20 @@ def test_metrics_tell_the_replicas_apart(replicas: Front, teller: Any, until: Un
     for _ in range(2):
         teller.ask(replicas, [33, 44, 55])
     until(lambda: all(part.seconds["forward"] > 0 for part in replicas.stats().replicas.values()))
-    text = asyncio.run(Metrics(replicas).text()).decode()
+    text = asyncio.run(Metrics(lambda: {"": replicas}).text()).decode()
     labels: dict[str, set[str | None]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels.setdefault(sample.name, set()).add(sample.labels.get("replica"))
-    for name in ("free_slots", "running_requests", "step_seconds_total", "engine_restarts_total"):
+    for name in (
+        "free_slots",
+        "running_requests",
+        "step_seconds_total",
+        "engine_restarts_total",
+        "engine_up",
+    ):
         assert labels[f"logprobe_{name}"] == {"0", "1"}, name
+    assert labels["logprobe_queue_seconds_count"] == labels["logprobe_engine_step_seconds_sum"] == {"0", "1"}
 
 
 @pytest.mark.usefixtures("nothing_left")

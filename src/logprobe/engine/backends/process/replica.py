@@ -141,7 +141,7 @@ class Replica:
     def stats(self) -> EngineStats:
         """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
         stats = NOTHING if self._pulse is None else self._pulse[1].stats
-        return replace(stats, restarts=self.num_restarts)
+        return replace(stats, restarts=self.num_restarts, is_up=self.is_up)
 
     def down_s(self) -> float:
         """How long it has taken no requests, s."""
