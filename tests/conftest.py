@@ -251,7 +251,10 @@ def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(
-    model: Any, settings: ServerSettings, processors: tuple[Any, ...] = ()
+    model: Any,
+    settings: ServerSettings,
+    processors: tuple[Any, ...] = (),
+    further: dict[str, Any] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Serve an engine and its text edge from a thread until the block ends: (address, application)."""
     from logprobe.engine.backends.start import LoadedModel
@@ -262,6 +265,7 @@ def serving(
         LoadedModel(model.engine, model.text, processors=getattr(model, "processors", None)),
         settings,
         processors,
+        further,
     )
     listener = socket.create_server(("127.0.0.1", 0))
     # The kernel would else take in megabytes for a reader that reads nothing.
@@ -278,6 +282,7 @@ def serving(
         server.should_exit = True
         thread.join()
         listener.close()
+        app.state.models.close()
 
 
 @pytest.fixture(scope="session")

@@ -171,12 +171,45 @@ def test_a_file_says_what_neither_flags_nor_the_environment_say(asked: Any, tmp_
     assert asked("--config", str(path), MODEL="smollm2")[0].model == "smollm2"
 
 
+def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("logprobe.server.app.serve", lambda *_, **further: told.append(further["further"]))
+    monkeypatch.setattr("logprobe.cli.serve.resolve", lambda name: name)
+    path = tmp_path / "server.toml"
+    path.write_text(
+        "max-logprobs = 7\nmax-requests = 9\nlora = ['own=x']\n[models.judge]\nmodel = 'gemma3-270m'\n"
+        "kv-bytes = 12\nmax-requests = 3\nserved-model-name = ['j']\nlogits-processors = ['a:B']\n"
+    )
+    done = cli("serve", "smollm2", "--config", str(path), "--also-model", "plain=smollm2")
+    assert done.code == 0, done.err
+    [further] = told
+    assert list(further) == ["plain", "judge"]
+    judge, plain = further["judge"], further["plain"]
+    assert (judge.config.model, judge.config.kv_bytes) == ("gemma3-270m", 12)
+    assert (judge.config.logits_processors, judge.settings.served_model_name) == (("a:B",), ("j",))
+    assert (judge.settings.model_name, judge.settings.max_requests, judge.settings.max_logprobs) == (
+        "judge",
+        3,
+        7,
+    )
+    assert (plain.config.model, plain.config.kv_bytes, plain.settings.max_requests) == ("smollm2", None, 9)
+    assert judge.settings.lora == plain.settings.lora == ()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("pord = 1", "has no entry 'pord'; did you mean port?"),
         ("whatever-else = 1", "has no entry 'whatever-else', which is named as the flags are"),
         ("port = 'x'", "port"),
+        ("models = 3", "models must be tables, as [models.NAME]"),
+        ("[models.a]\nkv-bytes = 9", "the table [models.a] names no model"),
+        ("[models.a]\nmodel = 'smollm2'\nport = 1", "[models.a]: port holds for the whole server"),
+        ("[models.a]\nmodel = 'smollm2'\nkv-bites = 1", "[models.a] has no entry 'kv-bites'; did you mean"),
+        ("[models.a]\nmodel = 'smollm2'\nkv-bytes = 'x'", "'--kv-bytes'"),
+        ("also-model = ['a=smollm2']\n[models.a]\nmodel = 'smollm2'", "stands in the file's tables, too"),
+        ("also-model = ['a=smollm2', 'a=gemma3-270m']", "one name stands twice"),
+        ("also-model = ['smollm2']", "must be NAME=MODEL"),
         ("port = -1", "--port: must lie in [0, 65536), got -1"),
         ("port 1", "cannot be read as TOML"),
         (None, "cannot be read as TOML: No such file or directory"),

@@ -16,7 +16,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.engine.backends.start import LoadedModel
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server import ServerSettings
-from logprobe.server.service import Service
+from logprobe.server.models import Models
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -160,12 +160,12 @@ def test_an_adapter_without_name_and_path_is_refused(given: str) -> None:
 def test_adapters_that_cannot_be_loaded_end_the_start(adapted: Any, tmp_path: Path) -> None:
     model, known = LoadedModel(adapted.llm.engine, adapted.llm.text), adapted.llm.list_loras()
     with pytest.raises(ModelError, match="adapter_config"):
-        Service(model, ServerSettings(lora=(f"new={tmp_path}",))).prepare()
+        Models(model, ServerSettings(lora=(f"new={tmp_path}",))).prepare()
     for name in ("base", model.engine.capabilities().model):
         with pytest.raises(ParameterError, match="own name"):
-            Service(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",))).prepare()
+            Models(model, ServerSettings(model_name="base", lora=(f"{name}={tmp_path}",))).prepare()
     with pytest.raises(ParameterError, match="given twice"):
-        Service(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2)).prepare()
+        Models(model, ServerSettings(lora=(f"wide={known['wide']}",) * 2)).prepare()
     assert adapted.llm.list_loras() == known
 
 

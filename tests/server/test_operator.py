@@ -69,7 +69,8 @@ def test_lora_weights_are_loaded_replaced_and_dropped(served: Any, adapter_folde
     refused = order(served, LOAD, lora_name="mine", lora_path=narrow)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
     assert numbers(served, model="mine") == with_wide
-    order(served, LOAD, lora_name="mine", lora_path=narrow, load_inplace=True)
+    replaced = order(served, LOAD, lora_name="mine", lora_path=narrow, load_inplace=True)
+    assert replaced.status_code == 200, replaced.text
     with_narrow = numbers(served, lora="mine")
     assert len({tuple(base), tuple(with_wide), tuple(with_narrow)}) == 3
     assert order(served, UNLOAD, lora_name="mine").status_code == 200

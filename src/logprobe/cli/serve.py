@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,7 +22,10 @@ from logprobe.config import EngineConfig
 from logprobe.errors import nearest_name, require
 from logprobe.models import resolve
 from logprobe.server import ServerSettings
+from logprobe.server.settings import OWN_SETTINGS, FurtherModel
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 _Model = Annotated[
     str | None,
     typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL, autocompletion=complete_model),
@@ -45,29 +48,46 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise typer.BadParameter(f"{path} cannot be read as TOML: {reason}", param_hint="--config") from error
+    tables = entries.pop("models", {})
+    if not (isinstance(tables, dict) and all(isinstance(table, dict) for table in tables.values())):
+        raise typer.BadParameter(f"{path}: models must be tables, as [models.NAME]", param_hint="--config")
+    context.default_map = {flag.name: value for flag, value in _flags_in(entries, str(path), context)}
+    own = {"model_option", *OWN_SETTINGS, *(field.name for field in fields(EngineConfig))}
+    context.obj = {}  # the tables, each value as its flag reads it
+    for name, table in tables.items():
+        where = f"{path} [models.{name}]"
+        chosen = list(_flags_in(table, where, context))
+        for flag, _ in chosen:
+            if flag.name not in own:
+                what = f"{where}: {flag.name} holds for the whole server; set it at the top"
+                raise typer.BadParameter(what, param_hint="--config")
+        context.obj[name] = {flag.name: flag.process_value(context, value) for flag, value in chosen}
+    return path
+
+
+def _flags_in(entries: Mapping[str, Any], where: str, context: typer.Context) -> Iterator[tuple[Any, Any]]:
+    """The flags that a table's entries are named as, with their values."""
     flags = {
-        flag.removeprefix("--").replace("-", "_"): parameter.name
+        flag.removeprefix("--").replace("-", "_"): parameter
         for parameter in context.command.params
         for flag in parameter.opts
         if flag.startswith("--") and parameter.name != "config"
     }
-    chosen = {}
     for entry, value in entries.items():
         name = entry.replace("-", "_")
         if name not in flags:
             near = nearest_name(name, flags, 0.6)
             hint = f"; did you mean {near}?" if near else ", which is named as the flags are"
-            raise typer.BadParameter(f"{path} has no entry {entry!r:.60}{hint}", param_hint="--config")
-        chosen[flags[name]] = value
-    context.default_map = chosen
-    return path
+            raise typer.BadParameter(f"{where} has no entry {entry!r:.60}{hint}", param_hint="--config")
+        yield flags[name], value
 
 
 _Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="A TOML file of flags by their names; what is typed, and the environment, go before it.",
+        help="A TOML file of flags by their names, and of a table [models.NAME] for each further model; what "
+        "is typed, and the environment, go before it.",
         envvar="LOGPROBE_CONFIG",
         is_eager=True,
         callback=_read_config,
@@ -100,11 +120,30 @@ def serve(
         default_name = {} if own.get("served_model_name") else {"model_name": model}
         settings = ServerSettings(**default_name | _chosen(own))
         engine_config = EngineConfig(model=model, **engine | words)
-    resolve(model)  # a name that does not exist is refused before anything heavy is imported
+        further = _further(settings, context.obj or {})
+    for name in (model, *(one.config.model for one in further.values())):
+        resolve(name)  # one that does not exist is refused before anything heavy is imported
     typer.echo(f"loading {model} …", err=True)
     from logprobe.server.app import serve as run
 
-    run(engine_config, settings, ready=_say_ready)
+    run(engine_config, settings, further=further, ready=_say_ready)
+
+
+def _further(settings: ServerSettings, tables: Mapping[str, dict[str, Any]]) -> dict[str, FurtherModel]:
+    """The models beside the first: of flags, and of a file's tables."""
+    named = dict(setting.split("=", 1) for setting in settings.also_model)
+    require(len(named) == len(settings.also_model), "also_model", "one name stands twice; choose another")
+    require(not named.keys() & tables.keys(), "also_model", "a name stands in the file's tables, too")
+    chosen: dict[str, dict[str, Any]] = {name: {"model_option": model} for name, model in named.items()}
+    return {name: _further_model(name, values, settings) for name, values in {**chosen, **tables}.items()}
+
+
+def _further_model(name: str, values: dict[str, Any], settings: ServerSettings) -> FurtherModel:
+    model = values.pop("model_option", None)
+    require(model is not None, "config", f"the table [models.{name}] names no model; give it a model")
+    own = {key: _frozen(value) for key, value in values.items()}
+    limits = {key: own.pop(key) for key in OWN_SETTINGS if key in own}
+    return FurtherModel.of(name, EngineConfig(model=model, **own), settings, **limits)
 
 
 def _model_of(argument: str | None, option: str | None, *, is_typed: bool) -> str:

@@ -26,6 +26,7 @@ from logprobe.server.http.gate import Gate
 from logprobe.server.http.guard import Keys, endpoint, failure
 from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.http.shutdown import LAST_S, DrainingServer
+from logprobe.server.models import Models
 from logprobe.server.openai.openapi import document
 from logprobe.server.routes import facts, operator
 from logprobe.server.routes.chat import chat_completions
@@ -39,10 +40,9 @@ from logprobe.server.routes.responses import (
     list_input_items,
 )
 from logprobe.server.routes.score import score
-from logprobe.server.service import Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.http.guard import Handler
-    from logprobe.server.settings import ServerSettings
+    from logprobe.server.service import Service
+    from logprobe.server.settings import FurtherModel, ServerSettings
 
 OPEN: Final = {"/", "/health", "/ready"}  # need no key
 METRICS_HOST: Final = "127.0.0.1"
@@ -88,18 +89,21 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
 
 
 def create_app(
-    model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
+    model: LoadedModel,
+    settings: ServerSettings,
+    processors: Sequence[str | type] = (),
+    further: Mapping[str, FurtherModel] | None = None,
 ) -> Starlette:
-    """Put a loaded model behind HTTP; the caller closes its engine.
+    """Put a loaded model behind HTTP, and further ones by their names; the caller closes its engine.
 
     `processors` are the logits processors that the engine was started with.
     """
-    service = Service(model, settings, processors)
+    models = Models(model, settings, processors, further)
     app = Starlette()
-    app.state.service = service
+    app.state.models, app.state.service = models, models.first
     for method, path, handler in ROUTES:
-        keys = service.operator_keys if path in OPERATORS else service.keys
-        serve = endpoint(path, handler, service, None if path in OPEN else keys)
+        keys = models.operator_keys if path in OPERATORS else models.keys
+        serve = endpoint(path, handler, models, None if path in OPEN else keys)
         app.router.add_route(path, serve, methods=[method])
 
     async def described(request: HttpRequest, service: Service) -> Response:
@@ -107,7 +111,7 @@ def create_app(
         return await service.documents.reply(request, "openapi", lambda: json.encode(document(ROUTES)))
 
     app.router.add_route(
-        "/openapi.json", endpoint("/openapi.json", described, service, service.keys), methods=["GET"]
+        "/openapi.json", endpoint("/openapi.json", described, models, models.keys), methods=["GET"]
     )
 
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
@@ -115,12 +119,12 @@ def create_app(
         path = shortened(request.url.path)
         message = f"{request.method} {path} is no route; GET /openapi.json lists them all"
         refusal = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
-        return failure(refusal, service)
+        return failure(refusal, models.metrics)
 
     app.add_exception_handler(HTTPException, not_routed)
     if settings.metrics_port is not None:
         figures = Starlette(exception_handlers={HTTPException: not_routed})
-        serve = endpoint("/metrics", facts.metrics, service, None)
+        serve = endpoint("/metrics", facts.metrics, models, None)
         figures.router.add_route("/metrics", serve, methods=["GET"])
         app.add_middleware(OwnPort, figures=figures, address=(METRICS_HOST, settings.metrics_port))
     if settings.cors_origin:
@@ -129,7 +133,7 @@ def create_app(
         origins = list(settings.cors_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     # The last one added is the first one met.
-    app.add_middleware(Gate, settings=settings, ended=service.metrics.timed)
+    app.add_middleware(Gate, settings=settings, ended=models.metrics.timed)
     return app
 
 
@@ -151,14 +155,19 @@ logger = logging.getLogger("logprobe.server")
 
 
 def serve(
-    config: EngineConfig, settings: ServerSettings, *, ready: Callable[[str], object] | None = None
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    further: Mapping[str, FurtherModel] | None = None,
+    ready: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT; requests in progress then have `drain_s` to end.
+    """Serve models until SIGTERM or SIGINT; requests in progress then have `drain_s` to end.
 
-    `ready` is told the address once the server listens.
+    Those of `further` are loaded when they are first asked for. `ready` is told the address once the server
+    listens.
 
     Raises:
-        ModelError: the model or LoRA weights cannot be had or used.
+        ModelError: a model or LoRA weights cannot be had or used.
         ParameterError: the settings do not fit the model, or two sets of LoRA weights have one name; the
             address cannot be listened on.
     """
@@ -174,8 +183,9 @@ def serve(
         logs.configure(settings)
         model = start_engine(config)
         try:
-            app = create_app(model, settings, config.logits_processors)
-            app.state.service.prepare()
+            app = create_app(model, settings, config.logits_processors, further)
+            stack.callback(app.state.models.close)
+            app.state.models.prepare()
             keep_out_of_collections()
             scheme = "http" if settings.ssl_certfile is None else "https"
             if ready is not None:
@@ -227,25 +237,25 @@ def run_server(app: Starlette, settings: ServerSettings, listeners: list[socket.
     Raises:
         KeyboardInterrupt: a second signal came.
     """
-    service: Service = app.state.service
+    models: Models = app.state.models
     if hasattr(signal, "SIGHUP"):  # which Windows has not
-        signal.signal(signal.SIGHUP, lambda *_: _reload_keys(service))
-    server = DrainingServer(uvicorn_config(app, settings), service.lifetime)
+        signal.signal(signal.SIGHUP, lambda *_: _reload_keys(models.keys))
+    server = DrainingServer(uvicorn_config(app, settings), models.lifetime)
     server.run(listeners)
     if server.force_exit:
         raise KeyboardInterrupt
 
 
-def _reload_keys(service: Service) -> None:
+def _reload_keys(keys: Keys) -> None:
     try:
-        logger.info("SIGHUP: %d keys are let in", service.keys.reload())
+        logger.info("SIGHUP: %d keys are let in", keys.reload())
     except ParameterError as error:
         logger.error("SIGHUP: the keys stay as they were: %s", error)  # noqa: TRY400 - it says all
 
 
 def uvicorn_config(app: Starlette, settings: ServerSettings) -> uvicorn.Config:
     """How uvicorn runs the application."""
-    bad_connections = BadConnections(app.state.service.metrics.bad_connections)
+    bad_connections = BadConnections(app.state.models.metrics.bad_connections)
     return uvicorn.Config(
         app,
         http=partial(TimedProtocol, settings, bad_connections),  # type: ignore[arg-type]  # called as a class is

@@ -19,12 +19,8 @@ from logprobe.records.forms.json import ChatEncoder
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.gate import Call
-from logprobe.server.http.guard import Keys, OperatorKeys
 from logprobe.server.http.replies import Documents
-from logprobe.server.http.workers import Workers
-from logprobe.server.limits import Cost, Lifetime, Limits
-from logprobe.server.metrics import Metrics
-from logprobe.server.stored import StoredResponses
+from logprobe.server.limits import Cost, Limits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -32,6 +28,7 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.server.limits import Ticket
+    from logprobe.server.models import Models
     from logprobe.server.settings import ServerSettings
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
@@ -60,24 +57,30 @@ class ChoosesWeights(Protocol):
 
 
 class Service:
-    """One model behind HTTP, with its LoRA weights."""
+    """One model behind HTTP, with its LoRA weights, its own limits, and what it shares with `models`."""
 
     def __init__(
-        self, model: LoadedModel, settings: ServerSettings, processors: Sequence[str | type] = ()
+        self,
+        model: LoadedModel,
+        settings: ServerSettings,
+        models: Models,
+        processors: Sequence[str | type] = (),
     ) -> None:
+        self.models = models
+        self.keys, self.lifetime, self.metrics = models.keys, models.lifetime, models.metrics
+        self.stored, self.workers = models.stored, models.workers
         self.processors = processors
         self.engine = model.engine
         self.text = model.text
         self.client = Client(model.engine, model.text)
         self.settings = settings
-        self.workers = Workers()
         self.documents = Documents(self.workers)
         self.max_token_bytes = _max_token_bytes(model.text)
         self.capabilities = model.engine.capabilities()
         self.vocab_size = self.capabilities.vocab_size
         names = [settings.model_name, *settings.served_model_name, self.capabilities.model]
         self.model_name = next(name for name in names if name)
-        self._own_names = {self.model_name, *filter(None, names), DEFAULT_NAME}
+        self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
         self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
@@ -86,11 +89,6 @@ class Service:
         self._caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
-        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
-        self.metrics = Metrics(lambda: {self.model_name: model.engine})
-        self.keys = Keys(settings)
-        self.operator_keys = OperatorKeys(settings)
-        self.lifetime = Lifetime(settings.drain_s)
 
     def prepare(self) -> None:
         """Load the LoRA weights that the settings name.
@@ -99,12 +97,12 @@ class Service:
             ModelError: a folder cannot be read, or does not fit the model.
             ParameterError: a name is the model's own, or given twice.
         """
-        known = set(self._own_names)
+        known = self.own_names | self.models.names()
         for setting in self.settings.lora:
             name, _, path = setting.partition("=")
             is_new = name not in known
             require(is_new, "lora", f"{name!r} is the model's own name, or given twice; choose another")
-            known.add(name)
+            known |= {name}
             self.engine.add_lora(name, path)
 
     def check_new_name(self, name: str) -> None:
@@ -113,9 +111,16 @@ class Service:
         Raises:
             ApiError: 400.
         """
-        if not name or name in self._own_names or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            what = f"must be 1 to {MAX_NAME_CHARS} printable characters, and not the model's own name"
+        is_models = name in self.own_names | self.models.names()
+        is_taken = is_models or self.models.has_elsewhere(name, self.model_name)
+        if not name or is_taken or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            what = f"must be 1 to {MAX_NAME_CHARS} printable characters, and no model's own name"
             raise bad_request("lora_name", what)
+
+    def close(self) -> None:
+        """Close the engine, unless it hangs in a step: that one would never close."""
+        if self.engine.stalled_s() <= self.settings.stall_s:
+            self.engine.close()
 
     def for_one_request(self, caller: str, call: Call) -> Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
@@ -172,12 +177,16 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        if name is None or name in self._own_names:
+        if name is None or self.has_name(name):
             return
-        served = [known for known, _ in self.served()]
+        served = self.models.served()
         if name not in served:
             message = f"model {shortened(name)!r} is not served here; use {' or '.join(map(repr, served))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def has_name(self, name: str) -> bool:
+        """Whether a name means this model, or LoRA weights of its own."""
+        return name in self.own_names or name in self.engine.list_loras()
 
     def served(self) -> list[tuple[str, str | None]]:
         """The names to ask for: the model's (None), then those of LoRA weights, each with its folder."""
@@ -191,7 +200,7 @@ class Service:
         """
         self.check_model(body.model)
         self.call.model = self.model_name if body.lora is None else body.lora
-        if body.model is None or body.model in self._own_names:
+        if body.model is None or body.model in self.own_names:
             return
         if body.lora not in {None, body.model}:
             message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"

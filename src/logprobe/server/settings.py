@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.config import strict_keywords
 from logprobe.errors import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from logprobe.config import EngineConfig
 
 
 @strict_keywords
@@ -34,6 +36,13 @@ class ServerSettings:
             where there is no model_name.
         lora: LoRA weights to load before the first request, each as NAME=PATH of a local folder; a
             request names them as `lora`, or as `model`.
+        also_model: further models, each as NAME=MODEL, where MODEL is what the first one may be; a request
+            names it as `model`, by which it is loaded. A configuration file's tables [models.NAME] give them
+            settings of their own.
+        preload: names of further models that are loaded before the first request.
+        max_models_bytes: what further models may hold together, by the bytes of their files and of their
+            pools of keys and values; for one more the one that is unused longest leaves. None: the memory
+            that is free once the first model is loaded.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a body, where an object, a list and a key count eight.
@@ -78,6 +87,9 @@ class ServerSettings:
     model_name: str | None = None
     served_model_name: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()
+    also_model: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    max_models_bytes: int | None = None
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
     max_body_values: int = 1 << 19
@@ -119,6 +131,11 @@ class ServerSettings:
         for setting in self.lora:
             name, _, path = setting.partition("=")
             require(name and path, "lora", f"must be NAME=PATH of a folder of LoRA weights, got {setting!r}")
+        for setting in self.also_model:
+            name, _, model = setting.partition("=")
+            require(name and model, "also_model", f"must be NAME=MODEL, got {setting!r}")
+        room = self.max_models_bytes
+        require(room is None or room > 0, "max_models_bytes", f"must be positive, got {room}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         for name, choices in CHOICES.items():
@@ -142,6 +159,45 @@ class ServerSettings:
             return True
 
 
+@dataclass(frozen=True, slots=True)
+class FurtherModel:
+    """A model beside the first: how it runs, and its names and limits in `settings`."""
+
+    config: EngineConfig
+    settings: ServerSettings
+
+    @classmethod
+    def of(cls, name: str, config: EngineConfig, settings: ServerSettings, **own: Any) -> FurtherModel:
+        """One of a server of these settings; `own` are those of `OWN_SETTINGS` that are its own.
+
+        Raises:
+            ParameterError: one that cannot be.
+        """
+        names = {"model_name": name, "served_model_name": (), "lora": ()}
+        return cls(config, replace(settings, **names | own))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What else it is called."""
+        return self.settings.served_model_name
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of LoRA weights that are loaded with it."""
+        return tuple(setting.partition("=")[0] for setting in self.settings.lora)
+
+
+OWN_SETTINGS: Final = (
+    "served_model_name",
+    "lora",
+    "max_logprobs",
+    "max_requests",
+    "max_tokens_in_flight",
+    "max_logprob_bytes",
+    "buffer_rows",
+    "stall_s",
+)
+"""What each model of several may have of its own; the rest holds for the whole server."""
 CHOICES: Final = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("text", "json")}
 POSITIVE: Final = (
     "max_body_bytes",

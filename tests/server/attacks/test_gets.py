@@ -99,7 +99,7 @@ def test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_mean
         return told[-1]
 
     async def run() -> None:
-        metrics = Metrics(lambda: {"": server.service.engine})
+        metrics = Metrics(server.service.models.engines)
         first = asyncio.create_task(metrics.text())
         assert await asyncio.to_thread(is_writing.wait, PATIENCE_S)
         others = [asyncio.create_task(metrics.text()) for _ in range(8)]
@@ -176,8 +176,8 @@ def test_a_document_is_made_once_whenever_another_asks_for_it(num_turns: int) ->
 @pytest.mark.parametrize("is_open", [False, True])
 def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: Any, is_open: bool) -> None:
     """An open route is no work, and always answered."""
-    service: Any = copy.copy(server.service)
-    service.settings = dataclasses.replace(service.settings, max_requests=2)
+    models: Any = copy.copy(server.service.models)
+    models.settings = dataclasses.replace(models.settings, max_requests=2)
     request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
 
     async def run() -> None:
@@ -195,7 +195,7 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
             await held({"type": "http"}, None, send)
             return held._reply
 
-        serve = endpoint("/waiting", waiting, service, None if is_open else service.keys)
+        serve = endpoint("/waiting", waiting, models, None if is_open else models.keys)
         first = [asyncio.create_task(sent(serve(request))) for _ in range(2)]
         await asyncio.sleep(0)
         third = asyncio.create_task(serve(request))
@@ -214,6 +214,8 @@ def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: A
 def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
     service: Any = copy.copy(server.service)
     service.limits = Limits(dataclasses.replace(service.settings, max_logprob_bytes=250_000))
+    models: Any = copy.copy(service.models)
+    models.first = service
     request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
 
     async def little(*_: Any) -> Response:
@@ -226,12 +228,12 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
         """Take all of it."""
 
     async def run() -> None:
-        serve = endpoint("/large", large, service, service.keys)
+        serve = endpoint("/large", large, models, models.keys)
         held = [await serve(request) for _ in range(3)]
         assert [one._reply.status_code for one in held] == [200, 200, 429]
         assert service.limits.in_use()["logprob_bytes"] == 200_000
-        small = await endpoint("/small", little, service, service.keys)(request)
-        figures = await endpoint("/metrics", large, service, service.keys)(request)
+        small = await endpoint("/small", little, models, models.keys)(request)
+        figures = await endpoint("/metrics", large, models, models.keys)(request)
         statuses = [small._reply.status_code, figures._reply.status_code]
         assert statuses == [200, 200], "as /health is, however full the server"
         for one in (*held, small, figures):

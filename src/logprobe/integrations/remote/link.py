@@ -302,7 +302,8 @@ async def meet(link: Link) -> ServerFacts:
     }.items():
         if not 0 < size < MOST_OF_ANY:
             raise ServerError(f"{link.url}: is no server of this library ({name} is {size})")
-    loras = {model.id: model.root for model in models if model.parent is not None}
+    first = models[0].id if models else None  # the one whose capabilities these are
+    loras = {model.id: model.root for model in models if model.parent is not None and model.parent == first}
     return ServerFacts(capabilities, limits, loras)
 
 

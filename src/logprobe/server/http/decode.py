@@ -32,6 +32,7 @@ T = TypeVar("T")
 LARGE_BYTES: Final = 1 << 18
 """Of a body that takes hundreds of times its size to read, in memory that each worker else keeps."""
 
+BODY: Final = "logprobe.body"  # where the scope of a request holds what was read of it ahead
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -74,12 +75,15 @@ def check_media_type(media_type: str | None) -> None:
 
 
 async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
-    """The body's bytes.
+    """The body's bytes, or those that whoever chose the model has read before.
 
     Raises:
         ApiError: 413 too large; 408 too slow.
         ClientGoneError: the client hung up before the end.
     """
+    if BODY in request.scope:
+        kept: bytes = request.scope.pop(BODY)  # once: it may be large
+        return kept
     data = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):

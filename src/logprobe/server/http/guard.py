@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
 
+    from logprobe.server.metrics import Metrics
+    from logprobe.server.models import Models
     from logprobe.server.service import Service
     from logprobe.server.settings import ServerSettings
 
@@ -70,13 +72,13 @@ class HeldReply:
             self._release()
 
 
-def endpoint(path: str, handler: Handler, service: Service, keys: Keys | OperatorKeys | None) -> Endpoint:
-    """A route's function behind keys, its failures as replies.
+def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorKeys | None) -> Endpoint:
+    """A route's function behind keys, on the model that a request names, its failures as replies.
 
     One that asks for none is no work; of every other route, requests in progress are bounded, which they are
     until their reply is sent.
     """
-    bound = nullcontext() if keys is None else InProgress(service.settings.max_requests)
+    bound = nullcontext() if keys is None else InProgress(models.settings.max_requests)
 
     async def serve(request: HttpRequest) -> HeldReply:
         resources, call = ExitStack(), request.scope[CALL]
@@ -84,21 +86,25 @@ def endpoint(path: str, handler: Handler, service: Service, keys: Keys | Operato
         try:
             key = None if keys is None else keys.check(request.headers.get("authorization"))
             if request.method == "POST":
-                service.lifetime.check_open()
+                models.lifetime.check_open()
+            resources.enter_context(bound)
+            service = models.first
+            if keys is not None:  # who brings none has no model loaded
+                service = await models.enter(request)
+                resources.callback(models.leave, service)
             scoped = service.for_one_request(caller_of(request, key), call)
             resources.callback(scoped.release)
-            resources.enter_context(bound)
             response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))
             # Of less nothing waits outside its connection; figures are told when the server is full, too.
             if num_bytes > PIECE_BYTES and path not in PROBES:
                 scoped.hold(num_bytes)
         except ClientGoneError:
-            service.metrics.aborted()
+            models.metrics.aborted()
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
-            response = failure(as_api_error(error, FIELD_NAMES.get(path)), service, error)
-        service.metrics.replies.labels(path, response.status_code).inc()
+            response = failure(as_api_error(error, FIELD_NAMES.get(path)), models.metrics, error)
+        models.metrics.replies.labels(path, response.status_code).inc()
         return HeldReply(response, resources.close)
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
@@ -112,12 +118,12 @@ def caller_of(request: HttpRequest, key: int | None) -> str:
     return request.client.host if request.client else ""
 
 
-def failure(error: ApiError, service: Service, cause: Exception | None = None) -> Response:
+def failure(error: ApiError, metrics: Metrics, cause: Exception | None = None) -> Response:
     """The reply to a failure; what only a bug of ours can cause goes to the log."""
     if error.status == 500 and not isinstance(cause, ProcessorError):  # the engine has told its author's line
         logger.error("a request failed", exc_info=cause)
     if error.status == 400:
-        service.metrics.rejected.labels(field_of(error.param)).inc()
+        metrics.rejected.labels(field_of(error.param)).inc()
     return Response(error.to_json(), error.status, error.headers, media_type=JSON_TYPE)
 
 

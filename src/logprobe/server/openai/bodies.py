@@ -215,12 +215,14 @@ class LoadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    model: str | None = None  # of several; None: the first
 
 
 class UnloadLoraBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body of `/v1/unload_lora_adapter`, as vLLM has it."""
 
     lora_name: str
+    model: str | None = None
 
 
 class UpdateWeightsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -229,6 +231,7 @@ class UpdateWeightsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     model_path: str
     weight_version: str | None = None
     abort_all_requests: bool = False
+    model: str | None = None
 
 
 ORDERS: Final = ("asc", "desc")
@@ -253,5 +256,15 @@ QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},
         {"name": "order", "in": "query", "schema": {"enum": list(ORDERS)}},
         {"name": "after", "in": "query", "schema": {"type": "string"}},
-    )
+    ),
+    **dict.fromkeys(
+        (
+            "/v1/capabilities",
+            "/v1/logits_processors",
+            "/v1/tokenizer",
+            "/v1/tokenizer_info",
+            "/tokenizer_info",
+        ),
+        ({"name": "model", "in": "query", "schema": {"type": "string"}},),  # of several
+    ),
 }

@@ -283,13 +283,20 @@ class Scores(Shape, kw_only=True):
     usage: Usage
 
 
+class ModelStatus(Shape, kw_only=True):
+    """Whether a model is in memory."""
+
+    value: Literal["loaded", "unloaded"]
+
+
 class Model(Shape, kw_only=True):
-    """A model, or weights of its own name on one."""
+    """A model, or weights of its own name on one; one that is not loaded says no more than its name."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    status: ModelStatus
     max_model_len: int | UnsetType = UNSET
     weight_version: str | UnsetType | None = UNSET
     root: str | UnsetType = UNSET

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 async def health(_: HttpRequest, service: Service) -> Response:
-    """Say whether the server and its engine live; 503 means that it must be started again."""
-    service.check_engine()
+    """Say whether the server and its engines live; 503 means that it must be started again."""
+    for one in service.models.loaded:
+        one.check_engine()
     return json_reply({"status": "draining" if service.lifetime.is_draining else "ok"})
 
 
@@ -36,17 +37,18 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 
 
 async def models(request: HttpRequest, service: Service) -> Response:
-    """List the model, then its LoRA weights, each of which can be asked for by name."""
-    # Made anew, in some microseconds: the owner of the engine may load weights at any time.
-    entries = [_model(service, *served) for served in service.served()]
-    return Document.of(msgspec.json.encode({"object": "list", "data": entries})).reply(request)
+    """List each model, then its LoRA weights; each can be asked for by its name."""
+    return Document.of(msgspec.json.encode({"object": "list", "data": _models(service)})).reply(request)
 
 
 async def model(request: HttpRequest, service: Service) -> Response:
-    """Tell about the model, or about LoRA weights of its own."""
+    """Tell about a model, or about LoRA weights."""
     name = request.path_params["model"]
-    service.check_model(name)
-    return json_reply(_model(service, name, dict(service.served()).get(name)))
+    # What else the first model is called is told as itself.
+    found = [entry for entry in _models(service) if entry["id"] == name] or _models(service)[:1]
+    if found[0]["id"] != name:
+        service.check_model(name)
+    return json_reply(found[0])
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:
@@ -143,6 +145,17 @@ def _tokenizer_info(service: Service) -> bytes:
     ids = ("eos_token_id", "bos_token_id", "pad_token_id")
     facts = {name: getattr(tokenizer, name, None) for name in (*names, *ids)}
     return msgspec.json.encode(facts | {"vocab_size": service.vocab_size})
+
+
+def _models(service: Service) -> list[dict[str, Any]]:
+    """All that a request may name; made anew, in some microseconds: weights come and go at any time."""
+    loaded = [_model(one, *served) for one in service.models.loaded for served in one.served()]
+    asleep = [
+        {"id": name, "object": "model", "created": service.created, "owned_by": "logprobe"}
+        for name in service.models.asleep()
+    ]
+    states = [(loaded, "loaded"), (asleep, "unloaded")]  # as llama.cpp's server says it
+    return [entry | {"status": {"value": state}} for entries, state in states for entry in entries]
 
 
 def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Before it: whoever brings an operator's key. After it: the engine, which reads f
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from logprobe.errors import ModelError, ParameterError
 from logprobe.server.http.decode import read
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
     from logprobe.server.service import Service
 
+B = TypeVar("B", LoadLoraBody, UnloadLoraBody, UpdateWeightsBody)
+
 
 async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
     """Load LoRA weights from a folder of the server's machine; `load_inplace` replaces those of the name."""
-    body = await read(request, service, LoadLoraBody, lambda body, _: body)
+    body = await read(request, service, LoadLoraBody, _checked)
     service.check_new_name(body.lora_name)
     if not body.load_inplace and body.lora_name in service.engine.list_loras():
         raise bad_request("lora_name", "has weights already; replace them by load_inplace, or choose another")
@@ -36,7 +38,7 @@ async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
 
 async def unload_lora_adapter(request: HttpRequest, service: Service) -> Response:
     """Refuse new requests for LoRA weights; what runs on them ends as it would have."""
-    body = await read(request, service, UnloadLoraBody, lambda body, _: body)
+    body = await read(request, service, UnloadLoraBody, _checked)
     try:
         service.engine.remove_lora(body.lora_name)
     except ParameterError as error:
@@ -46,7 +48,7 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
 
 async def update_weights_from_disk(request: HttpRequest, service: Service) -> Response:
     """Go on with other weights of the same model, from a folder of the server's machine."""
-    body = await read(request, service, UpdateWeightsBody, lambda body, _: body)
+    body = await read(request, service, UpdateWeightsBody, _checked)
     try:
         version = await asyncio.to_thread(
             service.engine.load_weights,
@@ -57,3 +59,8 @@ async def update_weights_from_disk(request: HttpRequest, service: Service) -> Re
     except ModelError as error:
         raise bad_request("model_path", str(error)) from error
     return json_reply({"success": True, "weight_version": version})
+
+
+def _checked(body: B, service: Service) -> B:
+    service.check_model(body.model)
+    return body

@@ -1,0 +1,264 @@
+"""The models of one server, and what they share: the first one, and others that are loaded when asked for.
+
+Before it: the doors that every request passes. After it: the `Service` of the model that a request names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from logprobe.engine.backends.start import start_engine
+from logprobe.engine.forward.pool import MOST_DEFAULT_BYTES, free_bytes
+from logprobe.errors import LogprobeError, require
+from logprobe.models import resolve
+from logprobe.models.cache import in_words
+from logprobe.models.sources import weight_bytes
+from logprobe.server.http.decode import BODY, read_bytes
+from logprobe.server.http.errors import ApiError, server_full
+from logprobe.server.http.guard import Keys, OperatorKeys
+from logprobe.server.http.replies import while_connected
+from logprobe.server.http.workers import Workers
+from logprobe.server.limits import Lifetime
+from logprobe.server.metrics import Metrics
+from logprobe.server.service import Service
+from logprobe.server.stored import StoredResponses
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.config import EngineConfig
+    from logprobe.engine.backends.start import LoadedModel
+    from logprobe.engine.front import Front
+    from logprobe.server.settings import FurtherModel, ServerSettings
+
+logger = logging.getLogger("logprobe.server")
+
+
+class _Named(msgspec.Struct):
+    """What of a body tells which model answers; its route reads the rest."""
+
+    model: Any = None
+    lora: Any = None
+    lora_name: Any = None  # which an operator gives
+
+
+class Models:
+    """The models of a server by their names, and what holds for all of them; used from one event loop.
+
+    A further model is loaded when it is first asked for, in turn. Where it does not fit beside those that are
+    loaded, the one that nothing uses, and nothing has used longest, leaves.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        settings: ServerSettings,
+        processors: Sequence[str | type] = (),
+        further: Mapping[str, FurtherModel] | None = None,
+    ) -> None:
+        """`model` is the one that answers where a request names none; `processors` are its own.
+
+        Raises:
+            ParameterError: two models have one name, or one is too large for what all may hold.
+            ModelError: one cannot be found.
+        """
+        self.settings = settings
+        self.workers = Workers()
+        self.keys = Keys(settings)
+        self.operator_keys = OperatorKeys(settings)
+        self.lifetime = Lifetime(settings.drain_s)
+        self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
+        self.metrics = Metrics(self.engines, by_model=bool(further))
+        self._further = dict(further or {})
+        self.first = Service(model, settings, self, processors)
+        self._services = {self.first.model_name: self.first}  # of models that are loaded; the first stays
+        self._loads: dict[str, asyncio.Task[Service]] = {}
+        self._turn = asyncio.Lock()  # of what is loaded
+        self._num_users = Counter[str]()
+        self._left_s: dict[str, float] = {}  # when its last user left
+        self._room = free_bytes() if settings.max_models_bytes is None else settings.max_models_bytes
+        self._sizes = {name: _size_of(one.config) for name, one in self._further.items()}
+        self._check()
+
+    def _check(self) -> None:
+        known = {*self.first.own_names} | {setting.partition("=")[0] for setting in self.settings.lora}
+        for name, one in self._further.items():
+            for own in (name, *one.names, *one.loras):
+                require(own not in known, "also_model", f"{own!r} stands twice; choose other names")
+                known.add(own)
+            size, room = in_words(self._sizes[name]), in_words(self._room)
+            what = f"{name!r} takes {size}, and the models beside the first may hold {room} together"
+            remedy = "raise max_models_bytes, give it a smaller kv_bytes, or use weights of fewer bits"
+            require(self._sizes[name] <= self._room, "also_model", f"{what}; {remedy}")
+        for name in self.settings.preload:
+            near = " or ".join(map(repr, self._further)) or "none; name it by also_model"
+            require(name in self._further, "preload", f"{name!r} is no further model; there is {near}")
+
+    # -- those that are loaded -------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> list[Service]:
+        """Those that answer now, the first one first; from any thread."""
+        return list(self._services.values())
+
+    def engines(self) -> dict[str, Front]:
+        """Their engines by name; from any thread."""
+        return {service.model_name: service.engine for service in self.loaded}
+
+    def names(self) -> frozenset[str]:
+        """All names that mean a model, LoRA weights left out."""
+        return self.first.own_names.union(self._further, *(one.names for one in self._further.values()))
+
+    def has_elsewhere(self, name: str, model_name: str) -> bool:
+        """Whether LoRA weights of another model than this one have a name."""
+        others = [one for one in self.loaded if one.model_name != model_name]
+        further = [one for key, one in self._further.items() if key != model_name]
+        return any(name in one.engine.list_loras() for one in others) or any(
+            name in one.loras for one in further
+        )
+
+    def served(self) -> list[str]:
+        """What a request may name."""
+        loaded = {service.model_name: [name for name, _ in service.served()] for service in self.loaded}
+        return [name for key in [*loaded, *self.asleep()] for name in loaded.get(key, [key])]
+
+    def asleep(self) -> list[str]:
+        """Further models that are not loaded."""
+        return [name for name in self._further if name not in self._services]
+
+    def prepare(self) -> None:
+        """Load what has to be there before the first request: LoRA weights, and models to preload.
+
+        Raises:
+            ModelError: a model, or LoRA weights, cannot be read or do not fit.
+            ParameterError: LoRA weights have the model's own name, or stand twice.
+        """
+        self.first.prepare()
+        for name in self.settings.preload:
+            self._services[name] = self._started(name)
+
+    def close(self) -> None:
+        """Close every engine but the first one's, which whoever opened it closes."""
+        for service in self.loaded[1:]:
+            service.close()
+
+    # -- the one that a request means ------------------------------------------------------------------------
+
+    async def enter(self, request: HttpRequest) -> Service:
+        """The model that a request names, loaded if need be; it stays until `leave`.
+
+        Raises:
+            ApiError: 413, 408 for its body; 429 no room for the model now; 503 it cannot be loaded.
+            ClientGoneError: the client hung up before it was there.
+        """
+        if not self._further:
+            return self.first
+        name = self._owner_of(await self._named_by(request))
+        self._num_users[name] += 1
+        try:
+            service = self._services.get(name)
+            if service is not None:
+                return service
+            return await while_connected(request.receive, self._awake(name), self.lifetime.check)
+        except BaseException:
+            self._leave(name)
+            raise
+
+    def leave(self, service: Service) -> None:
+        """Tell that a request of a model has ended."""
+        if self._further:
+            self._leave(service.model_name)
+
+    def _leave(self, name: str) -> None:
+        self._num_users[name] -= 1
+        self._left_s[name] = time.monotonic()
+
+    async def _named_by(self, request: HttpRequest) -> str | None:
+        """What a request's query or body names; a body that cannot be read is its route's to refuse."""
+        if request.method != "POST":
+            return request.query_params.get("model")
+        request.scope[BODY] = data = await read_bytes(request, self.settings)
+        named = await self.workers.read(lambda: _named_in(data), len(data))
+        return next((name for name in named if isinstance(name, str)), None)
+
+    def _owner_of(self, name: str | None) -> str:
+        """The model that a name means, or the first one, which tells who asks that there is none."""
+        if name is None:
+            return self.first.model_name
+        loaded = (key for key, service in self._services.items() if service.has_name(name))
+        further = (key for key, one in self._further.items() if name in {key, *one.names, *one.loras})
+        return next(loaded, None) or next(further, self.first.model_name)
+
+    async def _awake(self, name: str) -> Service:
+        if name not in self._loads:  # one for all who ask meanwhile, whoever of them leaves
+            self._loads[name] = asyncio.create_task(self._load(name))
+            self._loads[name].add_done_callback(lambda task: self._end_load(name, task))
+        return await asyncio.shield(self._loads[name])
+
+    def _end_load(self, name: str, load: asyncio.Task[Service]) -> None:
+        del self._loads[name]
+        if not load.cancelled():
+            load.exception()  # is told to whoever still waits, who may be nobody
+
+    async def _load(self, name: str) -> Service:
+        async with self._turn:
+            await self._make_room(name)
+            logger.info("loading %s, which was asked for", name)
+            try:
+                service = await asyncio.to_thread(self._started, name)
+            except LogprobeError as error:
+                logger.error("%s cannot be loaded: %s", name, error)  # noqa: TRY400 - it says all
+                message = f"model {name!r} cannot be loaded; the server's log says why"
+                raise ApiError(503, message, code="model_not_loaded") from error
+            self._services[name] = service
+            return service
+
+    async def _make_room(self, name: str) -> None:
+        """Let models go until one fits.
+
+        Raises:
+            ApiError: 429, the others are in use.
+        """
+        while self._held() + self._sizes[name] > self._room:
+            unused = [key for key in self._services if key in self._sizes and not self._num_users[key]]
+            if not unused:
+                raise server_full(f"{in_words(self._room)} of models are loaded, and all are in use")
+            longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
+            logger.info("%s leaves memory to %s", longest, name)
+            await asyncio.to_thread(self._services.pop(longest).close)
+
+    def _held(self) -> int:
+        return sum(size for name, size in self._sizes.items() if name in self._services)
+
+    def _started(self, name: str) -> Service:
+        further = self._further[name]
+        model = start_engine(further.config)
+        try:
+            service = Service(model, further.settings, self, further.config.logits_processors)
+            service.prepare()
+        except BaseException:
+            model.engine.close()
+            raise
+        return service
+
+
+def _named_in(data: bytes) -> tuple[Any, ...]:
+    try:
+        named = msgspec.json.decode(data, type=_Named)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()
+    return named.model, named.lora, named.lora_name
+
+
+def _size_of(config: EngineConfig) -> int:
+    """The most that a model takes, bytes: its files and its pools of keys and values."""
+    pool = MOST_DEFAULT_BYTES if config.kv_bytes is None else config.kv_bytes
+    return weight_bytes(resolve(config.model).folder) + config.data_parallel * pool
