@@ -1,8 +1,9 @@
 """`make torture`: minutes of mixed requests in every layout, with faults, and drawn against scored.
 
 In each layout a server process gets requests of every kind that `test_storm` knows, whole and streamed; some
-clients leave, read slowly, or send what is no body. Where the engine is a process of its own it is killed,
-stopped and starved every few seconds. At the end a sample of the replies is asked for again, alone, and every
+clients leave, read slowly, or send what is no body. An operator has the model's weights and the LoRA weights
+replaced by the same ones all the while. Where the engine is a process of its own it is killed, stopped and
+starved every few seconds. At the end a sample of the replies is asked for again, alone, and every
 number compared, bit for bit. docs/reliability.md shows the table.
 
 Drawn against scored: the numbers of generated tokens and those of the same tokens scored afterwards, from
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
 import random
@@ -53,6 +55,7 @@ class Layout:
     flags: tuple[str, ...] = ()
     is_harmed: bool = False  # its engine's processes are, which are started again
     is_exact: bool = True  # numbers do not depend on what stands beside them
+    replaces: bool = True  # the model's own weights
     python: Path = Path(sys.executable)
 
 
@@ -62,10 +65,12 @@ LAYOUTS: Final = (
     Layout("one process", (INVARIANT,)),
     Layout("engine process", (INVARIANT, "--engine-process"), is_harmed=True),
     Layout("two replicas", (INVARIANT, "--data-parallel", "2"), is_harmed=True),
-    Layout("vLLM", ON_VLLM, is_exact=False, python=RIVALS["virtual_lm"].python),
+    Layout("vLLM", ON_VLLM, is_exact=False, replaces=False, python=RIVALS["virtual_lm"].python),
 )
 NUM_CLIENTS = 12
-FAULT_EVERY_S = 6.0
+FAULT_EVERY_S, REPLACE_EVERY_S, HEALTH_EVERY_S = 6.0, 5.0, 0.02
+OPERATOR_KEY: Final = "an-operators-own-key"
+NUM_CONTROL = 200
 STOPPED_S, STARVED_TIMES = 2.0, 20
 MOST_REPLAYED = 400
 TIMEOUT_S = 300.0
@@ -88,6 +93,8 @@ class Tally:
     differing: int = 0  # numbers whose bits are others when asked for alone
     worst_nats: float = 0.0
     left_behind: dict[str, float] = field(default_factory=dict)  # of slots, handles and the like
+    health_p99_ms: float = 0.0
+    idle_health_p99_ms: float = 0.0  # before the requests
 
     @property
     def sent(self) -> int:
@@ -205,6 +212,58 @@ class Faults(threading.Thread):
             time.sleep(0.02)
 
 
+class Operator(threading.Thread):
+    """Has weights replaced by the same ones, one kind after the other."""
+
+    def __init__(self, server: Attacked, folders: dict[str, Path], stop: threading.Event) -> None:
+        """`folders` holds those of LoRA weights by their names, and the model's under `model`."""
+        super().__init__()
+        self.done: Counter[str] = Counter()
+        self._server, self._folders, self._stop_event = server, folders, stop
+
+    def run(self) -> None:
+        """Count what was replaced, and what was not: a process that ends meanwhile fails the order."""
+        headers = {"Authorization": f"Bearer {OPERATOR_KEY}"}
+        for number, name in enumerate(itertools.cycle(self._folders)):
+            if self._stop_event.wait(REPLACE_EVERY_S):
+                return
+            folder = str(self._folders[name])
+            if name == "model":
+                path, body = (
+                    "/update_weights_from_disk",
+                    {"model_path": folder, "weight_version": f"{number}"},
+                )
+            else:
+                path = "/v1/load_lora_adapter"
+                body = {"lora_name": name, "lora_path": folder, "load_inplace": True}
+            reply = self._server.send(path, json.dumps(body).encode(), **headers)
+            is_done = reply.status == 200
+            self.done[f"{'model' if name == 'model' else 'LoRA'} {'' if is_done else 'not '}replaced"] += 1
+            if not is_done:
+                print(f"not replaced: {reply.data[:300]!r}", file=sys.stderr)
+
+
+class Health(threading.Thread):
+    """Asks for the health all the time."""
+
+    def __init__(self, server: Attacked, stop: threading.Event) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._server, self._stop_event = server, stop
+
+    def run(self) -> None:
+        """Note how long each answer took, whatever it says: an engine may just be down."""
+        while not self._stop_event.wait(HEALTH_EVERY_S):
+            began_s = time.perf_counter()
+            self._server.get("/health")
+            self.seconds.append(time.perf_counter() - began_s)
+
+
+def p99_ms(seconds: list[float]) -> float:
+    """The length that one in a hundred passes."""
+    return float(np.quantile(seconds, 0.99)) * 1000 if seconds else 0.0
+
+
 def engine_processes(server: Attacked) -> list[psutil.Process]:
     """Those of a server's children that run a model."""
     children = psutil.Process(server.process.pid).children()
@@ -214,16 +273,24 @@ def engine_processes(server: Attacked) -> list[psutil.Process]:
 def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: float, seed: int) -> Tally:
     """One layout: the requests, the faults, the replay, and what is left."""
     tally = Tally(layout.name, layout.is_exact, minutes)
+    folders = {"wide": adapters["wide"]} | ({"model": folder} if layout.replaces else {})
     flags = ("--lora", f"wide={adapters['wide']}", "--max-batch-rows", "16", "--max-batch-tokens", "64")
-    with serving_process(folder, *flags, "--no-access-log", *layout.flags, python=layout.python) as server:
-        storm(server, 0.2, seed, has_faults=False)  # what is loaded when first needed is there
+    flags += ("--operator-key", OPERATOR_KEY, "--no-access-log", *layout.flags)
+    with serving_process(folder, *flags, python=layout.python) as server:
+        storm(server, folders, 0.2, seed, has_faults=False)  # what is loaded when first needed is there
         eventually(lambda: is_idle(figures(server)), "requests stay")
         start, memory = figures(server), server.memory_bytes
-        clients, faults = storm(server, minutes, seed + 1, has_faults=layout.is_harmed)
+        enough = threading.Event()
+        idle = Health(server, enough)
+        idle.start()
+        eventually(lambda: len(idle.seconds) >= NUM_CONTROL, "the health is not told")
+        enough.set()
+        tally.idle_health_p99_ms = p99_ms(idle.seconds)
+        clients, tally.faults, health = storm(server, folders, minutes, seed + 1, has_faults=layout.is_harmed)
+        tally.health_p99_ms = p99_ms(health.seconds)
         for client in clients:
             tally.ended += client.ended
             print(*client.complaints, sep="\n", end="\n" if client.complaints else "", file=sys.stderr)
-        tally.faults = faults
         eventually(lambda: is_idle(figures(server)), "requests stay")
         replies = [reply for client in clients for reply in client.replies]
         sample = random.Random(seed).sample(replies, min(len(replies), MOST_REPLAYED))  # noqa: S311
@@ -237,19 +304,24 @@ def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: f
 
 
 def storm(
-    server: Attacked, minutes: float, seed: int, *, has_faults: bool
-) -> tuple[list[Client], Counter[str]]:
-    """Requests for some minutes."""
+    server: Attacked, folders: dict[str, Path], minutes: float, seed: int, *, has_faults: bool
+) -> tuple[list[Client], Counter[str], Health]:
+    """Requests for some minutes; who sent them, what was done meanwhile, and how the health was told."""
     stop = threading.Event()
     clients = [Client(server, 1000 * seed + number, stop) for number in range(NUM_CLIENTS)]
-    faults = Faults(server, seed, stop)
-    for thread in (*clients, *([faults] if has_faults else [])):
+    faults, operator, health = (
+        Faults(server, seed, stop),
+        Operator(server, folders, stop),
+        Health(server, stop),
+    )
+    threads = [*clients, operator, health, *([faults] if has_faults else [])]
+    for thread in threads:
         thread.start()
     stop.wait(60 * minutes)
     stop.set()
-    for thread in (*clients, *([faults] if has_faults else [])):
+    for thread in threads:
         thread.join()
-    return clients, faults.done
+    return clients, faults.done + operator.done, health
 
 
 def replay(server: Attacked, ask: Ask, data: bytes, tally: Tally) -> None:
@@ -398,6 +470,7 @@ def as_line(tally: Tally) -> str:
         f"{tally.layout}: {tally.sent} sent in {tally.minutes:.1f} min ({ended}; {faults}); "
         f"{tally.replayed} replayed, {tally.differing} of {tally.numbers} numbers differ "
         f"(worst {tally.worst_nats:.2g} nats); "
+        f"health p99 {tally.health_p99_ms:.1f} ms, idle {tally.idle_health_p99_ms:.1f}; "
         f"left behind: {tally.left_behind or 'nothing'}"
     )
 

@@ -446,10 +446,10 @@ TORTURE = """
 ## The long run
 
 Printed by `make torture` (`benchmarks/torture.py`): requests of every kind that the suite's storm knows, of
-twelve clients at once, some of which leave, read slowly, or send what is no body; where an engine is a
-process of its own, one is killed (SIGKILL), stopped or starved every few seconds. An error is a reply that
-says so: what ran in a process that was killed. Afterwards replies of each layout are asked for again, alone,
-and every number is compared, bit for bit.
+twelve clients at once, some of which leave, read slowly, or send what is no body, while an operator has the
+weights replaced by the same ones; where an engine is a process of its own, one is killed (SIGKILL), stopped
+or starved every few seconds. An error is a reply that says so: what ran in a process that was killed.
+Afterwards replies of each layout are asked for again, alone, and every number is compared, bit for bit.
 
 {layouts}
 Numbers of drawn tokens against those of the same tokens scored afterwards ({model}), bit for bit:
@@ -526,10 +526,21 @@ def tortured(results: Mapping[str, Mapping[str, Any]]) -> str:
             f"{one['differing']:,} of {one['numbers']:,}",
             f"{one['worst_nats']:.1g}",
             ", ".join(f"{name} {value:g}" for name, value in one["left_behind"].items()) or "nothing",
+            f"{one['health_p99_ms']:.1f} ({one['idle_health_p99_ms']:.1f})",
         )
         for one in found["layouts"]
     ]
-    heads = ("layout", "minutes", "sent", *ends, "processes", "numbers that differ", "worst, nats", "stays")
+    heads = (
+        "layout",
+        "minutes",
+        "sent",
+        *ends,
+        "done meanwhile",
+        "numbers that differ",
+        "worst, nats",
+        "stays",
+    )
+    heads += ("p99 of /health, ms (idle)",)
     drawn = [
         (f"{one['among']}", one["scored"], f"{one['numbers']:,}", f"{one['differing']:,}")
         for one in found["drawn"]
