@@ -20,6 +20,7 @@ from logprobe.models.sources import weight_bytes
 from logprobe.server import ServerSettings
 from logprobe.server.models import Models
 from logprobe.server.settings import FurtherModel
+from logprobe.testing import holding_steps
 from server_process import PATIENCE_S, eventually, serving_process
 
 if TYPE_CHECKING:
@@ -166,17 +167,17 @@ def test_the_one_unused_longest_leaves_where_memory_is_short(
 def test_a_model_in_use_never_leaves(serve_several: Any, tiny_window_folder: Path) -> None:
     room = weight_bytes(tiny_window_folder) + POOL
     with serve_several({"a": {}, "b": {}}, max_models_bytes=room) as server:
-        body = ASK | {"model": "a", "max_tokens": 60, "stream": True}
         numbers(server.ask(model="a"))
         [engine] = (service.engine for service in server.models.loaded[1:])
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: ")
-            refused = server.ask(model="b")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_full")
-            assert "Retry-After" in refused.headers
-            assert list(lines)[-2] == "data: [DONE]"
-        assert engine.stalled_s() == 0
+        with ThreadPoolExecutor(1) as pool:
+            with holding_steps(engine):
+                running = pool.submit(server.ask, model="a")
+                eventually(lambda: engine.is_busy, "the request never comes")
+                refused = server.ask(model="b")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_full")
+                assert "Retry-After" in refused.headers
+                assert server.ask().status_code == 200, "the first model is none of them"
+            numbers(running.result())
         eventually(lambda: server.ask(model="b").status_code == 200, "the other never gets its place")
 
 
