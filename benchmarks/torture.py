@@ -224,14 +224,14 @@ class Operator(threading.Thread):
     def run(self) -> None:
         """Count what was replaced, and what was not: a process that ends meanwhile fails the order."""
         headers = {"Authorization": f"Bearer {OPERATOR_KEY}"}
-        for number, name in enumerate(itertools.cycle(self._folders)):
+        for name in itertools.cycle(self._folders):
             if self._stop_event.wait(REPLACE_EVERY_S):
                 return
             folder = str(self._folders[name])
             if name == "model":
                 path, body = (
                     "/update_weights_from_disk",
-                    {"model_path": folder, "weight_version": f"{number}"},
+                    {"model_path": folder, "weight_version": "the same"},
                 )
             else:
                 path = "/v1/load_lora_adapter"
