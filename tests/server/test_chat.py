@@ -165,8 +165,8 @@ def test_the_processed_distribution_comes_beside_the_raw_one(server: Any) -> Non
     assert both["logprobs_info"]["stages"] == ["raw", "processed"]
     alone = server.post("/v1/chat/completions", logprobs_mode="processed_logprobs", **asked).json()
     assert alone["choices"][0]["logprobs"]["content"] == found["processed_content"]
-    impossible = found["processed_content"][0]["top_logprobs"][2]["logprob"]
-    assert impossible == -9999.0
+    for row in found["processed_content"]:
+        assert [one["logprob"] > -9999 for one in row["top_logprobs"]] == [True, True], "top_k is 2"
 
 
 def test_extensions_add_fields_only_when_asked(server: Any) -> None:

@@ -177,6 +177,22 @@ def test_a_map_holds_the_chosen_token_and_k_more(client: Any) -> None:
             assert top[token] == number
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_a_map_of_what_was_drawn_from_holds_no_token_that_cannot_be_drawn(
+    server: Any, num_tokens: int
+) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True, "seed": 1}
+    asked |= {"top_k": 2, "logprobs": 5, "echo": True}
+    raw = server.post("/v1/completions", **asked).json()["choices"][0]["logprobs"]
+    both = server.post("/v1/completions", logprobs_mode="both", **asked).json()["choices"][0]["logprobs"]
+    alone = server.post("/v1/completions", logprobs_mode="processed_logprobs", **asked).json()
+    assert both["top_logprobs"] == raw["top_logprobs"]
+    maps = both["processed"]["top_logprobs"]
+    assert alone["choices"][0]["logprobs"]["top_logprobs"] == raw["top_logprobs"][:-num_tokens] + maps
+    assert [len(top) for top in maps] == [2] * num_tokens
+    assert min(nats for top in maps for nats in top.values()) > -9999
+
+
 @pytest.mark.parametrize("echo", [False, True])
 def test_a_stream_holds_what_the_whole_reply_holds(server: Any, echo: bool) -> None:
     asked = {

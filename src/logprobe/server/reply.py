@@ -294,12 +294,27 @@ def chat_logprobs(service: Service, generation: Generation, piece: CompletionPie
     if record is None:
         return None
     rows, top = piece.text_tokens, num_top(generation)
-    fields: dict[str, Any] = {"content": service.encoder.rows(record, rows, top), "refusal": None}
+    fields: dict[str, Any] = {"content": chat_rows(service, record, rows, top), "refusal": None}
     other = piece.completion.processed_logprobs
     if other is not None:
-        fields["processed_content"] = service.encoder.rows(other, rows, top)
+        fields["processed_content"] = chat_rows(service, other, rows, top)
         fields |= _extras(other, rows)
     return fields | _further_columns(record, rows, service)
+
+
+def chat_rows(
+    service: Service, record: FlatLogprobs, rows: Sequence[int], num_top: int | None
+) -> msgspec.Raw:
+    """The chat entries of some positions of a record."""
+    return service.encoder.rows(record, rows, num_top, has_impossible=not is_processed(record))
+
+
+def is_processed(record: FlatLogprobs) -> bool:
+    """Whether its numbers are of the distribution that tokens were drawn from.
+
+    What masks and truncation left fewer than k tokens of is filled up with tokens that cannot be drawn.
+    """
+    return record.info is not None and "processed" in record.info.stages
 
 
 def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] | None:
@@ -321,7 +336,7 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
 
 def completion_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]:
     """The completions object's numbers of all rows of a record, its maps as JSON."""
-    rows = legacy_rows(record, vocabulary)
+    rows = legacy_rows(record, vocabulary, has_impossible=not is_processed(record))
     return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
 
 

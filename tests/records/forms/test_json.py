@@ -8,6 +8,7 @@ import pytest
 
 from logprobe.errors import ParameterError
 from logprobe.records import ChatEncoder, FlatLogprobs, Logprob
+from logprobe.records.forms.json import legacy_rows, position_rows
 
 
 class Table:
@@ -65,6 +66,43 @@ def test_few_rows_and_many_give_the_same_bytes(step: Any, k: int, num_top: Any) 
         one_by_one.count(b"-123.4")
         == np.isneginf(logprobs[:, : None if num_top is None else num_top + 1]).sum()
     )
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 20])
+@pytest.mark.parametrize("num_top", [None, 0, 2, 50])
+def test_without_has_impossible_alternatives_that_are_none_are_left_out(
+    step: Any, k: int, num_top: Any
+) -> None:
+    ids, logprobs, ranks = step(40, k, 60)
+    ids[:, 0] += 1000
+    ranks[:] = 90
+    for row in range(40):
+        logprobs[row, 1 + row % 4 :] = -np.inf  # as where a mask left fewer than k
+    logprobs[3, 0] = -np.inf
+    record = FlatLogprobs()
+    record.append_rows(ids, logprobs, ranks)
+    by_hand = FlatLogprobs([*record])  # rows that are no rectangle
+    table = Table()
+    whole, few = (ChatEncoder(table).content(record, num_top, has_impossible=has) for has in (True, False))
+    for entry, kept in zip(json.loads(whole), json.loads(few), strict=True):
+        possible = [one for one in entry["top_logprobs"] if one["logprob"] != -9999.0]
+        assert kept == entry | {"top_logprobs": possible}
+    for other in (record, by_hand):
+        for start in (0, 13):
+            one_by_one = [
+                ChatEncoder(table).entries(other, row, row + 1, num_top, has_impossible=False)
+                for row in range(start, 40)
+            ]
+            found = ChatEncoder(table).entries(other, start, 40, num_top, has_impossible=False)
+            assert b",".join(one_by_one) == found
+        assert ChatEncoder(table).content(other, num_top, has_impossible=False) == few
+        for row in position_rows(other, table, has_impossible=False):
+            assert row is not None
+            assert -9999.0 not in [one["logprob"] for one in row["top_logprobs"]]
+        plain, maps = (legacy_rows(other, table, has_impossible=has)["top_logprobs"] for has in (True, False))
+        for row, (before, after) in enumerate(zip(plain, maps, strict=True)):
+            own = table.token_text(int(ids[row, 0]))
+            assert after == {text: nats for text, nats in before.items() if nats != -9999.0 or text == own}
 
 
 def test_nan_is_null() -> None:

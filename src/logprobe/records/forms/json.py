@@ -18,13 +18,13 @@ import numpy as np
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
     from logprobe.records.flat import FlatLogprobs
     from logprobe.records.store.columns import Array
-    from logprobe.records.store.entries import Entries
+    from logprobe.records.store.entries import Entries, TopLists
     from logprobe.records.store.rows import Rows
     from logprobe.records.values import TokenTable
 
@@ -47,26 +47,47 @@ class ChatEncoder:
         self._has_bytes = has_bytes
         self._parts = None if table is None else _Parts(table, has_bytes=has_bytes)
 
-    def content(self, record: FlatLogprobs, num_top: int | None = None) -> bytes:
+    def content(
+        self, record: FlatLogprobs, num_top: int | None = None, *, has_impossible: bool = True
+    ) -> bytes:
         """A JSON array, one entry a position; `num_top` cuts the k best further, None keeps them all.
 
-        -inf is written as `floor`, NaN as null.
+        -inf is written as `floor`, NaN as null. Without `has_impossible` alternatives that are -inf are left
+        out.
 
         Raises:
             ParameterError: a position without a chosen token, a token without a text, or a negative num_top.
         """
-        return b"[" + self.entries(record, 0, len(record), num_top) + b"]"
+        return b"[" + self.entries(record, 0, len(record), num_top, has_impossible=has_impossible) + b"]"
 
-    def rows(self, record: FlatLogprobs, rows: Sequence[int], num_top: int | None = None) -> msgspec.Raw:
-        """A JSON array of the positions named, in order.
+    def rows(
+        self,
+        record: FlatLogprobs,
+        rows: Sequence[int],
+        num_top: int | None = None,
+        *,
+        has_impossible: bool = True,
+    ) -> msgspec.Raw:
+        """A JSON array of the positions named, in order, as `content` writes them.
 
         Raises:
             ParameterError: a position without a chosen token, or a negative num_top.
         """
-        parts = [self.entries(record, start, stop, num_top) for start, stop in _runs(rows)]
+        parts = [
+            self.entries(record, start, stop, num_top, has_impossible=has_impossible)
+            for start, stop in _runs(rows)
+        ]
         return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
-    def entries(self, record: FlatLogprobs, start: int, stop: int, num_top: int | None = None) -> bytes:
+    def entries(
+        self,
+        record: FlatLogprobs,
+        start: int,
+        stop: int,
+        num_top: int | None = None,
+        *,
+        has_impossible: bool = True,
+    ) -> bytes:
         """The entries of positions [start, stop) as `content` writes them, without the brackets.
 
         Raises:
@@ -77,19 +98,19 @@ class ChatEncoder:
         rows, parts = record.rows, self._parts
         if parts is None:  # a token's text may differ from place to place
             entries = [
-                self._entry(rows, row, num_top, _Parts(_OwnTexts(record, row), has_bytes=self._has_bytes))
-                for row in range(start, stop)
+                self._entry(lists, num_top, _Parts(_OwnTexts(record, row), has_bytes=self._has_bytes))
+                for row, lists in enumerate(_lists(rows, start, stop, has_impossible), start)
             ]
             return b",".join(entries)
         if stop - start <= FEW_ROWS:
-            return b",".join([self._entry(rows, row, num_top, parts) for row in range(start, stop)])
-        return self._joined(rows, start, stop, num_top, parts)
+            lists = _lists(rows, start, stop, has_impossible)
+            return b",".join([self._entry(one, num_top, parts) for one in lists])
+        top = rows.top_entries(start, stop)
+        top = top if has_impossible else top.possible()
+        return self._joined(rows.chosen_entries(start, stop), top, num_top, parts)
 
-    def _entry(self, rows: Rows, row: int, num_top: int | None, parts: _Parts) -> bytes:
+    def _entry(self, lists: TopLists, num_top: int | None, parts: _Parts) -> bytes:
         """One entry from Python values: each numpy call of the joined form costs as much as all of it."""
-        lists = rows.top_lists(row)
-        if lists is None:
-            raise _no_chosen_token()
         values = (lists.chosen_logprob, *lists.top_logprobs[:num_top])
         numbers = msgspec.json.encode(values)[1:-1].split(b",")
         if b"null" in numbers:
@@ -99,9 +120,8 @@ class ChatEncoder:
         own, *best = map(add, tokens, numbers)
         return b'%b,"top_logprobs":[%b%b]}' % (own, b"},".join(best), b"}" if best else b"")
 
-    def _joined(self, rows: Rows, start: int, stop: int, num_top: int | None, parts: _Parts) -> bytes:
-        chosen, top = rows.chosen_entries(start, stop), rows.top_entries(start, stop)
-        if len(chosen.token_ids) != stop - start:
+    def _joined(self, chosen: Entries, top: Entries, num_top: int | None, parts: _Parts) -> bytes:
+        if len(chosen.token_ids) != len(top.offsets) - 1:
             raise _no_chosen_token()
         pieces, bounds = self._pieces(top, parts), top.offsets.tolist()
         stops = bounds[1:] if num_top is None else [start + num_top for start in bounds[:-1]]
@@ -122,6 +142,14 @@ class ChatEncoder:
     def _numbers(self, logprobs: Array) -> list[bytes]:
         finite = np.where(np.isneginf(logprobs), self._floor, logprobs)
         return msgspec.json.encode(finite.tolist())[1:-1].split(b",") if len(finite) else []
+
+
+def _lists(rows: Rows, start: int, stop: int, has_impossible: bool) -> Iterator[TopLists]:
+    for row in range(start, stop):
+        lists = rows.top_lists(row)
+        if lists is None:
+            raise _no_chosen_token()
+        yield lists if has_impossible else lists.possible()
 
 
 def _no_chosen_token() -> ParameterError:
@@ -207,22 +235,31 @@ def entry_rows(record: FlatLogprobs, table: TokenTable) -> list[list[dict[str, A
     return [None if is_none else row for is_none, row in zip(entries.is_none.tolist(), rows, strict=True)]
 
 
-def position_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, Any] | None]:
-    """One object a position: the chosen token's numbers and the k best; None where nothing predicts it."""
+def position_rows(
+    record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
+) -> list[dict[str, Any] | None]:
+    """One object a position: the chosen token's numbers and the k best; None where nothing predicts it.
+
+    Without `has_impossible` alternatives that are -inf are left out.
+    """
     rows = record.rows
-    chosen = _items(rows.chosen_entries(0, len(record)), table)
-    best = _items(rows.top_entries(0, len(record)), table)
-    return [{**own[0], "top_logprobs": top} if own else None for own, top in zip(chosen, best, strict=True)]
+    chosen, top = rows.chosen_entries(0, len(record)), rows.top_entries(0, len(record))
+    best = _items(top if has_impossible else top.possible(), table)
+    pairs = zip(_items(chosen, table), best, strict=True)
+    return [{**own[0], "top_logprobs": others} if own else None for own, others in pairs]
 
 
-def legacy_rows(record: FlatLogprobs, table: TokenTable) -> dict[str, list[Any]]:
+def legacy_rows(
+    record: FlatLogprobs, table: TokenTable, *, has_impossible: bool = True
+) -> dict[str, list[Any]]:
     """`token_logprobs` and `top_logprobs` of all positions; None where nothing predicts the token.
 
-    A map holds the k best and the chosen token; of two tokens with one text the later is `token_id:N`.
+    A map holds the k best, without those that are -inf where `has_impossible` says so, and the chosen token;
+    of two tokens with one text the later is `token_id:N`.
     """
     token_logprobs: list[float | None] = []
     maps: list[dict[str, float | None] | None] = []
-    for row in position_rows(record, table):
+    for row in position_rows(record, table, has_impossible=has_impossible):
         if row is None:
             token_logprobs.append(None)
             maps.append(None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -79,6 +80,19 @@ class Entries:
             ranks=self.ranks[picked],
             is_none=None if self.is_none is None else self.is_none[rows],
             texts=None if self.texts is None else [self.texts[entry] for entry in picked.tolist()],
+        )
+
+    def possible(self) -> Entries:
+        """The same positions without the entries that are -inf."""
+        is_kept = ~np.isneginf(self.logprobs)
+        num_kept = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_kept)])
+        return Entries(
+            offsets=num_kept[self.offsets],
+            token_ids=self.token_ids[is_kept],
+            logprobs=self.logprobs[is_kept],
+            ranks=self.ranks[is_kept],
+            is_none=self.is_none,
+            texts=None if self.texts is None else [*compress(self.texts, is_kept)],
         )
 
     def is_valid(self) -> Array:
@@ -176,3 +190,10 @@ class TopLists(NamedTuple):
     chosen_logprob: float  # nats
     top_ids: list[int]
     top_logprobs: list[float]  # nats
+
+    def possible(self) -> TopLists:
+        """The same without alternatives that are -inf."""
+        is_kept = [logprob != -inf for logprob in self.top_logprobs]
+        return self._replace(
+            top_ids=[*compress(self.top_ids, is_kept)], top_logprobs=[*compress(self.top_logprobs, is_kept)]
+        )

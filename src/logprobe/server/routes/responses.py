@@ -20,7 +20,7 @@ from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.prompts import encode_messages
-from logprobe.server.reply import Generation, answer, num_top
+from logprobe.server.reply import Generation, answer, is_processed, num_top
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -255,7 +255,9 @@ class ResponseShape:
         record = piece.completion.logprobs
         if record is None:
             return msgspec.Raw(b"[]")
-        return encoder.rows(record, piece.text_tokens, num_top(self._generation))
+        return encoder.rows(
+            record, piece.text_tokens, num_top(self._generation), has_impossible=not is_processed(record)
+        )
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._num_events
