@@ -83,7 +83,6 @@ class Service:
         self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
-        self.event_encoder = ChatEncoder(model.text.vocabulary, has_bytes=False)
         self.limits = Limits(settings)
         # Of one request: who asks, what it comes to, and what it was admitted for.
         self._caller = ""

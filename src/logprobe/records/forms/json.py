@@ -36,7 +36,7 @@ class ChatEncoder:
     """Writes OpenAI's `{token, bytes, logprob, top_logprobs}`; a token's own part is encoded once.
 
     Without a table a record's own texts are written, those of its table or given with its entries, and their
-    UTF-8 as bytes. Without `has_bytes` the entries have no `bytes`, as in the events of `/v1/responses`.
+    UTF-8 as bytes. Without `has_bytes` the entries have no `bytes`, as in OpenAI's events of responses.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that are stored.
-
-Final items carry rows with bytes, events without.
-"""
+"""`POST /v1/responses`: text in, one message out; `GET` and `DELETE` of those that are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.prompts import encode_messages
-from logprobe.server.reply import Generation, answer, is_processed, num_top
+from logprobe.server.reply import Generation, answer, chat_rows, num_top
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import CompletionPiece
-    from logprobe.records.forms.json import ChatEncoder
     from logprobe.records.values import IntArray
     from logprobe.server.service import Service
     from logprobe.server.stored import Messages, StoredResponse
@@ -205,7 +201,7 @@ class ResponseShape:
         """The response, stored unless the client asked not to."""
         (piece,) = pieces
         status = "completed" if piece.finish_reason == "stop" else "incomplete"
-        part = self._part(piece.text, self._rows(piece, self._service.encoder))
+        part = self._part(piece.text, self._rows(piece))
         response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
         if self._body.store is not False:
             messages = [*self._request.messages, {"role": "assistant", "content": piece.text}]
@@ -223,7 +219,7 @@ class ResponseShape:
         """Text with its rows."""
         self._pieces.append(piece)
         if piece.text or piece.text_tokens:
-            rows = self._rows(piece, self._service.event_encoder)
+            rows = self._rows(piece)
             yield self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
 
     def closing(self) -> Iterator[dict[str, Any]]:
@@ -232,8 +228,7 @@ class ResponseShape:
         response = self.whole([piece])
         (item,) = response["output"]
         (part,) = item["content"]
-        rows = self._rows(piece, self._service.event_encoder)
-        yield self._part_event("response.output_text.done", text=piece.text, logprobs=rows)
+        yield self._part_event("response.output_text.done", text=piece.text, logprobs=part["logprobs"])
         yield self._part_event("response.content_part.done", part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{response['status']}", response=response)
@@ -251,13 +246,11 @@ class ResponseShape:
             text_tokens=[token for piece in self._pieces for token in piece.text_tokens],
         )
 
-    def _rows(self, piece: CompletionPiece, encoder: ChatEncoder) -> msgspec.Raw:
+    def _rows(self, piece: CompletionPiece) -> msgspec.Raw:
         record = piece.completion.logprobs
         if record is None:
             return msgspec.Raw(b"[]")
-        return encoder.rows(
-            record, piece.text_tokens, num_top(self._generation), has_impossible=not is_processed(record)
-        )
+        return chat_rows(self._service, record, piece.text_tokens, num_top(self._generation))
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._num_events
