@@ -85,6 +85,20 @@ def test_a_model_may_have_several_names(asked: Any) -> None:
     assert asked("smollm2", SERVED_MODEL_NAME="gpt-4o local")[1].served_model_name == ("gpt-4o", "local")
 
 
+def test_the_distribution_of_rows_is_a_flag_a_variable_and_an_entry(
+    asked: Any, cli: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text('logprobs-mode = "both"')
+    assert asked("smollm2")[1].logprobs_mode == "raw_logprobs"
+    assert asked("smollm2", "--logprobs-mode", "processed_logprobs")[1].logprobs_mode == "processed_logprobs"
+    assert asked("smollm2", LOGPROBS_MODE="both")[1].logprobs_mode == "both"
+    assert asked("smollm2", "--config", str(path))[1].logprobs_mode == "both"
+    done = cli("serve", "smollm2", "--logprobs-mode", "raw_logits")
+    assert done.code == 2
+    assert "--logprobs-mode: must be one of raw_logprobs, processed_logprobs, both" in done.error_line
+
+
 def test_a_port_that_is_taken_is_one_line(cli: Any, tiny_model_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -178,7 +192,8 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
     path = tmp_path / "server.toml"
     path.write_text(
         "max-logprobs = 7\nmax-requests = 9\nlora = ['own=x']\n[models.judge]\nmodel = 'gemma3-270m'\n"
-        "kv-bytes = 12\nmax-requests = 3\nserved-model-name = ['j']\nlogits-processors = ['a:B']\n"
+        "kv-bytes = 12\nlogprobs-mode = 'both'\nmax-requests = 3\n"
+        "served-model-name = ['j']\nlogits-processors = ['a:B']\n"
     )
     done = cli("serve", "smollm2", "--config", str(path), "--also-model", "plain=smollm2")
     assert done.code == 0, done.err
@@ -193,6 +208,7 @@ def test_a_files_tables_are_further_models(cli: Any, monkeypatch: pytest.MonkeyP
         7,
     )
     assert (plain.config.model, plain.config.kv_bytes, plain.settings.max_requests) == ("smollm2", None, 9)
+    assert (judge.settings.logprobs_mode, plain.settings.logprobs_mode) == ("both", "raw_logprobs")
     assert judge.settings.lora == plain.settings.lora == ()
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
-    from logprobe.server.openai.bodies import GenerationBody
+    from logprobe.server.openai.bodies import GenerationBody, ResponsesBody
     from logprobe.server.service import Service
 
 T = TypeVar("T")
@@ -368,9 +368,12 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
     return fields
 
 
-def reply_extensions(body: GenerationBody, output: RequestOutput | None) -> dict[str, Any]:
-    """What the numbers are, where the request was particular about it."""
-    if body.logprobs_mode is None or output is None or output.info is None:
+def reply_extensions(
+    body: GenerationBody | ResponsesBody, params: SamplingParams, output: RequestOutput | None
+) -> dict[str, Any]:
+    """What the numbers are, where the request or the server was particular about it."""
+    is_told = body.logprobs_mode is not None or params.logprobs_mode != "raw_logprobs"
+    if not is_told or output is None or output.info is None:
         return {}
     return {"logprobs_info": output.info.to_dict()}
 

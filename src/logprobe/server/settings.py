@@ -43,6 +43,8 @@ class ServerSettings:
         max_models_bytes: what further models may hold together, by the bytes of their files and of their
             pools of keys and values; for one more the one that is unused longest leaves. None: the memory
             that is free once the first model is loaded.
+        logprobs_mode: which numbers a reply has where its request names none: raw_logprobs, of the model's
+            own distribution, processed_logprobs, of the one that tokens are drawn from, or both.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
         max_body_bytes: largest request body.
         max_body_values: most JSON values of a body, where an object, a list and a key count eight.
@@ -90,6 +92,7 @@ class ServerSettings:
     also_model: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     max_models_bytes: int | None = None
+    logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
     max_body_values: int = 1 << 19
@@ -190,6 +193,7 @@ class FurtherModel:
 OWN_SETTINGS: Final = (
     "served_model_name",
     "lora",
+    "logprobs_mode",
     "max_logprobs",
     "max_requests",
     "max_tokens_in_flight",
@@ -198,7 +202,11 @@ OWN_SETTINGS: Final = (
     "stall_s",
 )
 """What each model of several may have of its own; the rest holds for the whole server."""
-CHOICES: Final = {"log_level": ("debug", "info", "warning", "error"), "log_format": ("text", "json")}
+CHOICES: Final = {
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs", "both"),
+    "log_level": ("debug", "info", "warning", "error"),
+    "log_format": ("text", "json"),
+}
 POSITIVE: Final = (
     "max_body_bytes",
     "max_body_values",

@@ -34,7 +34,8 @@ EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these sa
 MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
 MOST_SHAPE_MESSAGES: Final = 128
 MOST_SHAPE_CHARS: Final = 256  # of the template's variables
-PART_REPORTS: Final = ("annotations", "logprobs")  # of a reply's part that comes back: they describe its text
+# Of a reply's part that comes back: they describe its text.
+PART_REPORTS: Final = ("annotations", "logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

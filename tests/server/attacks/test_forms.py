@@ -28,7 +28,10 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
         ChatBody,
         {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 4, "logprobs": True},
     ),
-    "/v1/responses": (ResponsesBody, {"input": "the cat", "max_output_tokens": 4}),
+    "/v1/responses": (
+        ResponsesBody,
+        {"input": "the cat", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]},
+    ),
 }
 # Field → forms in JSON that are not the one of the engine, each with that.
 ODD: dict[str, list[tuple[Any, Any]]] = {

@@ -14,6 +14,7 @@ from msgspec import Meta
 Ids = list[int]
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 # Within OpenAI's bounds: replies repeat it.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -61,7 +62,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     # Extensions: reports; each adds fields to the reply.
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs", "both"] | None = None
+    logprobs_mode: LogprobsMode | None = None
     logprob_token_ids: Ids | None = None
     prompt_logprobs: int | None = None
     entropy: bool | None = None
@@ -189,6 +190,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
+    logprobs_mode: LogprobsMode | None = None
 
     # OpenAI's, taken only with the value that changes nothing.
     tools: list[Any] | None = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from logprobe.server.openai.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
+    from logprobe.server.settings import ServerSettings
 
 ENGINE_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
 SAMPLING_FIELDS: Final = (
@@ -104,11 +105,11 @@ STRUCTURED: Final = "structured_outputs."
 GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingParams:
+def chat_params(body: ChatBody, settings: ServerSettings, *, room: int) -> SamplingParams:
     """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs", "comes with logprobs: true")
-    _check_max_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
+    _check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
@@ -117,15 +118,15 @@ def chat_params(body: ChatBody, *, room: int, max_logprobs: int) -> SamplingPara
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = max(room, 1) if limit is None else limit
     fixed: dict[str, Any] = {"logprobs": logprobs, "max_tokens": max_tokens}
-    return _params(body, max_logprobs, {"logprobs": "top_logprobs"}, **fixed | _structured(body))
+    return _params(body, settings, {"logprobs": "top_logprobs"}, **fixed | _structured(body))
 
 
-def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> SamplingParams:
+def responses_params(body: ResponsesBody, settings: ServerSettings, *, room: int) -> SamplingParams:
     """What a responses body asks for; `room` is the number of tokens that still fit after the prompt."""
     unknown = [name for name in body.include or () if name != LOGPROBS]
     if unknown:
         raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
-    _check_max_logprobs("top_logprobs", body.top_logprobs, max_logprobs)
+    _check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     if body.top_logprobs and not body.include:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
     if body.tools:
@@ -136,7 +137,7 @@ def responses_params(body: ResponsesBody, *, room: int, max_logprobs: int) -> Sa
     logprobs = (body.top_logprobs or 0) if body.include else None
     names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens", "response_format": "text"}
     form = _response_format(body.text)
-    return _params(body, max_logprobs, names, logprobs=logprobs, max_tokens=max_tokens, response_format=form)
+    return _params(body, settings, names, logprobs=logprobs, max_tokens=max_tokens, response_format=form)
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -153,9 +154,9 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
 
 
-def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingParams:
+def completion_params(body: CompletionBody, settings: ServerSettings) -> SamplingParams:
     """What a completions body asks for; with `echo`, its `logprobs` are the prompt's, too."""
-    _check_max_logprobs("logprobs", body.logprobs, max_logprobs)
+    _check_max_logprobs("logprobs", body.logprobs, settings)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
@@ -166,7 +167,7 @@ def completion_params(body: CompletionBody, *, max_logprobs: int) -> SamplingPar
         raise bad_request("max_tokens", "0 asks for nothing without echo: true or prompt_logprobs")
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
         raise bad_request("best_of", "cannot be streamed: which are best is known at the end")
-    return _params(body, max_logprobs, {}, **fixed | _structured(body))
+    return _params(body, settings, {}, **fixed | _structured(body))
 
 
 def _structured(body: GenerationBody) -> dict[str, Any]:
@@ -192,8 +193,9 @@ def _check_tools(body: ChatBody) -> None:
         raise bad_request("parallel_tool_calls", "cannot be promised: calls are text, as the model writes it")
 
 
-def _check_max_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
+def _check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
     """Refuse a count of alternatives beyond the cap."""
+    max_logprobs = settings.max_logprobs
     if value is None or max_logprobs == -1:
         return
     if not 0 <= value <= max_logprobs:
@@ -210,12 +212,12 @@ def check_neutral(body: Any) -> None:
 
 
 def _params(
-    body: GenerationBody | ResponsesBody, max_logprobs: int, names: dict[str, str], **fixed: Any
+    body: GenerationBody | ResponsesBody, settings: ServerSettings, names: dict[str, str], **fixed: Any
 ) -> SamplingParams:
     check_neutral(body)
     _check_bias(body.logit_bias)
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
-    _check_max_logprobs("prompt_logprobs", prompt_logprobs, max_logprobs)
+    _check_max_logprobs("prompt_logprobs", prompt_logprobs, settings)
     requested = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
     if requested["response_format"] in NEUTRAL["response_format"]:
         requested["response_format"] = None
@@ -229,6 +231,8 @@ def _params(
     for name in REPORTS:
         if values.get(name) and not reported:
             raise bad_request(name, "comes beside logprobs; ask for them as well")
+    if fixed["logprobs"] is not None:
+        values.setdefault("logprobs_mode", settings.logprobs_mode)
     try:
         return SamplingParams(**values | fixed)
     except ValueError as error:

@@ -201,6 +201,7 @@ class OutputText(Shape, kw_only=True):
     text: str
     annotations: list[Any]
     logprobs: list[ChatTokenLogprob]
+    processed_logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
 
 
 class OutputMessage(Shape, kw_only=True):
@@ -259,6 +260,7 @@ class Response(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float
     usage: dict[str, Any] | None
+    logprobs_info: dict[str, Any] | UnsetType = UNSET
 
 
 class Score(msgspec.Struct, kw_only=True):

@@ -47,7 +47,7 @@ def prepare(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
     ids = encode_messages(body.messages, service, layout_of(body))
     room = service.capabilities.max_model_len + 1 - len(ids)
     with named_as_asked(body):
-        params = chat_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+        params = chat_params(body, service.settings, room=room)
         return body, Generation(service, service.new_id("chatcmpl"), [(ids, params)])
 
 
@@ -71,7 +71,7 @@ class ChatShape:
         reply = self._frame("chat.completion", [self._choice(piece) for piece in pieces])
         reply["usage"] = usage(self._generation)
         extensions = prompt_extensions(self._service, self._body, output)
-        return reply | extensions | reply_extensions(self._body, output)
+        return reply | extensions | reply_extensions(self._body, self._generation.params, output)
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """The role of each choice."""
@@ -135,4 +135,4 @@ class ChatShape:
         self._has_sent_prompt = True
         output = self._generation.outputs[0]
         extensions = prompt_extensions(self._service, self._body, output)
-        return extensions | reply_extensions(self._body, output)
+        return extensions | reply_extensions(self._body, self._generation.params, output)

@@ -49,7 +49,7 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
     service.choose_weights(body)
     service.log_body("completions", body)
     with named_as_asked(body):
-        params = completion_params(body, max_logprobs=service.settings.max_logprobs)
+        params = completion_params(body, service.settings)
     prompts = read_prompts(body.prompt, service, is_echoed=bool(body.echo))
     limit = service.capabilities.max_model_len
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
@@ -135,7 +135,7 @@ class CompletionShape:
                 _add_empty_entry(choice)
         if piece.index % self._generation.params.n == 0:
             choice |= prompt_extensions(self._service, self._body, output)
-        return choice | reply_extensions(self._body, output)
+        return choice | reply_extensions(self._body, self._generation.params, output)
 
     @staticmethod
     def _prepend(choice: dict[str, Any], echo: Echo) -> None:

@@ -56,6 +56,7 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
     return json_reply(
         asdict(service.engine.capabilities())
         | {
+            "logprobs_mode": service.settings.logprobs_mode,
             "max_logprobs": service.settings.max_logprobs,
             "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),

@@ -17,7 +17,7 @@ from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.prompts import encode_messages
-from logprobe.server.reply import Generation, answer, chat_rows, num_top
+from logprobe.server.reply import Generation, answer, chat_rows, num_top, reply_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 LABELS: Final = ("type", "id", "status")
 """Fields of an item that tell of it, and say nothing to the model."""
+
+ROWS: Final = ("logprobs", "processed_logprobs")
+"""Fields of a text's part that hold its rows, named as the records of a completion."""
+NO_ROWS: Final = msgspec.Raw(b"[]")
 
 _MESSAGE: Final = re.compile(r"messages(?:\[(\d+)\])?(.*)", re.DOTALL)
 
@@ -60,7 +64,7 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     service.log_body("responses", body)
     messages, ids = read_conversation(body, service, owner)
     room = service.capabilities.max_model_len + 1 - len(ids)
-    params = responses_params(body, room=room, max_logprobs=service.settings.max_logprobs)
+    params = responses_params(body, service.settings, room=room)
     generation = Generation(service, service.new_id("resp"), [(ids, params)])
     return ResponsesRequest(owner, body, messages, generation)
 
@@ -203,6 +207,8 @@ class ResponseShape:
         status = "completed" if piece.finish_reason == "stop" else "incomplete"
         part = self._part(piece.text, self._rows(piece))
         response = self._response(status, [self._item(status, [part])]) | {"usage": self._usage()}
+        output = self._generation.outputs[0]
+        response |= reply_extensions(self._body, self._generation.params, output)
         if self._body.store is not False:
             messages = [*self._request.messages, {"role": "assistant", "content": piece.text}]
             self._service.stored.keep(self._request.owner, response, messages)
@@ -213,14 +219,13 @@ class ResponseShape:
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
         yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield self._part_event("response.content_part.added", part=self._part("", msgspec.Raw(b"[]")))
+        yield self._part_event("response.content_part.added", part=self._part("", {"logprobs": NO_ROWS}))
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
         """Text with its rows."""
         self._pieces.append(piece)
         if piece.text or piece.text_tokens:
-            rows = self._rows(piece)
-            yield self._part_event("response.output_text.delta", delta=piece.text, logprobs=rows)
+            yield self._part_event("response.output_text.delta", delta=piece.text, **self._rows(piece))
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Everything once more, whole."""
@@ -228,7 +233,8 @@ class ResponseShape:
         response = self.whole([piece])
         (item,) = response["output"]
         (part,) = item["content"]
-        yield self._part_event("response.output_text.done", text=piece.text, logprobs=part["logprobs"])
+        rows = {name: part[name] for name in ROWS if name in part}
+        yield self._part_event("response.output_text.done", text=piece.text, **rows)
         yield self._part_event("response.content_part.done", part=part)
         yield self._event("response.output_item.done", output_index=0, item=item)
         yield self._event(f"response.{response['status']}", response=response)
@@ -246,11 +252,14 @@ class ResponseShape:
             text_tokens=[token for piece in self._pieces for token in piece.text_tokens],
         )
 
-    def _rows(self, piece: CompletionPiece) -> msgspec.Raw:
-        record = piece.completion.logprobs
-        if record is None:
-            return msgspec.Raw(b"[]")
-        return chat_rows(self._service, record, piece.text_tokens, num_top(self._generation))
+    def _rows(self, piece: CompletionPiece) -> dict[str, msgspec.Raw]:
+        """The rows of a piece, of each distribution that was asked for."""
+        records = {name: getattr(piece.completion, name) for name in ROWS}
+        return {"logprobs": NO_ROWS} | {
+            name: chat_rows(self._service, record, piece.text_tokens, num_top(self._generation))
+            for name, record in records.items()
+            if record is not None
+        }
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         number = self._num_events
@@ -261,8 +270,8 @@ class ResponseShape:
         return self._event(kind, item_id=self._item_id, output_index=0, content_index=0, **fields)
 
     @staticmethod
-    def _part(text: str, rows: msgspec.Raw) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
+    def _part(text: str, rows: dict[str, msgspec.Raw]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], **rows}
 
     def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
         return {
