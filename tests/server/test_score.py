@@ -85,6 +85,69 @@ def test_answers_to_a_conversation_follow_its_template(server: Any) -> None:
         assert found["logprob"] == pytest.approx(by_ids["logprob"], abs=1e-4)
 
 
+BEGUN: Any = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "the dog an"}]
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize(
+    ("begun", "continuation", "scored"),
+    [
+        ("the dog and", " of the cat", " of the cat"),
+        ("the dog and ", "of the cat", " of the cat"),  # the space is the first token's
+        ("the dog an", "d of", " and of"),  # as is what was begun of a word
+        ("the dog and", "\n\n", "\n\n"),
+        ("é", "🐈 é", "🐈 é"),
+    ],
+)
+def test_a_message_that_is_gone_on_with_scores_as_its_tokens_by_hand(
+    server: Any, begun: str, continuation: str, scored: str
+) -> None:
+    messages = [BEGUN[0], {"role": "assistant", "content": begun}]
+    text = server.llm.text
+    ids = text.encode(f"user: the cat\nassistant: {begun}{continuation}", add_special_tokens=False).tolist()
+    num = next(count for count in range(1, len(ids)) if text.bytes_of(ids[-count:]) == scored.encode())
+    before, after = ids[:-num], ids[-num:]
+    rows = as_echo(server, ids)
+    for layout in (CONTINUED, {"continue_final_message": True}):
+        asked = {"messages": messages, "continuations": [continuation, " a"], "unconditional": True}
+        found = server.post("/v1/score", **asked, **layout).json()["data"][0]
+        by_ids = server.post("/v1/score", context=before, continuations=[after], unconditional=True)
+        assert found["token_ids"] == after
+        assert found["num_bytes"] == len(scored.encode())
+        assert found["token_logprobs"] == pytest.approx(rows[-num:], abs=1e-4)
+        expected = by_ids.json()["data"][0]
+        for name in ("logprob", "logprob_per_byte", "unconditional_logprob", "pmi"):
+            assert found[name] == pytest.approx(expected[name], abs=1e-4)
+
+
+def as_echo(server: Any, ids: list[int]) -> list[float]:
+    """The numbers of a prompt's tokens."""
+    asked = {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
+    reply = server.post("/v1/completions", **asked)
+    assert reply.status_code == 200, reply.text
+    numbers: list[float] = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
+    return numbers
+
+
+def test_ids_follow_a_message_that_is_gone_on_with(server: Any) -> None:
+    before = server.post("/tokenize", messages=BEGUN, **CONTINUED).json()["tokens"]
+    found, by_ids = (
+        server.post("/v1/score", continuations=[[7, 8]], **asked).json()["data"][0]
+        for asked in ({"messages": BEGUN, **CONTINUED}, {"context": before})
+    )
+    assert found["token_logprobs"] == pytest.approx(by_ids["token_logprobs"], abs=1e-4)
+
+
+def test_what_lays_out_messages_is_refused_without_them(server: Any) -> None:
+    for name, value in {**CONTINUED, "tools": [], "chat_template_kwargs": {}}.items():
+        reply = server.post("/v1/score", context="a", continuations=["b"], **{name: value})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["param"] == name
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    refused = server.post("/v1/score", messages=BEGUN, continuations=["b"], **both)
+    assert refused.json()["error"]["param"] == "continue_final_message"
+
+
 def test_pointwise_information_subtracts_the_bare_score(server: Any) -> None:
     reply = server.post("/v1/score", context=CONTEXT, continuations=ANSWERS, unconditional=True).json()
     bare = server.post("/v1/score", context="", continuations=ANSWERS).json()

@@ -147,6 +147,10 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continuations: Annotated[list[str | Ids], Meta(min_length=1)]
     context: str | Ids | None = None
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     unconditional: bool = False
     lora: str | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from logprobe.records.values import IntArray
-    from logprobe.server.openai.bodies import ChatBody, TokenizeBody
+    from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
     from logprobe.server.service import Service
     from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
@@ -135,7 +135,7 @@ def render_messages(messages: Conversation, service: Service, layout: Layout = A
     return text
 
 
-def layout_of(body: ChatBody | TokenizeBody) -> Layout:
+def layout_of(body: ChatBody | ScoreBody | TokenizeBody) -> Layout:
     """How a body's conversation is to be laid out."""
     return Layout(
         tools=body.tools,

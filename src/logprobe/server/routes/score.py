@@ -17,7 +17,7 @@ from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import ScoreBody
-from logprobe.server.openai.prompts import as_ids, check_texts, render_messages
+from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
 from logprobe.server.reply import encode
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logprobe.transport.messages import Admitted
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
+LAYOUT_FIELDS: Final = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 SCORE_ENTRIES: Final = 32  # of a reply, that the measures of a continuation take as long as
 
 
@@ -106,10 +107,13 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
     """A conversation as text and as ids; or None and a context, which is either."""
     if (body.context is None) == (body.messages is None):
         raise bad_request("context", "give either context or messages")
+    for name in LAYOUT_FIELDS if body.messages is None else ():
+        if getattr(body, name) is not None:
+            raise bad_request(name, "lays out messages; give them in the place of context")
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:
-        text = render_messages(body.messages, service)
+        text = render_messages(body.messages, service, layout_of(body))
         check_texts([text] * num_times, "messages", service)  # it is tokenised with each continuation
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len
@@ -130,10 +134,18 @@ def _split(
             return Split(np.concatenate([before, ids]), len(before))
     elif laid_out is not None:
         whole = service.text.encode(laid_out + continuation, add_special_tokens=False)
-        return Split(whole, min(len(before), len(whole) - 1))
+        assert not isinstance(before, str)
+        return Split(whole, min(_num_shared(before, whole), len(whole) - 1))
     elif isinstance(before, str):
         return service.client.split((before, continuation))
     raise bad_request("continuations", "context and continuations must both be texts or both be ids")
+
+
+def _num_shared(before: IntArray, whole: IntArray) -> int:
+    """How many tokens both begin with: the last of a conversation may reach into what follows it."""
+    num = min(len(before), len(whole))
+    is_same = before[:num] == whole[:num]
+    return num if is_same.all() else int(is_same.argmin())
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
