@@ -14,7 +14,8 @@ import pytest
 
 from logprobe.server import ServerSettings
 from logprobe.server.app import ROUTES
-from logprobe.server.openai.fields import NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.openai.fields import NEUTRAL, SAMPLING_FIELDS
+from logprobe.server.openai.no_effect import NO_EFFECT
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -70,7 +70,18 @@ def test_openais_client_sends_them_as_vllm_documents_it(client: openai.OpenAI) -
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "did you mean 'logits_processors_args'?"),
         ({"max_new_tokens": 3}, "max_new_tokens", "did you mean 'max_tokens'?"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids", "'return_token_ids'"),
-        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "is no field"),
+        ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "is no field"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+        (
+            {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
+            "guided_regex",
+            "structured_outputs.regex both",
+        ),
+        (
+            {"guided_regex": "a", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.regex",
+            "structured_outputs.choice both",
+        ),
     ],
 )
 def test_what_is_not_served_is_answered_with_what_is(

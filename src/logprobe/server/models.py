@@ -77,6 +77,7 @@ class Models:
         self.lifetime = Lifetime(settings.drain_s)
         self.stored = StoredResponses(settings.max_stored, settings.max_stored_bytes, settings.max_body_bytes)
         self.metrics = Metrics(self.engines, by_model=bool(further))
+        self.told: set[str] = set()  # fields without effect that the log has named
         self._further = dict(further or {})
         self.first = Service(model, settings, self, processors)
         self._services = {self.first.model_name: self.first}  # of models that are loaded; the first stays

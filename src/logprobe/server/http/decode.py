@@ -17,6 +17,7 @@ from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import check_body, check_values
+from logprobe.server.openai.no_effect import fields_without_effect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,13 +51,13 @@ async def read(
     check_media_type(request.headers.get("content-type"))
     data = await read_bytes(request, service.settings)
     if len(data) <= QUICK_BYTES:
-        body = _decode_checked(data, body_type, service.settings)
+        body = _decode_checked(data, body_type, service)
         num_bytes = len(data) if is_bounded(body) else None
         return await service.workers.read(lambda: prepare(body, service), num_bytes)
 
     def read_large() -> T:
         try:
-            return prepare(_decode_checked(data, body_type, service.settings), service)
+            return prepare(_decode_checked(data, body_type, service), service)
         finally:
             if len(data) > LARGE_BYTES:
                 return_freed()
@@ -101,10 +102,11 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
     return bytes(data)
 
 
-def _decode_checked(data: bytes, body_type: type[B], settings: ServerSettings) -> B:
-    check_values(settings, data)
+def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
+    check_values(service.settings, data)
     body = decode_body(data, body_type)
-    check_body(settings, body)
+    check_body(service.settings, body)
+    service.call.without_effect = fields_without_effect(body)
     return body
 
 

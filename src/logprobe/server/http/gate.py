@@ -58,6 +58,7 @@ class Call:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_rows: int | None = None  # of log-probabilities; None: none were asked
+    without_effect: list[str] = field(default_factory=list)  # fields that were taken and changed nothing
     first_token_s: float | None = None  # of a stream
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
@@ -98,7 +99,8 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in {"request_id", "_start_s"})
+UNTOLD: Final = frozenset({"request_id", "without_effect", "_start_s"})  # of a call's line
+FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
 
 def begin_call(given: str | None, **facts: Any) -> Call:

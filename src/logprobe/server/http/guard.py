@@ -20,6 +20,7 @@ from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
+from logprobe.server.openai.no_effect import reason, warning
 from logprobe.server.settings import check_keys
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
 
+    from logprobe.server.http.gate import Call
     from logprobe.server.metrics import Metrics
     from logprobe.server.models import Models
     from logprobe.server.service import Service
@@ -104,11 +106,21 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), models.metrics, error)
+        name_without_effect(response, call, models)
         models.metrics.replies.labels(path, response.status_code).inc()
         return HeldReply(response, resources.close)
 
     serve.__name__, serve.__doc__ = handler.__name__, handler.__doc__
     return serve
+
+
+def name_without_effect(response: Response, call: Call, models: Models) -> None:
+    """Say which fields of a request changed nothing: to its client, and once each to the operator."""
+    for name in call.without_effect:
+        response.headers.append("warning", warning(name))
+        if name not in models.told:
+            models.told.add(name)
+            logger.warning("%s", reason(name))
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:

@@ -25,7 +25,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream carries beside its increments."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # no effect: no padding is ever sent
+    include_obfuscation: bool | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,14 +69,19 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     explain: bool | None = None
     return_token_ids: bool | None = None
 
-    # OpenAI's fields without effect here.
+    # Without effect here (`no_effect`), or taken only with the value that changes nothing.
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
+    cache_prompt: bool | None = None
+    guided_decoding_backend: str | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
@@ -206,12 +211,13 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     conversation: Any = None
     prompt: Any = None
 
-    # OpenAI's fields without effect here.
+    # Without effect here (`no_effect`).
     parallel_tool_calls: bool | None = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
 
 

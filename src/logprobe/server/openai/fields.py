@@ -14,6 +14,7 @@ import msgspec
 from logprobe.errors import ParameterError, shortened
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
+from logprobe.server.openai.no_effect import has_effect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -70,19 +71,9 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "conversation": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
 }
-"""OpenAI's fields that ask for what this server does not do, and the values that ask for nothing."""
-
-NO_EFFECT: Final = (
-    "user",
-    "metadata",
-    "store",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-)
-"""OpenAI's fields that are taken and change nothing."""
+"""Fields that ask for what this server does not do, and the values that ask for nothing."""
 
 MAX_BIAS: Final = 100
 
@@ -107,7 +98,7 @@ GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar
 
 def chat_params(body: ChatBody, settings: ServerSettings, *, room: int) -> SamplingParams:
     """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
         raise bad_request("top_logprobs", "comes with logprobs: true")
     _check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
@@ -279,8 +270,12 @@ def named_as_asked(body: GenerationBody) -> Iterator[None]:
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:
-    """The fields that give the form of the text, with their values."""
-    guided = [(name, getattr(body, name)) for name in GUIDED if getattr(body, name) is not None]
+    """The fields that give the form of the text, with their values; what is said twice once."""
+    guided = [
+        (name, getattr(body, name))
+        for name in GUIDED
+        if getattr(body, name) is not None and has_effect(body, name)
+    ]
     structured = [
         (f"{STRUCTURED}{name}", value)
         for name, value in (body.structured_outputs or {}).items()

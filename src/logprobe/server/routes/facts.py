@@ -13,7 +13,8 @@ from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
-from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, NO_EFFECT, SAMPLING_FIELDS
+from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, SAMPLING_FIELDS
+from logprobe.server.openai.no_effect import NO_EFFECT
 from logprobe.server.openai.prompts import check_texts, encode_messages, layout_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
             "max_logprobs_of": dict.fromkeys(LOGPROBS_FIELDS, service.settings.max_logprobs),
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
             "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
-            "fields_without_effect": sorted(NO_EFFECT),
+            "fields_without_effect": sorted(
+                name for name, field in NO_EFFECT.items() if field.beside is None
+            ),
             "limits": limit_table(service.settings),
             "in_use": service.limits.in_use(),
         }

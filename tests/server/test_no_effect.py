@@ -1,0 +1,140 @@
+"""Fields that change no number: taken, and named in a header and in the log; all others are refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from logprobe.server.http.gate import FACTS
+from logprobe.server.openai.bodies import ChatBody, CompletionBody, ResponsesBody, StreamOptions
+from logprobe.server.openai.no_effect import NO_EFFECT, warning
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES: Any = [{"role": "user", "content": "the cat"}]
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    CHAT: (ChatBody, {"messages": MESSAGES, "max_tokens": 3, "seed": 1}),
+    COMPLETIONS: (CompletionBody, {"prompt": "the cat", "max_tokens": 3, "seed": 1}),
+    RESPONSES: (ResponsesBody, {"input": "the cat", "max_output_tokens": 3, "seed": 1}),
+}
+SCHEMA = {"type": "object", "properties": {"cat": {"enum": ["a", "b"]}}, "required": ["cat"]}
+FORMS = {"json": SCHEMA, "regex": "(the|and) dog", "choice": ["a dog"], "grammar": 'start: "cat" | "dog"'}
+GIVEN: dict[str, dict[str, Any]] = {
+    "user": {"user": 'Ann "\\\r\n\u20ac'},
+    "safety_identifier": {"safety_identifier": "Ann"},
+    "metadata": {"metadata": {"a": "b"}},
+    "store": {"store": True},
+    "prompt_cache_key": {"prompt_cache_key": "a"},
+    "prompt_cache_options": {"prompt_cache_options": {"mode": "implicit"}},
+    "prompt_cache_retention": {"prompt_cache_retention": "24h"},
+    "parallel_tool_calls": {"parallel_tool_calls": True},
+    "stream_options.include_obfuscation": {"stream_options": {"include_obfuscation": True}},
+    "cache_prompt": {"cache_prompt": False},
+    "guided_decoding_backend": {"guided_decoding_backend": "xgrammar"},
+    "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
+    "top_logprobs": {"logprobs": False, "top_logprobs": 0},
+}
+GIVEN |= {
+    f"guided_{form}": {f"guided_{form}": value, "structured_outputs": {form: value}}
+    for form, value in FORMS.items()
+}
+EFFECTS = {(RESPONSES, "metadata"), (RESPONSES, "store")}
+WARNING = re.compile(r'299 - "[ !#-\[\]-~]+"')  # RFC 7234, section 5.5; nothing to be escaped in it
+
+
+def has_fields(path: str, name: str) -> bool:
+    kind = BODIES[path][0]
+    fields = {*kind.__struct_fields__, *(f"stream_options.{one}" for one in StreamOptions.__struct_fields__)}
+    is_chats = name == "top_logprobs"
+    return name in fields and (path == CHAT or not is_chats)
+
+
+ASKED = [(path, name) for path in BODIES for name in NO_EFFECT if has_fields(path, name)]
+
+
+def told(reply: Any) -> list[str]:
+    return [value for name, value in reply.headers.multi_items() if name == "warning"]
+
+
+def said(reply: Any) -> Any:
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    return found["output"][0]["content"] if "output" in found else found["choices"]
+
+
+def test_every_field_of_the_table_is_one_of_a_body() -> None:
+    assert NO_EFFECT.keys() == GIVEN.keys() == {name for _, name in ASKED}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_warning_is_a_quoted_text_that_begins_with_the_field(name: str) -> None:
+    assert WARNING.fullmatch(warning(name))
+    assert warning(name).startswith(f'299 - "{name} changes nothing here: ')
+
+
+@pytest.mark.parametrize(("path", "name"), ASKED)
+def test_a_field_that_changes_nothing_is_named_and_changes_nothing(server: Any, path: str, name: str) -> None:
+    body, fields = BODIES[path][1], GIVEN[name]
+    if "stream_options" in fields:
+        fields = fields | {"stream": True}
+    without = {one: value for one, value in fields.items() if one not in {name, "stream_options"}}
+    plain, reply = (server.post(path, **body | given) for given in (without, fields))
+    assert told(plain) == []
+    if (path, name) in EFFECTS:
+        assert told(reply) == []
+    else:
+        assert told(reply) == [warning(name)]
+    if "stream" not in fields:
+        assert said(reply) == said(plain)
+    assert reply.status_code == plain.status_code == 200
+
+
+def test_each_field_has_its_own_warning_and_one_line_of_the_log(
+    new_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "logprobe.server")
+    words = "a-text-of-the-client"
+    body = BODIES[CHAT][1] | {"user": words, "store": False, "metadata": {words: words}}
+    with new_server() as server:
+        for is_stream in (False, True, False):
+            reply = server.post(CHAT, **body, stream=is_stream)
+            assert told(reply) == [warning(name) for name in ("user", "metadata", "store")]
+            assert words not in str(reply.headers)
+        server.post(COMPLETIONS, **BODIES[COMPLETIONS][1], user=words)
+    assert sorted(message.split()[0] for message in caplog.messages) == ["metadata", "store", "user"]
+    assert all(" changes nothing here: " in message for message in caplog.messages)
+    assert words not in caplog.text
+
+
+def test_a_request_that_is_refused_is_told_too(server: Any) -> None:
+    reply = server.post(CHAT, **BODIES[CHAT][1] | {"user": "Ann", "top_p": 9})
+    assert reply.status_code == 400
+    assert told(reply) == [warning("user")]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"top_logprobs": 0}, "top_logprobs"),
+        (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        (CHAT, {"user": "Ann", "users": "Ann"}, "users"),
+        (COMPLETIONS, {"cache_prompts": True}, "cache_prompts"),
+        (RESPONSES, {"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+        ("/v1/score", {"context": "a", "continuations": ["b"], "user": "Ann"}, "user"),
+    ],
+)
+def test_what_could_mean_something_is_refused(
+    server: Any, path: str, fields: dict[str, Any], param: str
+) -> None:
+    reply = server.post(path, **BODIES.get(path, (None, {}))[1] | fields)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+def test_the_capabilities_name_those_that_never_mean_anything(server: Any) -> None:
+    found = server.get("/v1/capabilities").json()["fields_without_effect"]
+    assert set(found) < set(NO_EFFECT)
+    assert {"user", "guided_decoding_backend"} <= set(found)
+    assert not {"top_logprobs", "guided_json"} & set(found)
+    assert "without_effect" not in FACTS
