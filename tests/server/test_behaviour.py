@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import openai
 import pytest
 
 from logprobe.server import ServerSettings
@@ -72,6 +73,32 @@ def test_what_is_no_route_is_named_and_told_where_the_routes_stand(
     error = reply.json()["error"]
     assert (reply.status_code, error["code"]) == (status, "no_such_route")
     assert error["message"] == f"GET {path} is no route; GET /openapi.json lists them all"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/chat/completions"),
+        ("POST", "/completions"),
+        ("GET", "/models"),
+        ("GET", "/models/a/b"),
+        ("DELETE", "/responses/resp-1"),
+    ],
+)
+def test_a_base_url_without_v1_is_told_what_it_lacks(server: Any, method: str, path: str) -> None:
+    reply = httpx.request(method, server.url + path, timeout=PATIENCE_S)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (404, "no_such_route")
+    remedy = f"use /v1{path}; is the client's base_url without /v1?"
+    assert error["message"] == f"{method} {path} is no route; {remedy}"
+
+
+def test_openais_client_shows_what_its_base_url_lacks(server: Any) -> None:
+    with (
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="use /v1/chat/completions; is the client's base_url"),
+    ):
+        client.chat.completions.create(model="default", messages=[{"role": "user", "content": "a"}])
 
 
 def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:

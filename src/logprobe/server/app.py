@@ -16,6 +16,7 @@ import uvicorn
 from msgspec import json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from logprobe.engine.backends.start import start_engine
 from logprobe.engine.forward.pool import keep_out_of_collections
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from logprobe.server.service import Service
     from logprobe.server.settings import FurtherModel, ServerSettings
 
+VERSION: Final = "/v1"
 OPEN: Final = {"/", "/health", "/ready"}  # need no key
 METRICS_HOST: Final = "127.0.0.1"
 OPERATORS: Final = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights_from_disk"}
@@ -117,7 +119,7 @@ def create_app(
     async def not_routed(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shortened(request.url.path)
-        message = f"{request.method} {path} is no route; GET /openapi.json lists them all"
+        message = f"{request.method} {path} is no route; {remedy_for(request)}"
         refusal = ApiError(error.status_code, message, headers=error.headers, code="no_such_route")
         return failure(refusal, models.metrics)
 
@@ -135,6 +137,14 @@ def create_app(
     # The last one added is the first one met.
     app.add_middleware(Gate, settings=settings, ended=models.metrics.timed)
     return app
+
+
+def remedy_for(request: HttpRequest) -> str:
+    """What to do about a path that is no route; a client's base URL is often given without its /v1."""
+    scope = dict(request.scope, path=VERSION + request.scope["path"])
+    if any(route.matches(scope)[0] is Match.FULL for route in request.app.router.routes):
+        return f"use {shortened(VERSION + request.url.path)}; is the client's base_url without {VERSION}?"
+    return "GET /openapi.json lists them all"
 
 
 class OwnPort:
