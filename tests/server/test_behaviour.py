@@ -313,7 +313,21 @@ def test_a_model_goes_by_each_of_its_names_and_by_default(new_server: Any) -> No
             reply = server.post("/v1/completions", prompt="a", max_tokens=1, model=name)
             assert reply.status_code == 200, name
             assert reply.json()["model"] == "first"
-        assert server.post("/v1/completions", prompt="a", model="third").status_code == 404
+        refused = server.post("/v1/completions", prompt="a", model="third")
+        assert refused.status_code == 404
+        assert "use 'first' or 'second'" in refused.json()["error"]["message"]
+
+
+def test_every_name_of_a_model_is_listed(new_server: Any) -> None:
+    names = {"served_model_name": ("first", "second", "first")}
+    for own, listed in {None: ["first", "second"], "own": ["own", "first", "second"]}.items():
+        with new_server(model_name=own, **names) as server:
+            found = server.get("/v1/models").json()["data"]
+            assert [one["id"] for one in found] == listed
+            assert all(one == found[0] | {"id": one["id"]} for one in found)
+            for one in found:
+                assert server.get(f"/v1/models/{one['id']}").json() == one
+            assert server.get("/v1/models/default").json() == found[0]
 
 
 def test_python_m_logprobe_is_the_command_line() -> None:

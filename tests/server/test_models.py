@@ -108,6 +108,16 @@ def test_each_name_is_answered_by_its_own_model(
         assert len(ids[0]) == len(ids[1]) + 1  # the Llama's tokenizer puts BOS first
 
 
+def test_every_name_of_a_further_model_is_listed_asleep_and_loaded(serve_several: Any) -> None:
+    with serve_several({"other": {"served_model_name": ("o1", "o2")}}, served_model_name=("b1",)) as server:
+        first, further = dict.fromkeys(("base", "b1"), "loaded"), ("other", "o1", "o2")
+        assert server.states() == first | dict.fromkeys(further, "unloaded")
+        assert server.ask(model="o2").json()["model"] == "other"
+        assert server.states() == first | dict.fromkeys(further, "loaded")
+        assert server.get("/v1/models/o1")["id"] == "o1"
+        assert "'b1' or 'other' or 'o1' or 'o2'" in server.ask(model="nobody").json()["error"]["message"]
+
+
 def asked_twice() -> list[dict[str, str]]:
     return [{"prompt": "the cat", "model": model} for model in ("base", "other")]
 
@@ -276,7 +286,7 @@ def test_a_process_serves_what_flags_and_a_file_name(
     with serving_process(tiny_model_folder, *flags) as server:
         entries = json_of(server.get("/v1/models"))["data"]
         states = {one["id"]: one["status"]["value"] for one in entries}
-        assert states == {"base": "loaded", "filed": "loaded", "flagged": "unloaded"}
+        assert states == {"base": "loaded", "filed": "loaded", "also": "loaded", "flagged": "unloaded"}
         assert json_of(server.get("/v1/capabilities?model=filed"))["limits"]["max_requests"] == 3
         filed, also, flagged = (
             json_of(server.post("/v1/completions", model=model, **ASK))

@@ -132,8 +132,9 @@ class Models:
         return [name for key in [*loaded, *self.asleep()] for name in loaded.get(key, [key])]
 
     def asleep(self) -> list[str]:
-        """Further models that are not loaded."""
-        return [name for name in self._further if name not in self._services]
+        """Names of further models that are not loaded."""
+        waiting = ((key, one) for key, one in self._further.items() if key not in self._services)
+        return [name for key, one in waiting for name in (key, *one.names)]
 
     def prepare(self) -> None:
         """Load what has to be there before the first request: LoRA weights, and models to preload.

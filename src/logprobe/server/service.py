@@ -188,8 +188,9 @@ class Service:
         return name in self.own_names or name in self.engine.list_loras()
 
     def served(self) -> list[tuple[str, str | None]]:
-        """The names to ask for: the model's (None), then those of LoRA weights, each with its folder."""
-        return [(self.model_name, None), *self.engine.list_loras().items()]
+        """The names to ask for: the model's own (None), then those of LoRA weights, each with its folder."""
+        own = dict.fromkeys([self.model_name, *filter(None, self.settings.served_model_name)])
+        return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
         """Settle the LoRA weights of a body: a name that stands as `model` is noted as `lora`.

@@ -38,7 +38,7 @@ async def ready(_: HttpRequest, service: Service) -> Response:
 
 
 async def models(request: HttpRequest, service: Service) -> Response:
-    """List each model, then its LoRA weights; each can be asked for by its name."""
+    """List each model by each of its names, then its LoRA weights; each can be asked for by name."""
     return Document.of(msgspec.json.encode({"object": "list", "data": _models(service)})).reply(request)
 
 
@@ -164,11 +164,11 @@ def _models(service: Service) -> list[dict[str, Any]]:
 
 def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
     base = {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "logprobe",
         "max_model_len": service.capabilities.max_model_len,
         "weight_version": service.engine.capabilities().weight_version,
     }
-    return base if folder is None else base | {"id": name, "root": folder, "parent": service.model_name}
+    return base if folder is None else base | {"root": folder, "parent": service.model_name}
