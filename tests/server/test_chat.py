@@ -67,6 +67,24 @@ def test_the_bytes_of_the_rows_are_the_text(client: Any, seed: int) -> None:
     assert own_bytes(rows).decode("utf-8", "replace") == choice.message.content
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+def test_a_text_that_ends_inside_a_character_has_a_replacement_and_its_rows_the_bytes(
+    client: Any, server: Any, num_tokens: int
+) -> None:
+    ids = server.llm.text.encode("a🐈", add_special_tokens=False).tolist()
+    assert len(ids) == 4, "the character is of three tokens"
+    data = server.llm.text.bytes_of(ids[:num_tokens])
+    form = {"type": "choice", "choice": ["a🐈"]}
+    asked: dict[str, Any] = {"logprobs": True, "max_tokens": num_tokens, "response_format": form}
+    # The grammar may take other tokens of the same bytes.
+    asked["extra_body"] = {"allowed_token_ids": [*ids, 1]}
+    whole, told = create(client, **asked).choices[0], fold(create(client, stream=True, **asked))
+    rows = [row.model_dump() for row in whole.logprobs.content]
+    assert own_bytes(rows) == own_bytes(told["rows"]) == data
+    text = {1: "a", 2: "a\ufffd", 3: "a\ufffd", 4: "a🐈"}[num_tokens]
+    assert whole.message.content == told["text"] == text == data.decode("utf-8", "replace")
+
+
 def test_k_means_k(client: Any) -> None:
     for k in (0, 1, 5, 20):
         choice = create(client, logprobs=True, top_logprobs=k).choices[0]
