@@ -406,7 +406,8 @@ class LLM:
             progress: show a progress bar on stderr.
 
         Raises:
-            ParameterError: labels that are equal, empty, or begin another; a prompt that is too long.
+            ParameterError: labels that are equal, empty, or begin another; a prompt that is too long; a
+                `content_free` that no correction asks for.
             BatchError: some requests failed.
         """
         from logprobe.scoring.labels import classify
@@ -424,7 +425,8 @@ class LLM:
         (`task`, `template`, `labels`) for other models.
 
         Raises:
-            ParameterError: no list of texts, or a document that is too long, by its number.
+            ParameterError: no list of texts, a part of the layout that cannot be used, or a document that
+                is too long, by its number.
             BatchError: some requests failed.
         """
         from logprobe.scoring.labels import rerank
@@ -440,8 +442,16 @@ class LLM:
     ) -> Judgement | list[Judgement]:
         """The distribution of the grade that a prompt or a conversation asks for: mean, spread, rest.
 
+        An answer is the longest grade that it spells: of 1 to 10, what begins with 1 and goes on to 10 is a
+        10, whether the tokenizer has a token of its own for 10 or writes it as those of 1 and 0.
+
+        Args:
+            prompts: as in `classify`.
+            scale: the grades, two numbers or more; each is looked for as it is usually written (7, 2.5).
+            progress: show a progress bar on stderr.
+
         Raises:
-            ParameterError: a scale of one grade, or where one begins another (1 and 10).
+            ParameterError: a scale of one grade, of equal ones, or of what is no number of up to six digits.
             BatchError: some requests failed.
         """
         from logprobe.scoring.labels import judge

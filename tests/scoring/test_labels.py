@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from logprobe import LLM
 from logprobe.errors import ParameterError
-from logprobe.scoring.labels import RERANK_AFTER, RERANK_BEFORE, RERANK_PAIR, RERANK_TASK, texts_of
+from logprobe.scoring.labels import (
+    RERANK_AFTER,
+    RERANK_BEFORE,
+    RERANK_PAIR,
+    RERANK_TASK,
+    Classification,
+    judge,
+    texts_of,
+)
 from refusals import raises
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    from logprobe import LLM
 
 PROMPT = "the cat and"
 LABELS = [" the dog", " of the", " a"]
@@ -140,6 +151,9 @@ def test_a_grade_is_a_distribution(tiny_llm: LLM) -> None:
         (["yes", "yes, sir"], "'yes' (yes) begins 'yes, sir' (yes, sir)"),
         ({"a": ["x", "y"], "b": "x"}, "'x' (a) equals 'x' (b)"),
         ({"a": []}, "has an empty text, or none"),
+        (["1", "2", "10"], "'1' (1) begins '10' (10)"),
+        (["yes", 5], "must be a text"),
+        ({"a": "\ud800"}, "is not valid Unicode"),
     ],
 )
 def test_labels_that_overlap_are_named(labels: Any, said: str) -> None:
@@ -153,11 +167,142 @@ def test_what_cannot_be_asked_is_named(tiny_llm: LLM) -> None:
         tiny_llm.classify("a", ["b", "c"], correction="none of these")  # type: ignore[arg-type]
     with raises(ParameterError, parameter="scale"):
         tiny_llm.judge("a", scale=[1])
-    for scale, said in ((range(1, 11), "'1' (1) begins '10' (10)"), ([2, 2], "two are equal: '2'")):
-        with raises(ParameterError, parameter="scale") as caught:
-            tiny_llm.judge("a", scale=scale)
-        assert said in str(caught.value)
-    with raises(ParameterError, parameter="documents"):
-        tiny_llm.rerank("a", "text")
-    with raises(ParameterError, parameter="prompts"):
-        tiny_llm.classify([], ["b", "c"])
+    with raises(ParameterError, parameter="content_free"):
+        tiny_llm.classify("a", ["b", "c"], content_free="N/A")
+    for prompts in ([], 5, ["a", []]):
+        with raises(ParameterError, parameter="prompts"):
+            tiny_llm.classify(prompts, ["b", "c"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        *([1], [], [2, 2], [0, -0.0], [1, 1.0], [1234567, 1234568]),
+        *([1, float("inf")], [1, float("nan")], [1, 10**400], [1, "2"], [False, True], "12", 5),
+    ],
+    ids=str,
+)
+def test_a_scale_that_is_none_is_named(tiny_llm: LLM, scale: Any) -> None:
+    with raises(ParameterError, parameter="scale"):
+        tiny_llm.judge("a", scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "asked"),
+    [
+        ("documents", {"documents": "text"}),
+        ("documents", {"documents": ["a", 5]}),
+        ("documents", {"documents": ["\ud800"]}),
+        ("query", {"query": None}),
+        ("query", {"query": "\ud800"}),
+        ("task", {"task": 5}),
+        ("labels", {"labels": ["yes"]}),
+        ("labels", {"labels": ["yes", "yes, sir"]}),
+        ("labels", {"labels": ["yes", "\ud800"]}),
+        ("template", {"template": "{query}{document}"}),
+        ("template", {"template": ["", "{query}", ""]}),
+        ("template", {"template": ["", "{query}{document}{document}", ""]}),
+        ("template", {"template": ["", "{query}{document}", 5]}),
+    ],
+)
+def test_a_layout_that_cannot_be_used_is_named(tiny_llm: LLM, parameter: str, asked: dict[str, Any]) -> None:
+    with raises(ParameterError, parameter=parameter):
+        tiny_llm.rerank(**{"query": "the", "documents": ["cat"], **asked})
+
+
+def test_braces_of_a_query_and_a_document_stay_as_they_are(tiny_llm: LLM, rows: Any) -> None:
+    query, document, text = "{document} {", "{task}} {0.__class__}", tiny_llm.text
+    layout = {"template": ("", "{query}|{document}|{}", ""), "labels": (" a", " o")}
+    ids = text.encode(f"{query}|{document}|{{}}", add_special_tokens=False).tolist()
+    (yes,), (no,) = (text.encode(label, add_special_tokens=False).tolist() for label in (" a", " o"))
+    last = rows(ids)[-1]
+    want = np.exp(last[yes]) / (np.exp(last[yes]) + np.exp(last[no]))
+    assert tiny_llm.rerank(query, [document], **layout) == pytest.approx([want], abs=1e-5)
+
+
+@pytest.fixture(scope="module", params=["digit by digit", "10 is a token"])
+def grader(request: pytest.FixtureRequest, tiny_model_folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
+    """The tiny Llama, whose tokenizer knows no number of two digits, or one."""
+    folder = shutil.copytree(tiny_model_folder, tmp_path_factory.mktemp("grader") / "model")
+    if request.param == "10 is a token":
+        file = folder / "tokenizer.json"
+        known = json.loads(file.read_text())
+        model = known["model"]
+        unused = "".join(model["merges"][-1])
+        model["merges"][-1] = ["1", "0"]
+        model["vocab"]["10"] = model["vocab"].pop(unused)
+        file.write_text(json.dumps(known))
+    with LLM(str(folder), kv_bytes=1 << 21) as llm:
+        assert len(llm.text.encode("10", add_special_tokens=False)) == (1 if "token" in request.param else 2)
+        yield llm
+
+
+def read_out(llm: LLM, rows: Any, before: list[int], texts: list[str]) -> dict[str, float]:
+    """The probability of each grade by every way to spell it: the longest that its tokens spell counts."""
+    vocabulary = llm.text.vocabulary
+    pieces = [vocabulary.token_bytes(token_id) for token_id in range(len(vocabulary))]
+    grades = [text.encode() for text in texts]
+    found = dict.fromkeys(texts, 0.0)
+
+    def walk(ids: list[int], said: bytes, logprob: float, spelt: bytes | None) -> None:
+        spelt = said if said in grades else spelt
+        if not any(grade.startswith(said) and grade != said for grade in grades):
+            if spelt is not None:
+                found[spelt.decode()] += np.exp(logprob)
+            return
+        for token_id, more in enumerate(rows([*before, *ids])[-1][: len(pieces)]):
+            walk([*ids, token_id], said + pieces[token_id], logprob + more, spelt)
+
+    walk([], b"", 0.0, None)
+    return found
+
+
+@pytest.mark.parametrize("scale", [range(1, 11), [1, 10, 100], [0, 0.5, 1], [-1, -10, 1]], ids=str)
+def test_a_grade_that_begins_another_is_what_goes_on_otherwise(
+    grader: LLM, rows: Any, scale: Sequence[float]
+) -> None:
+    judged: Any = grader.judge(TALK, scale=scale)
+    before = grader.text.encode("user: the cat\nassistant:", add_special_tokens=False).tolist()
+    want = read_out(grader, rows, before, list(judged.grades.labels))
+    assert judged.grades.labels[0] == f"{scale[0]:g}"
+    np.testing.assert_allclose(np.exp(judged.grades.logprobs), list(want.values()), rtol=2e-4)
+    total = sum(want.values())
+    mean = sum(share * grade for share, grade in zip(want.values(), scale, strict=True)) / total
+    assert judged.expectation == pytest.approx(mean, rel=1e-4)
+    assert judged.off_scale == pytest.approx(1 - total, abs=1e-5)
+
+
+def test_a_text_is_graded_as_a_conversation_is(grader: LLM, rows: Any) -> None:
+    judged: Any = grader.judge("the cat and", scale=range(1, 11))
+    before = grader.text.encode("the cat and").tolist()
+    want = read_out(grader, rows, before, list(judged.grades.labels))
+    np.testing.assert_allclose(np.exp(judged.grades.logprobs), list(want.values()), rtol=2e-4)
+
+
+class Told:
+    """A model that is told the log-probabilities of each answer's tokens."""
+
+    lora = None
+
+    def __init__(self, llm: LLM, told: dict[str, list[float]]) -> None:
+        self.text, self.engine, self._told = llm.text, llm.engine, told
+
+    def score(self, pairs: Sequence[Any], **_: Any) -> list[Any]:
+        told = [self._told[self.text.text_of(answer)] for _, answer in pairs]
+        return [SimpleNamespace(logprob=sum(values), token_logprobs=values) for values in told]
+
+
+@pytest.mark.parametrize("over", [0.0, 1e-6])
+def test_a_grade_that_always_goes_on_has_no_probability(tiny_llm: LLM, over: float) -> None:
+    """What rounding puts above one is no probability below zero."""
+    model: Any = Told(tiny_llm, {"1": [-0.5], "2": [-2.0], "10": [-0.5, over]})
+    judged: Any = judge(model, TALK, scale=[1, 2, 10])
+    assert judged.grades.logprobs.tolist() == [-np.inf, -2.0, -0.5 + over]
+    assert judged.grades.probabilities["1"] == 0
+
+
+def test_labels_of_which_none_is_possible_have_no_shares() -> None:
+    nothing = np.full(2, -np.inf)
+    found = Classification(("a", "b"), nothing, nothing)
+    assert found.mass == 0
+    assert np.isnan([*found.probabilities.values(), found.margin]).all()
