@@ -118,6 +118,11 @@ READ = (
     "POST /v1/completions",
     "POST /v1/responses",
     "POST /v1/score",
+    "POST /v1/classify",
+    "POST /v1/judge",
+    "POST /v1/rerank",
+    "POST /v2/rerank",
+    "POST /rerank",
     "POST /v1/next_token_logprobs",
     "POST /tokenize",
     "POST /v1/tokenize",
@@ -370,6 +375,33 @@ AUDIT = (
             "attacks/test_sizes.py::test_a_conversation_counts_once_for_each_continuation",
             "test_workers.py::test_a_score_of_many_continuations_is_written_in_a_worker",
             "test_workers.py::test_a_score_as_arrow_is_written_in_a_worker_however_small",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/classify", "POST /v1/judge"),
+        "each text tokenised with each answer, a conversation laid out once; the engine's steps; the reply, "
+        f"in a worker beyond {QUICK_ENTRIES:,} tokens, each answer as {SCORE_ENTRIES} more",
+        "`max_requests` prompts times answers, before any is compared or tokenised; `max_messages`; "
+        "`max_text_bytes` for the prompts times the answers; `max_requests`, `max_tokens_in_flight`, "
+        "`max_logprob_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",
+            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"),
+        "the query and the layout tokenised with each document; the engine's steps, two requests a document; "
+        f"the reply, in a worker beyond {QUICK_ENTRIES:,} tokens, each answer as {SCORE_ENTRIES} more",
+        "`max_requests` documents; `max_text_bytes` for the documents, and for the query and the layout "
+        "times them, before they are joined; `max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "test_workers.py::test_answers_of_many_documents_are_written_in_a_worker",
+            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
             "attacks/test_fuzz.py::test_every_body_is_answered",
         ),
     ),

@@ -35,6 +35,9 @@ ROUTES: dict[str, dict[str, Any]] = {
         "seed": 1,
     },
     "/v1/score": {"context": PROMPT, "continuations": [" of", " the"], "unconditional": True},
+    "/v1/classify": {"input": PROMPT, "labels": [" of", " the"], "correction": "calibrated"},
+    "/v1/judge": {"messages": MESSAGES, "scale": [1, 2, 10]},
+    "/v1/rerank": {"query": PROMPT, "documents": [" a", " of"], "template": ["", "{query}{document}", ":"]},
 }
 
 
@@ -56,6 +59,10 @@ def ask(server: Any, path: str, **fields: Any) -> dict[str, Any]:
 
 def numbers(reply: dict[str, Any]) -> Any:
     """Every log-probability of a reply that a choice of weights changes."""
+    if "results" in reply:
+        return [one["relevance_score"] for one in sorted(reply["results"], key=lambda one: one["index"])]
+    if reply["object"] == "list":
+        return [one.get("corrected", one["probs"]) for one in reply["data"]]
     if "data" in reply:
         return [one["token_logprobs"] + [one["unconditional_logprob"]] for one in reply["data"]]
     if "output" in reply:

@@ -59,6 +59,8 @@ def test_what_the_template_passes_over_is_a_400_that_names_it(
     assert refused(server, messages=[message])["param"] == param
     assert refused(server, "/tokenize", messages=[message])["param"] == param
     assert refused(server, "/v1/score", messages=[message], continuations=[" a"])["param"] == param
+    assert refused(server, "/v1/classify", messages=[message], labels=[" a"])["param"] == param
+    assert refused(server, "/v1/judge", messages=[message])["param"] == param
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,9 @@ def asked_twice() -> list[dict[str, str]]:
     return [{"prompt": "the cat", "model": model} for model in ("base", "other")]
 
 
+TEMPLATE = ["", "{query}{document}", ":"]
+
+
 def test_every_route_and_figure_tells_the_models_apart(serve_several: Any) -> None:
     with serve_several() as server:
         chat = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 2, "model": "other"}
@@ -129,6 +132,9 @@ def test_every_route_and_figure_tells_the_models_apart(serve_several: Any) -> No
             "/v1/chat/completions": chat,
             "/v1/responses": {"input": "the cat", "max_output_tokens": 2, "model": "other"},
             "/v1/score": {"context": "the cat", "continuations": [" sat"], "model": "other"},
+            "/v1/classify": {"input": "the cat", "labels": [" sat", " ran"], "model": "other"},
+            "/v1/judge": {"input": "the cat", "model": "other"},
+            "/v1/rerank": {"query": "a", "documents": ["b"], "template": TEMPLATE, "model": "other"},
         }
         for path, body in bodies.items():
             reply = httpx.post(server.url + path, json=body, timeout=PATIENCE_S)

@@ -79,6 +79,12 @@ def test_other_replies_have_their_shapes(server: Any, schema: Any) -> None:
     schema("Scores").validate(
         json.loads(post(server, "/v1/score", {"context": "a", "continuations": ["b", " c"]}))
     )
+    for path, name in (("/v1/classify", "Classifications"), ("/v1/judge", "Judgements")):
+        schema(name).validate(json.loads(post(server, path, NEEDED[path])))
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        schema("Ranking").validate(json.loads(post(server, path, NEEDED["/v1/rerank"])))
+    one = {"input": ["a", "b"], "labels": {"only": ["c", "d"]}, "correction": "calibrated"}
+    schema("Classifications").validate(json.loads(post(server, "/v1/classify", one)))
     echo = {"prompt": "the cat", "max_tokens": 0, "logprobs": 0, "echo": True}
     schema("Completion").validate(json.loads(post(server, "/v1/completions", echo)))
     schema("Models").validate(server.get("/v1/models").json())
@@ -151,6 +157,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
     "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
     "/v1/score": {"context": "a", "continuations": ["b"]},
+    "/v1/classify": {"input": "a", "labels": ["b", "c"]},
+    "/v1/judge": {"messages": MESSAGES},
+    "/v1/rerank": {
+        "query": "a",
+        "documents": ["b", {"text": "c"}],
+        "template": ["", "{query}{document}", ":"],
+    },
     "/v1/next_token_logprobs": {"prompts": ["a"]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},

@@ -19,7 +19,7 @@ from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.workers import MAX_JOBS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS, Workers
 from logprobe.server.openai.bodies import BODIES
-from logprobe.server.routes import completions, score
+from logprobe.server.routes import completions, labels, score
 from logprobe.text.edge import TextEdge
 from server_process import PATIENCE_S
 
@@ -31,11 +31,20 @@ READER, WRITER = "logprobe-http-read", "logprobe-http-write"
 MOST = 32  # entries that are written at once; the tiny model has room for 128 tokens
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
+RANKED = {
+    "query": "the",
+    "documents": ["cat"],
+    "template": ["", "{query}{document}", ":"],
+    "labels": [" a", " o"],
+}
 SMALL: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/completions": {"prompt": "the cat", "max_tokens": 2},
     "/v1/responses": {"input": "the cat", "max_output_tokens": 2},
     "/v1/score": {"context": "the", "continuations": [" cat"]},
+    "/v1/classify": {"input": "the", "labels": [" cat"]},
+    "/v1/judge": {"messages": MESSAGES},
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
     "/tokenize": {"prompt": "the cat"},
     "/v1/tokenize": {"messages": MESSAGES},
@@ -53,6 +62,18 @@ UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
     "a context that each continuation is tokenised with": ("/v1/score", {"continuations": [" a", " cat"]}),
     "many prompts": ("/v1/completions", {"prompt": ["a"] * (QUICK_PROMPTS + 1)}),
     "many continuations": ("/v1/score", {"continuations": ["a"] * (QUICK_PROMPTS + 1)}),
+    "a text that each label is tokenised with": ("/v1/classify", {"labels": [" a", " cat"]}),
+    "texts to label": ("/v1/classify", {"input": ["a"]}),
+    "a text without content": (
+        "/v1/classify",
+        {"correction": "calibrated", "content_free": [*MESSAGES, *MESSAGES]},
+    ),
+    "many labels of a conversation": (
+        "/v1/classify",
+        {"input": None, "messages": MESSAGES, "labels": [f" {name}" for name in "abcdefghi"]},
+    ),
+    "a text that each grade is tokenised with": ("/v1/judge", {"messages": None, "input": "a"}),
+    "documents that the query is tokenised with": ("/v1/rerank", {"documents": ["a", "cat"]}),
     "a message that the template is tried on": (
         "/v1/chat/completions",
         {"messages": [*MESSAGES, {"role": "assistant", "content": "a", "name": ""}, *MESSAGES]},
@@ -202,6 +223,23 @@ def test_a_score_of_many_continuations_is_written_in_a_worker(
         threads.clear()
         scores = server.post("/v1/score", context=[5], continuations=[[5 + n] for n in range(count)])
         assert len(scores.json()["data"]) == count
+        assert (threads["write"] == {WRITER}) == is_large
+
+
+def test_answers_of_many_documents_are_written_in_a_worker(
+    server: Any, threads: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked = labels.ranked
+
+    def noted(*args: Any) -> Any:
+        threads["write"].add(threading.current_thread().name.rpartition("_")[0])
+        return ranked(*args)
+
+    monkeypatch.setattr(labels, "ranked", noted)
+    for count, is_large in ((2, False), (100, True)):
+        threads.clear()
+        asked = SMALL["/v1/rerank"] | {"documents": ["a"] * count}
+        assert len(server.post("/v1/rerank", **asked).json()["results"]) == count
         assert (threads["write"] == {WRITER}) == is_large
 
 

@@ -73,6 +73,15 @@ KINDS: dict[str, Callable[[random.Random], Ask]] = {
     "prompts": lambda rng: completion(rng, prompt=[text(rng) for _ in range(rng.randint(2, 8))]),
     "LoRA": lambda rng: completion(rng, lora="wide"),
     "scores": lambda rng: ("/v1/score", {"context": text(rng), "continuations": [text(rng), text(rng)]}),
+    "labels": lambda rng: (
+        "/v1/classify",
+        {"input": [text(rng), text(rng)], "labels": [" the", " dog", " 1"]},
+    ),
+    "grades": lambda rng: ("/v1/judge", {"input": text(rng), "scale": [*range(1, 11)]}),
+    "documents": lambda rng: (
+        "/v1/rerank",
+        {"query": text(rng), "documents": [text(rng)], "template": ["", "{query}: {document}", ""]},
+    ),
     "rows": lambda rng: ("/v1/next_token_logprobs", {"prompts": [text(rng) for _ in range(4)]}),
 }
 

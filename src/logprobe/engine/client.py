@@ -52,6 +52,7 @@ Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance
 """Opened around some requests; gives what is told of their progress, or None where nobody looks."""
 
 Prompt: TypeAlias = "str | Sequence[int]"
+PairPart: TypeAlias = "Prompt | IntArray"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
 T = TypeVar("T")
@@ -140,7 +141,7 @@ class Client:
 
     async def score(
         self,
-        pairs: Sequence[tuple[Prompt, Prompt]],
+        pairs: Sequence[tuple[PairPart, PairPart]],
         params: SamplingParams,
         *,
         watch: Watch | None = None,
@@ -240,7 +241,7 @@ class Client:
             self.engine.submit(admitted)
             return await asyncio.gather(*(self._follow(request.request_id, advance) for request in requests))
 
-    def split(self, pair: tuple[Prompt, Prompt]) -> Split:
+    def split(self, pair: tuple[PairPart, PairPart]) -> Split:
         """A (context, continuation) pair as one sequence; see `TextEdge.encode_pair` for texts.
 
         Raises:

@@ -29,7 +29,7 @@ from logprobe.server.http.protocol import BadConnections, TimedProtocol
 from logprobe.server.http.shutdown import LAST_S, DrainingServer
 from logprobe.server.models import Models
 from logprobe.server.openai.openapi import document
-from logprobe.server.routes import facts, operator
+from logprobe.server.routes import facts, labels, operator
 from logprobe.server.routes.chat import chat_completions
 from logprobe.server.routes.completions import completions
 from logprobe.server.routes.next_token import next_token_logprobs
@@ -77,6 +77,11 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("DELETE", "/v1/responses/{response_id}", delete_response),
     ("GET", "/v1/responses/{response_id}/input_items", list_input_items),
     ("POST", "/v1/score", score),
+    ("POST", "/v1/classify", labels.classify),
+    ("POST", "/v1/judge", labels.judge),
+    ("POST", "/v1/rerank", labels.rerank),
+    ("POST", "/v2/rerank", labels.rerank),
+    ("POST", "/rerank", labels.rerank),
     ("POST", "/v1/next_token_logprobs", next_token_logprobs),
     ("POST", "/tokenize", facts.tokenize),
     ("POST", "/detokenize", facts.detokenize),

@@ -19,6 +19,7 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_PARTS,
 )
 from logprobe.server.http.errors import ApiError, bad_request, server_full
+from logprobe.server.openai.bodies import AnswersBody
 from logprobe.server.openai.fields import GUIDED
 
 if TYPE_CHECKING:
@@ -103,9 +104,13 @@ def check_body(settings: ServerSettings, body: Any) -> None:
     """
     counts = {
         "messages": ("max_messages", "messages"),
+        "content_free": ("max_messages", "messages"),
         "input": ("max_messages", "messages"),
         "continuations": ("max_requests", "continuations"),
         "prompts": ("max_requests", "prompts"),
+        "documents": ("max_requests", "documents"),
+        "labels": ("max_requests", "labels"),
+        "scale": ("max_requests", "grades"),
         "allowed_token_ids": ("max_token_ids", "ids"),
         "stop_token_ids": ("max_token_ids", "ids"),
         "logit_bias": ("max_token_ids", "entries"),
@@ -113,6 +118,8 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         "bad_words": ("max_bad_words", "texts"),
         "stop": ("max_stop", "texts"),
     }
+    if isinstance(body, AnswersBody):
+        counts["input"] = ("max_requests", "texts")
     for name, (limit, of) in counts.items():
         value = getattr(body, name, None)
         if isinstance(value, list | dict):
@@ -163,6 +170,7 @@ def num_values(value: Any) -> int:
 
 FREE_FIELDS: Final = (
     "messages",
+    "content_free",
     "input",
     "response_format",
     "text",

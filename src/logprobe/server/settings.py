@@ -55,10 +55,10 @@ class ServerSettings:
         max_bad_words: most texts of bad_words.
         max_stop: most stop strings; OpenAI's own bound unless raised.
         max_stop_bytes: most bytes of those, together.
-        max_requests: completions in progress or waiting, all requests together; also the most prompts or
-            continuations of one request, and the most HTTP requests of one route at once. Of this and the
-            next two, a client (by its key, or else its address) that holds little may have an eighth more,
-            so that one that fills it shuts out none.
+        max_requests: completions in progress or waiting, all requests together; also the most prompts,
+            continuations, documents, or prompts times labels of one request, and the most HTTP requests of
+            one route at once. Of this and the next two, a client (by its key, or else its address) that holds
+            little may have an eighth more, so that one that fills it shuts out none.
         max_tokens_in_flight: prompt tokens and tokens to generate of those.
         max_logprob_bytes: bytes that the logprobs of those may come to, as records and replies hold them.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.

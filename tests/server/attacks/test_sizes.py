@@ -31,6 +31,67 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: json.dumps({"context": "a", "continuations": ["b"] * 100_000}).encode(),
         "max_requests",
     ),
+    "labels": (
+        "/v1/classify",
+        lambda: json.dumps({"input": "a", "labels": [f"{n}." for n in range(100_000)]}).encode(),
+        "max_requests",
+    ),
+    "texts of one label": (
+        "/v1/classify",
+        lambda: json.dumps({"input": "a", "labels": {"a": [f"{n}." for n in range(100_000)]}}).encode(),
+        "max_requests",
+    ),
+    "texts to label": (
+        "/v1/classify",
+        lambda: json.dumps({"input": ["a"] * 100_000, "labels": ["b"]}).encode(),
+        "max_requests",
+    ),
+    "texts times labels": (
+        "/v1/classify",
+        lambda: json.dumps({"input": ["a"] * 400, "labels": [f"{n}." for n in range(400)]}).encode(),
+        "max_requests",
+    ),
+    "a text for each label": (
+        "/v1/classify",
+        lambda: json.dumps({"input": "a" * 5000, "labels": [f"{n}." for n in range(400)]}).encode(),
+        "max_text_bytes",
+    ),
+    "a label after each text": (
+        "/v1/classify",
+        lambda: json.dumps({"input": ["a"] * 400, "labels": ["b" * 5000]}).encode(),
+        "max_text_bytes",
+    ),
+    "grades": (
+        "/v1/judge",
+        lambda: json.dumps({"input": "a", "scale": [*range(100_000)]}).encode(),
+        "max_requests",
+    ),
+    "grades of texts": (
+        "/v1/judge",
+        lambda: json.dumps({"input": ["a"] * 400, "scale": [*range(400)]}).encode(),
+        "max_requests",
+    ),
+    "documents": (
+        "/v1/rerank",
+        lambda: json.dumps({"query": "a", "documents": ["b"] * 100_000}).encode(),
+        "max_requests",
+    ),
+    "a query for each document": (
+        "/v1/rerank",
+        lambda: json.dumps({"query": "a" * 1_000_000, "documents": ["b"] * 500}).encode(),
+        "max_text_bytes",
+    ),
+    "a template for each document": (
+        "/rerank",
+        lambda: json.dumps(
+            {
+                "query": "a",
+                "documents": ["b"] * 500,
+                "template": ["c" * 1_000_000, "{query}{document}" + "c" * 1_000_000, "c" * 1_000_000],
+            }
+        ).encode(),
+        "max_text_bytes",
+    ),
     "next-token prompts": (
         "/v1/next_token_logprobs",
         lambda: json.dumps({"prompts": [[1]] * 20_000}).encode(),
@@ -143,12 +204,19 @@ def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -
 def test_a_conversation_counts_once_for_each_continuation(serve_process: Any) -> None:
     """As a context does: it is tokenised with each."""
     with serve_process("--max-text-bytes", "100000") as server:
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "1" * 50}]}
-        assert server.post("/v1/score", **body, continuations=["b"] * 400).status == 200
-        body = {"messages": [{"role": "user", "content": "1" * 500}]}
-        reply = server.post("/v1/score", **body, continuations=["b"] * 400)
-        assert reply.status == 400
-        assert "max_text_bytes" in reply.error["message"]
+        short = [{"role": "user", "content": "1" * 50}]
+        assert server.post("/v1/score", messages=short, continuations=["b"] * 400).status == 200
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "1" * 500}]}
+        labels = [f"{number}." for number in range(400)]
+        for path, asked in (
+            ("/v1/score", {"continuations": ["b"] * 400}),
+            ("/v1/classify", {"labels": labels}),
+            ("/v1/judge", {"scale": [*range(400)]}),
+        ):
+            reply = server.post(path, **body, **asked)
+            assert reply.status == 400, path
+            assert "max_text_bytes" in reply.error["message"]
+        assert server.post("/v1/classify", messages=short, labels=labels).status == 200
         assert reply.error["param"] == "messages"
 
 

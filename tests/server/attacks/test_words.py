@@ -22,6 +22,9 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "the cat", "max_tokens": 1},
     RESPONSES: {"input": "the cat", "max_output_tokens": 1},
     "/v1/score": {"context": "the", "continuations": [" cat"]},
+    "/v1/classify": {"input": "the", "labels": [" cat", " dog"]},
+    "/v1/judge": {"input": "the"},
+    "/v1/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
 }
 LONG = "w" * 200_000
@@ -86,6 +89,13 @@ def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
         (RESPONSES, {"input": [MESSAGES[0] | {"type": LONG}]}),
         (RESPONSES, {"text": {"format": {"type": LONG}}}),
         ("/v1/next_token_logprobs", {"dtype": LONG}),
+        ("/v1/classify", {"correction": LONG}),
+        ("/v1/classify", {"labels": [LONG, LONG]}),
+        ("/v1/classify", {"labels": {LONG: LONG, LONG + "s": LONG}}),
+        ("/v1/classify", {"labels": {LONG: []}}),
+        ("/v1/rerank", {"documents": [{"text": "a", LONG: 1}]}),
+        ("/v1/rerank", {"template": [LONG, LONG, LONG]}),
+        ("/v1/rerank", {"labels": [LONG, LONG]}),
     ],
 )
 def test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent(

@@ -44,6 +44,11 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/chat/completions": {"prompt": "messages"},
     "/v1/responses": {"prompt": "input", "response_format": "text"},
     "/v1/score": {"prompt": "continuations"},
+    "/v1/classify": {"prompt": "input"},
+    "/v1/judge": {"prompt": "input"},
+    "/v1/rerank": {"prompt": "documents"},
+    "/v2/rerank": {"prompt": "documents"},
+    "/rerank": {"prompt": "documents"},
     "/v1/next_token_logprobs": {"prompt": "prompts"},
     "/update_weights_from_disk": {"version": "weight_version"},
 }

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.server.http.errors import server_full
-from logprobe.server.openai.bodies import ScoreBody
+from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody, ScoreBody
 from logprobe.server.openai.fields import GUIDED
 from logprobe.text.chat import is_plain
 
@@ -38,6 +38,7 @@ SLOW_FIELDS: Final = (
     "chat_template_kwargs",
     "bad_words",
     "allowed_token_ids",
+    "content_free",
 )
 """May hold a grammar, stand for a long conversation, make the chat template run more than once, or take tens
 of microseconds for each of their items."""
@@ -53,6 +54,11 @@ def is_bounded(body: Any) -> bool:
             return False  # many, each of which becomes a request; a list of ids is one
     if isinstance(body, ScoreBody) and not isinstance(body.context, list) and len(body.continuations) > 1:
         return False  # a text or a conversation is tokenised with each
+    if isinstance(body, RerankBody) and len(body.documents) > 1:
+        return False  # the query is tokenised with each
+    if isinstance(body, ClassifyBody | JudgeBody):
+        most = 1 if body.input else QUICK_PROMPTS  # a text is tokenised with each answer, a conversation once
+        return not isinstance(body.input, list) and body.num_answers <= most and is_plain(body.messages or [])
     messages = getattr(body, "messages", None) or getattr(body, "input", None) or []
     return not isinstance(messages, list) or is_plain(messages)
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from logprobe.scoring.labels import SCALE
+
 Ids = list[int]
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
@@ -161,6 +163,64 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lora: str | None = None
 
 
+class AnswersBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What routes that ask for the probabilities of given answers share."""
+
+    input: str | list[str] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    model: str | None = None
+    lora: str | None = None
+    user: str | None = None  # no effect
+
+
+class ClassifyBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/classify`: how likely each label is, whole."""
+
+    labels: list[str] | dict[str, str | list[str]]
+    correction: Literal["none", "length", "calibrated"] = "none"
+    content_free: str | Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """The texts of all labels."""
+        texts = self.labels.values() if isinstance(self.labels, dict) else self.labels
+        return sum(1 if isinstance(text, str) else len(text) for text in texts)
+
+
+class JudgeBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/judge`: the distribution of a grade."""
+
+    scale: list[float] | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """The grades."""
+        return len(SCALE) if self.scale is None else len(self.scale)
+
+
+class RerankDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/rerank`: how relevant documents are to a query, in the words of Jina, Cohere and vLLM."""
+
+    query: str
+    documents: Annotated[list[str | RerankDocument], Meta(min_length=1)]
+    model: str | None = None
+    top_n: Count | None = None  # 0: all
+    return_documents: bool | None = None
+    user: str | None = None  # no effect
+
+    # Extensions: LoRA weights, and how a pair is laid out.
+    lora: str | None = None
+    task: str | None = None
+    template: Annotated[list[str], Meta(min_length=3, max_length=3)] | None = None
+    labels: Annotated[list[str], Meta(min_length=2, max_length=2)] | None = None
+
+
 class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/next_token_logprobs`: whole next-token distributions, in binary."""
 
@@ -254,6 +314,11 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/score": ScoreBody,
+    "/v1/classify": ClassifyBody,
+    "/v1/judge": JudgeBody,
+    "/v1/rerank": RerankBody,
+    "/v2/rerank": RerankBody,
+    "/rerank": RerankBody,
     "/v1/next_token_logprobs": NextTokenBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,

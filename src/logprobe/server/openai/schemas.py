@@ -285,6 +285,83 @@ class Scores(Shape, kw_only=True):
     usage: Usage
 
 
+class _Answers(Shape, kw_only=True):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    unit: Literal["nats"]
+    usage: Usage
+
+
+class Classified(Shape, kw_only=True):
+    """What the model gives each label of one prompt, in their order; null where none is possible."""
+
+    index: int
+    label: str
+    labels: list[str]
+    num_classes: int
+    probs: list[float | None]
+    logprobs: list[float]  # nats
+    corrected: list[float | None]  # nats
+    mass: float
+    margin: float | None  # nats
+
+
+class Classifications(_Answers, kw_only=True):
+    """The reply of `/v1/classify`."""
+
+    data: list[Classified]
+
+
+class Judged(Shape, kw_only=True):
+    """The distribution of one prompt's grade, in the order of the scale; null where none is possible."""
+
+    index: int
+    expectation: float | None
+    spread: float | None
+    off_scale: float
+    scale: list[float]
+    probs: list[float | None]
+    logprobs: list[float]  # nats
+
+
+class Judgements(_Answers, kw_only=True):
+    """The reply of `/v1/judge`."""
+
+    data: list[Judged]
+
+
+class RankedText(Shape, kw_only=True):
+    """A document that was ranked."""
+
+    text: str
+
+
+class Ranked(Shape, kw_only=True):
+    """How relevant a document is; null where neither answer is possible."""
+
+    index: int
+    relevance_score: float | None
+    document: RankedText | UnsetType = UNSET
+
+
+class RankUsage(Shape, kw_only=True):
+    """Tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Ranking(Shape, kw_only=True):
+    """The reply of `/v1/rerank`, the most relevant document first."""
+
+    id: str
+    model: str
+    usage: RankUsage
+    results: list[Ranked]
+
+
 class ModelStatus(Shape, kw_only=True):
     """Whether a model is in memory."""
 
@@ -338,6 +415,11 @@ REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
     "GET /v1/responses/{response_id}": Response,
     "GET /v1/responses/{response_id}/input_items": Items,
     "POST /v1/score": Scores,
+    "POST /v1/classify": Classifications,
+    "POST /v1/judge": Judgements,
+    "POST /v1/rerank": Ranking,
+    "POST /v2/rerank": Ranking,
+    "POST /rerank": Ranking,
     "GET /v1/models": Models,
     "GET /v1/models/{model}": Model,
     "POST /tokenize": Tokens,

@@ -1,0 +1,276 @@
+"""`POST /v1/classify`, `/v1/judge` and `/v1/rerank`: how likely each of some given answers is.
+
+What `scoring.labels` lays out and sums up; between the two, one engine request an answer, and what answers
+share is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from starlette.responses import Response
+
+from logprobe.errors import ParameterError
+from logprobe.records.forms.json import finite_fields
+from logprobe.scoring import labels
+from logprobe.server.http.decode import read
+from logprobe.server.http.errors import ApiError, as_api_error, bad_request
+from logprobe.server.http.replies import JSON_TYPE, while_connected
+from logprobe.server.limits import check_count
+from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody
+from logprobe.server.openai.prompts import check_texts, render_messages
+from logprobe.server.reply import encode
+from logprobe.server.routes.score import SCORE_ENTRIES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from starlette.requests import Request as HttpRequest
+
+    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.truncation import Split
+    from logprobe.records.values import IntArray
+    from logprobe.scoring.labels import Asked, Classification, Judgement, Plan
+    from logprobe.scoring.score import Score
+    from logprobe.server.service import ChoosesWeights, Service
+    from logprobe.text.chat import Conversation
+    from logprobe.transport.messages import Admitted
+
+    HasPrompts: TypeAlias = ClassifyBody | JudgeBody
+
+T = TypeVar("T")
+B = TypeVar("B", ClassifyBody, JudgeBody, RerankBody)
+
+
+async def classify(request: HttpRequest, service: Service) -> Response:
+    """Say how likely each label is after a text or a conversation: whole labels, raw and as shares; nats."""
+    return await _answered(request, service, ClassifyBody, prepare_classify)
+
+
+async def judge(request: HttpRequest, service: Service) -> Response:
+    """Give the distribution of a grade: its mean, its spread, and what is off the scale."""
+    return await _answered(request, service, JudgeBody, prepare_judge)
+
+
+async def rerank(request: HttpRequest, service: Service) -> Response:
+    """Say how relevant each document is to a query, in [0, 1], the best first."""
+    return await _answered(request, service, RerankBody, prepare_rerank)
+
+
+async def _answered(
+    request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], AnswerRequest]
+) -> Response:
+    asked = await read(request, service, body_type, prepare)
+    outputs = await while_connected(request.receive, service.run_all(asked.admitted), service.check_engine)
+    num_entries = sum(SCORE_ENTRIES + len(split.continuation) for split in asked.splits)
+    return await service.workers.write(lambda: _reply(service, asked, outputs), num_entries)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """The engine requests of a plan's pairs, and what a reply says of their scores."""
+
+    splits: list[Split]
+    admitted: list[Admitted]
+    fields: Callable[[Sequence[Score], int], dict[str, Any]]  # of scores and the number of their tokens
+
+
+def _reply(service: Service, asked: AnswerRequest, outputs: Sequence[RequestOutput]) -> Response:
+    scores = [
+        service.client.as_score(split, output) for split, output in zip(asked.splits, outputs, strict=True)
+    ]
+    num_tokens = sum(len(split.token_ids) for split in asked.splits)
+    return Response(encode(service, asked.fields(scores, num_tokens)), media_type=JSON_TYPE)
+
+
+def _admit(
+    plan: Plan[T],
+    body: ChoosesWeights,
+    service: Service,
+    base: str,
+    fields: Callable[[T, int], dict[str, Any]],
+) -> AnswerRequest:
+    splits = [service.client.split(pair) for pair in plan.pairs]
+    params = service.params_for(body, max_tokens=0, prompt_logprobs=0)
+    names = [f"{base}-{number}" for number in range(len(splits))]
+    admitted = service.client.admit_splits(splits, params, service.of_one_call(), names)
+    service.admit([request.request for request in admitted])
+    return AnswerRequest(splits, admitted, lambda scores, count: fields(plan.sum_up(scores), count))
+
+
+# -- labels and grades ---------------------------------------------------------------------------------------
+
+
+def prepare_classify(body: ClassifyBody, service: Service) -> AnswerRequest:
+    """Check and admit each text of a label after each prompt."""
+    prompts = _open(body, "classify", service)
+    has_empty = body.correction == "calibrated"
+    count = (len(prompts) + has_empty) * body.num_answers
+    check_count(service.settings, "max_requests", "labels", count, "texts of labels times prompts")
+    named = labels.texts_of(body.labels)
+    texts = [text for texts in named.values() for text in texts]
+    empty = [body.content_free] if isinstance(body.content_free, str) else []
+    _check_texts("input", [*(text for text in prompts if isinstance(text, str)), *empty], len(texts), service)
+    _check_texts("labels", texts, len(prompts) + has_empty, service)
+
+    def lay_out() -> Plan[list[Classification]]:
+        return labels.classify_plan(
+            service.text,
+            prompts,
+            body.labels,
+            correction=body.correction,
+            content_free=body.content_free,
+            read=lambda messages: _read(messages, body, len(texts), service),
+        )
+
+    return _admit_answers("classify", lay_out, _classified, body, service)
+
+
+def prepare_judge(body: JudgeBody, service: Service) -> AnswerRequest:
+    """Check and admit each grade after each prompt."""
+    prompts = _open(body, "judge", service)
+    count = len(prompts) * body.num_answers
+    check_count(service.settings, "max_requests", "scale", count, "grades times prompts")
+    _check_texts("input", [text for text in prompts if isinstance(text, str)], body.num_answers, service)
+    scale = labels.SCALE if body.scale is None else body.scale
+
+    def lay_out() -> Plan[list[Judgement]]:
+        plan = labels.judge_plan(
+            service.text,
+            prompts,
+            scale,
+            read=lambda messages: _read(messages, body, body.num_answers, service),
+        )
+        check_count(service.settings, "max_requests", "scale", len(plan.pairs), "spellings of grades in all")
+        return plan
+
+    return _admit_answers("judge", lay_out, _judged, body, service)
+
+
+def _open(body: HasPrompts, name: str, service: Service) -> list[Asked]:
+    """Settle on weights, and give the prompts: texts, or the one conversation."""
+    service.choose_weights(body)
+    service.log_body(name, body)
+    if (body.input is None) == (body.messages is None):
+        raise bad_request("input", "give either input or messages")
+    if body.messages is not None:
+        return [body.messages]
+    if not body.input and body.input != "":
+        raise bad_request("input", "is empty; give a text or a list of texts")
+    return [body.input] if isinstance(body.input, str) else [*(body.input or [])]
+
+
+def _admit_answers(
+    name: str,
+    lay_out: Callable[[], Plan[list[T]]],
+    fields_of: Callable[[T], dict[str, Any]],
+    body: HasPrompts,
+    service: Service,
+) -> AnswerRequest:
+    base, model, created = service.new_id(name), service.name_of(body), service.now()
+
+    def reply(found: Sequence[T], num_tokens: int) -> dict[str, Any]:
+        return {
+            "id": base,
+            "object": "list",
+            "created": created,
+            "model": model,
+            "unit": "nats",
+            "data": [{"index": index, **finite_fields(fields_of(one))} for index, one in enumerate(found)],
+            "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
+        }
+
+    try:
+        return _admit(lay_out(), body, service, base, reply)
+    except ParameterError as error:
+        field = "input" if body.messages is None else "messages"
+        raise as_api_error(error, {"prompt": field}) from error
+
+
+def _classified(one: Classification) -> dict[str, Any]:
+    return {
+        "label": one.label,
+        "labels": list(one.labels),
+        "num_classes": len(one.labels),
+        "probs": list(one.probabilities.values()),
+        "logprobs": one.logprobs.tolist(),
+        "corrected": one.corrected.tolist(),
+        "mass": one.mass,
+        "margin": None if len(one.labels) == 1 else one.margin,
+    }
+
+
+def _judged(one: Judgement) -> dict[str, Any]:
+    return {
+        "expectation": one.expectation,
+        "spread": one.spread,
+        "off_scale": one.off_scale,
+        "scale": list(one.scale),
+        "probs": list(one.grades.probabilities.values()),
+        "logprobs": one.grades.logprobs.tolist(),
+    }
+
+
+def _read(messages: Conversation, body: HasPrompts, num_times: int, service: Service) -> IntArray:
+    """A conversation as ids, which are joined with each answer."""
+    try:
+        text = render_messages(messages, service)
+        _check_texts("messages", [text], num_times, service)
+    except (ApiError, ParameterError) as error:
+        failure = as_api_error(error)
+        if isinstance(body, JudgeBody) or messages is not body.content_free or failure.param is None:
+            raise
+        param, said = failure.param, failure.message.removeprefix(f"{failure.param}: ")
+        raise bad_request(param.replace("messages", "content_free", 1), said, code=failure.code) from error
+    return service.text.encode(text, add_special_tokens=False)
+
+
+# -- documents -----------------------------------------------------------------------------------------------
+
+
+def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
+    """Check and admit both answers after each document."""
+    service.choose_weights(body)
+    service.log_body("rerank", body)
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    layout = {name: getattr(body, name) for name in ("task", "template", "labels")}
+    layout = {name: value for name, value in layout.items() if value is not None}
+    before, pair, after = layout.get("template", labels.RERANK_TEMPLATE)
+    beside = sum(map(_num_bytes, (before, pair, after, body.query, layout.get("task", labels.RERANK_TASK))))
+    count = len(documents) * beside + sum(map(_num_bytes, documents))
+    check_count(service.settings, "max_text_bytes", "documents", count, "bytes of text, each laid out")
+    check_texts(documents, "documents", service)
+    check_texts([body.query, before, pair, after], "query", service)
+    plan = labels.rerank_plan(service.text, body.query, documents, **layout)
+    base, model = service.new_id("rerank"), service.name_of(body)
+
+    def reply(scores: list[float], num_tokens: int) -> dict[str, Any]:
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        results = ranked(scores, None if body.return_documents is False else documents)
+        return {"id": base, "model": model, "usage": usage, "results": results[: body.top_n or None]}
+
+    return _admit(plan, body, service, base, reply)
+
+
+def ranked(scores: Sequence[float], documents: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Places of documents with their scores, the best first, equal ones in their order; NaN comes last."""
+    order = sorted(range(len(scores)), key=lambda place: (math.isnan(scores[place]), -scores[place]))
+    results = [finite_fields({"index": place, "relevance_score": scores[place]}) for place in order]
+    if documents is None:
+        return results
+    return [result | {"document": {"text": documents[result["index"]]}} for result in results]
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_texts(param: str, texts: Sequence[str], num_times: int, service: Service) -> None:
+    """Refuse texts by their bytes, each of which is tokenised so many times."""
+    count = num_times * sum(map(_num_bytes, texts))
+    check_count(
+        service.settings, "max_text_bytes", param, count, "bytes of text, each as often as it is read"
+    )
+    check_texts(texts, param, service)
