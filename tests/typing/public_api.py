@@ -28,6 +28,7 @@ from logprobe import (
     create_sample_logprobs,
 )
 from logprobe.errors import BatchError, ParameterError
+from logprobe.scoring import Classification, Judgement
 
 assert_type(__version__, str)
 
@@ -116,3 +117,11 @@ def with_errors() -> str:
     except LogprobeError as error:
         return str(error)
     return ""
+
+
+async def ask_for_labels(llm: LLM, lm: AsyncLM) -> list[float]:
+    found = llm.classify("the cat", [" sat", " ran"], correction="length")
+    assert_type(found, Classification | list[Classification])
+    assert_type(await lm.classify(["a", "b"], {"c": ["d", "e"]}), Classification | list[Classification])
+    assert_type(await lm.judge([{"role": "user", "content": "Grade it."}]), Judgement | list[Judgement])
+    return await lm.rerank("a", ["b"], lora="legal") + llm.rerank("a", ["b"], task="c")

@@ -10,11 +10,12 @@ import asyncio
 import weakref
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Self, TypeVar
 
 import numpy as np
 
 from logprobe.engine.backends.bridge import LoopThread
+from logprobe.engine.client import Client
 from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models.lora import resolved_folder
@@ -31,6 +32,7 @@ from logprobe.next_token.rows import (
 )
 from logprobe.next_token.source import EngineRows
 from logprobe.sampling import SamplingParams
+from logprobe.scoring.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -44,11 +46,15 @@ if TYPE_CHECKING:
     from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
+    from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.text.edge import TextEdge
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
     FloatArray = npt.NDArray[np.float32]
 
+T = TypeVar("T")
 DEFAULT_CACHE_BYTES = 1 << 28
+SCORED: Final = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
 class NextTokenLM(Generic[ArrayT]):
@@ -280,6 +286,52 @@ class NextTokenLM(Generic[ArrayT]):
                 )
             )
         return await asyncio.gather(*samples)
+
+    async def classify(
+        self,
+        prompts: Asked | Sequence[Asked],
+        labels: Labels,
+        *,
+        correction: Correction = "none",
+        content_free: Asked | None = None,
+        lora: str | None = None,
+    ) -> Classification | list[Classification]:
+        """`LLM.classify` for callers in an event loop.
+
+        Raises:
+            ParameterError: as there, an unknown name of LoRA weights, or the model is a server's.
+            BatchError: some requests failed.
+        """
+
+        def lay_out(text: TextEdge) -> Plan[list[Classification]]:
+            return classify_plan(text, prompts, labels, correction=correction, content_free=content_free)
+
+        return as_asked(prompts, await self._summed_up(lay_out, lora))
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, lora: str | None = None, **layout: Any
+    ) -> list[float]:
+        """`LLM.rerank` for callers in an event loop; errors as `classify`."""
+        return await self._summed_up(lambda text: rerank_plan(text, query, documents, **layout), lora)
+
+    async def judge(
+        self,
+        prompts: Asked | Sequence[Asked],
+        scale: Sequence[float] = SCALE,
+        *,
+        lora: str | None = None,
+    ) -> Judgement | list[Judgement]:
+        """`LLM.judge` for callers in an event loop; errors as `classify`."""
+        return as_asked(prompts, await self._summed_up(lambda text: judge_plan(text, prompts, scale), lora))
+
+    async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
+        self._check_open()
+        is_here = isinstance(self._source, EngineRows)
+        require(is_here, "url", "names a server: ask it by POST /v1/classify, /v1/rerank and /v1/judge")
+        loaded, chosen = self._loaded, self._chosen_lora(lora)
+        plan = await asyncio.to_thread(lay_out, loaded.text)  # many texts take a while to tokenise
+        scores = await Client(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
+        return plan.sum_up(scores)
 
     def set_lora(
         self,

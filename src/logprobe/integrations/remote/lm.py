@@ -23,7 +23,7 @@ class RemoteLM(NextTokenLM[Row]):
     and rows are kept on this side; prefixes are known on the server's. While the server is full, asks wait.
     `tokenizer`, `byte_vocab` and `str_vocab` come from the server when first used, and are the model's own.
     `list_loras` gives the LoRA weights that the server was started with. What is the server's alone, which is
-    loading weights and forgetting prefixes, is refused here.
+    loading weights and forgetting prefixes, is refused here; labels have routes of their own there.
 
     Args:
         url: the server's address, with or without `/v1`.
