@@ -20,6 +20,7 @@ from logprobe.cli.compare import compare
 from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
+from logprobe.cli.labels import classify, rerank
 from logprobe.cli.models import app as models
 from logprobe.cli.options import spread_names
 from logprobe.cli.score import score
@@ -36,6 +37,8 @@ app = typer.Typer(
     context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
 )
 app.command()(score)
+app.command()(classify)
+app.command()(rerank)
 app.command()(generate)
 app.command()(compare)
 app.command()(info)

@@ -41,16 +41,19 @@ from logprobe.scoring.data.settings import DataSettings, RaySettings
 from logprobe.scoring.data.sources import SUFFIXES, Format, find_sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
     from logprobe.records import LogprobsInfo
     from logprobe.scoring.data.rows import BadRow
     from logprobe.scoring.data.run import Workers
+    from logprobe.scoring.data.settings import RowSettings
     from logprobe.scoring.data.sources import Source
 
-_Files = Annotated[
+    Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+FilesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="FILE", help="A text, or data: txt, jsonl, csv, Parquet, folders, patterns; - is stdin."
@@ -60,18 +63,22 @@ _Text = Annotated[str | None, typer.Option("--text", help="The text itself, inst
 _Top = Annotated[
     int, typer.Option("--top", help="Show so many alternatives a token; -1: the whole vocabulary.")
 ]
-_Output = Annotated[
+OutputOption = Annotated[
     str | None, typer.Option("--output", "-o", help="Write each row's numbers to a .parquet or .jsonl file.")
 ]
-_Summary = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
-_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
-_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
-_Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")]
+SummaryOption = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
+LinesOption = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="What the files are, whatever their names.")
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")
+]
 _Engine = Annotated[
     Literal["native", "ray"],
     typer.Option("--engine", help="Score a data set here, or on a Ray cluster, a model on each actor."),
 ]
-_Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
 NOT_SCORED = "not scored"
 MOST_BAD_ROWS = 20  # that are named on standard error; a side file has all
 RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
@@ -81,16 +88,16 @@ RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
 @takes_engine
 @takes_settings(DataSettings, RaySettings)
 def score(
-    files: _Files = None,
+    files: FilesArgument = None,
     *,
     text: _Text = None,
     top: _Top = 0,
-    output: _Output = None,
-    summary: _Summary = False,
-    lines: _Lines = False,
-    format: _Format = None,  # noqa: A002 - the flag's name
-    resume: _Resume = False,
-    force: _Force = False,
+    output: OutputOption = None,
+    summary: SummaryOption = False,
+    lines: LinesOption = False,
+    format: FormatOption = None,  # noqa: A002 - the flag's name
+    resume: ResumeOption = False,
+    force: ForceOption = False,
     engine: _Engine = "native",
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
@@ -122,8 +129,8 @@ def score(
             raise typer.BadParameter("a data set is in files", param_hint="FILE")
         sources = find_sources(names, kind=format, by_line=lines)
         pool = cluster if engine == "ray" else None
-        with _open_workers(model, sources, settings, pool, **loading) as workers:
-            _print_data(workers, output, resume=resume, force=force, as_json=as_json, summary_only=summary)
+        with open_workers(model, sources, settings, pool, **loading) as workers:
+            print_data(workers, output, resume=resume, force=force, as_json=as_json, summary_only=summary)
         return
     if engine == "ray":
         raise typer.BadParameter(
@@ -309,8 +316,8 @@ def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
 
 
 @contextmanager
-def _open_workers(
-    model: str, sources: Sequence[Source], settings: DataSettings, cluster: RaySettings | None, **loading: Any
+def open_workers(
+    model: str, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None, **loading: Any
 ) -> Iterator[Workers]:
     """What scores the rows: a model of this process, or the actors of a cluster, which load it themselves.
 
@@ -337,10 +344,19 @@ def _open_workers(
     yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
 
 
-def _print_data(
-    workers: Workers, output: str | None, *, resume: bool, force: bool, as_json: bool, summary_only: bool
+def print_data(
+    workers: Workers,
+    output: str | None,
+    *,
+    resume: bool,
+    force: bool,
+    as_json: bool,
+    summary_only: bool,
+    arrange: Arrange | None = None,
 ) -> None:
     """Write the rows to a file, or print them as JSON lines; then the summary.
+
+    Rows that are printed come as they are scored, or all at the end as `arrange` has them.
 
     Raises:
         Exit: with 1 where a row was bad.
@@ -359,6 +375,8 @@ def _print_data(
         typer.echo(json_line(row))
 
     prints_rows = not (output or summary_only)
+    waiting: list[dict[str, Any]] = []
+    on_row = print_row if arrange is None else waiting.append
     sizes = [source.num_bytes for source in workers.sources]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
@@ -366,7 +384,10 @@ def _print_data(
         if output:
             summary = run.to_file(output, resume=resume, force=force)
         else:
-            summary = run.stream(print_row if prints_rows else None, print_bad)
+            summary = run.stream(on_row if prints_rows else None, print_bad)
+    if arrange is not None:
+        for row in arrange(waiting):
+            print_row(row)
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:

@@ -35,7 +35,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from logprobe.scoring.data.settings import DataSettings
+    from logprobe.scoring.data.settings import RowSettings
     from logprobe.scoring.data.sources import Source
     from logprobe.scoring.scorer import Scorer
 
@@ -77,7 +77,7 @@ class RayPool:
         self._open_llm = open_llm
         self._settings = RaySettings(**settings)
 
-    def workers(self, sources: Sequence[Source], settings: DataSettings) -> RayWorkers:
+    def workers(self, sources: Sequence[Source], settings: RowSettings) -> RayWorkers:
         """What scores the rows of some files.
 
         Raises:
@@ -92,7 +92,7 @@ class RayWorkers:
     """Scores the rows of some files on a cluster; one run at a time."""
 
     def __init__(
-        self, open_llm: OpenScorer, sources: Sequence[Source], settings: DataSettings, cluster: RaySettings
+        self, open_llm: OpenScorer, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings
     ) -> None:
         self.sources = sources
         self.settings = settings
@@ -159,7 +159,7 @@ class RayWorkers:
 
 
 def read_rows_here(
-    start: pa.Table, folder: str, sources: Sequence[Source], settings: DataSettings
+    start: pa.Table, folder: str, sources: Sequence[Source], settings: RowSettings
 ) -> Iterator[pa.Table]:
     """Batches of checked rows, one a table, or why they end."""
     _go_to(folder)
@@ -190,7 +190,7 @@ class ScoringActor:
         self,
         folder: str,
         open_llm: OpenScorer,
-        settings: DataSettings,
+        settings: RowSettings,
         release: str,
         max_starts: int,
         counter: Any,

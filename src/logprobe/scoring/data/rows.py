@@ -8,7 +8,8 @@ row's own and never its neighbours'.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,16 +18,17 @@ import pyarrow as pa
 from logprobe.errors import LogprobeError, ParameterError, require
 from logprobe.records.info import LogprobsInfo  # noqa: TC001 - msgspec reads the fields
 from logprobe.scoring import measures
-from logprobe.scoring.data.settings import HITS
+from logprobe.scoring.data.label_rows import label_columns, task_of
+from logprobe.scoring.data.settings import HITS, DataSettings
 from logprobe.scoring.score import joined
 from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.windows import WindowSettings, last_tokens, window_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from logprobe.records.values import IntArray
-    from logprobe.scoring.data.settings import DataSettings
+    from logprobe.scoring.data.settings import RowSettings
     from logprobe.scoring.data.sources import Row
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
@@ -183,14 +185,33 @@ def _encodable(text: str, column: str) -> str:
 # -- questions → pairs of ids → numbers ----------------------------------------------------------------------
 
 Pair: TypeAlias = "tuple[IntArray, IntArray]"
-Asked: TypeAlias = "tuple[Question, list[list[Pair]]]"
-"""A row and the pairs that it asks for, a list for each continuation; one in windows is several pairs."""
+Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
+"""What a row's scores, one a continuation, come to, by column."""
+Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
+"""The pairs that a row asks for, a list for each continuation; one in windows is several pairs."""
 
 
-def schema_of(settings: DataSettings) -> pa.Schema:
+class RowTask(Protocol):
+    """What is asked of each row."""
+
+    def asked(self, question: Question) -> Asked:
+        """Its pairs; `LogprobeError` where it cannot be scored."""
+
+    def score(self, pairs: list[Pair]) -> list[Score]:
+        """The scores of the pairs of some rows."""
+        ...
+
+
+def schema_of(settings: RowSettings) -> pa.Schema:
     """The columns of the output."""
-    text, number, real = pa.string(), pa.int64(), pa.float64()
-    columns = {"row": number, "source": text} | dict.fromkeys(settings.keep_columns, text)
+    columns = {"row": pa.int64(), "source": pa.string()} | dict.fromkeys(settings.keep_columns, pa.string())
+    columns |= _columns_of(settings) if isinstance(settings, DataSettings) else label_columns(settings)
+    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+
+
+def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
+    number, real = pa.int64(), pa.float64()
+    columns: dict[str, pa.DataType] = {}
     if settings.choices_column:
         columns |= {
             "predicted": number,
@@ -213,7 +234,7 @@ def schema_of(settings: DataSettings) -> pa.Schema:
         if settings.tokens:
             columns |= {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
             columns |= {"token_ranks": pa.list_(pa.int64()), "token_entropy": pa.list_(pa.float32())}
-    return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+    return columns
 
 
 class ScoredBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -239,13 +260,11 @@ class RowScorer:
         ParameterError: settings that this model cannot follow.
     """
 
-    def __init__(self, llm: Scorer, settings: DataSettings) -> None:
+    def __init__(self, llm: Scorer, settings: RowSettings) -> None:
         self._llm = llm
-        self._settings = settings
-        self._prefix = prefix_of(llm.text, settings.bos)
-        facts = llm.engine.capabilities()
-        self._limit: int = facts.max_model_len + 1  # the last token is never run
-        self._windows = WindowSettings.of(llm, window=settings.window, stride=settings.stride)
+        self._task: RowTask = (
+            TextRows(llm, settings) if isinstance(settings, DataSettings) else task_of(llm, settings)
+        )
 
     def source_of_numbers(self) -> dict[str, str | None]:
         """The model and its weights, as they are now."""
@@ -265,7 +284,7 @@ class RowScorer:
         """
         asked = [self._asked(row) for row in batch]
         good = [row for row in asked if not isinstance(row, BadRow)]
-        scores = self._scores([pair for _, parts in good for part in parts for pair in part])
+        scores = self._task.score([pair for _, (parts, _) in good for part in parts for pair in part])
         info = next((score.record.info for score in scores if score.record is not None), None)
         source, remaining = self.source_of_numbers(), iter(scores)
         if info is not None:
@@ -274,27 +293,57 @@ class RowScorer:
             end=batch[-1].index + 1,
             num_bytes=sum(row.num_bytes for row in batch),
             rows=[
-                self._values(question, [self._joined([next(remaining) for _ in part]) for part in parts])
-                for question, parts in good
+                {"row": question.index, "source": question.source, **question.kept}
+                | values([self._joined([next(remaining) for _ in part]) for part in parts])
+                for question, (parts, values) in good
             ],
             bad=[row for row in asked if isinstance(row, BadRow)],
             source=source,
             info=info,
         )
 
-    def _scores(self, pairs: list[Pair]) -> list[Score]:
-        settings = self._settings
-        return self._llm.score(pairs, entropy=settings.tokens, unconditional=settings.unconditional)
-
-    # -- rows → pairs ----------------------------------------------------------------------------------------
-
-    def _asked(self, row: CheckedRow) -> Asked | BadRow:
+    def _asked(self, row: CheckedRow) -> tuple[Question, Asked] | BadRow:
         if isinstance(row, BadRow):
             return row
         try:
-            return row, self._parts(row)
+            return row, self._task.asked(row)
         except LogprobeError as error:
             return bad_row(row, str(error))
+
+    def _joined(self, scores: Sequence[Score]) -> Score:
+        if len(scores) == 1:
+            return scores[0]
+        ids = [token_id for score in scores for token_id in score.token_ids]
+        return joined(scores, self._llm.text.vocabulary.bytes_of(ids))
+
+
+class TextRows:
+    """Rows whose texts or choices are scored.
+
+    Raises:
+        ParameterError: settings that this model cannot follow.
+    """
+
+    def __init__(self, llm: Scorer, settings: DataSettings) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._prefix = prefix_of(llm.text, settings.bos)
+        facts = llm.engine.capabilities()
+        self._limit: int = facts.max_model_len + 1  # the last token is never run
+        self._windows = WindowSettings.of(llm, window=settings.window, stride=settings.stride)
+
+    def score(self, pairs: list[Pair]) -> list[Score]:
+        """The scores of the pairs of some rows."""
+        settings = self._settings
+        return self._llm.score(pairs, entropy=settings.tokens, unconditional=settings.unconditional)
+
+    def asked(self, question: Question) -> Asked:
+        """The pairs of its texts, and what their scores come to.
+
+        Raises:
+            LogprobeError: it cannot be scored.
+        """
+        return self._parts(question), partial(self._values, question)
 
     def _parts(self, question: Question) -> list[list[Pair]]:
         if self._settings.choices_column is None:
@@ -328,19 +377,10 @@ class RowScorer:
         else:
             yield ids[-limit:][:1], ids[-limit:][1:]
 
-    def _joined(self, scores: Sequence[Score]) -> Score:
-        if len(scores) == 1:
-            return scores[0]
-        ids = [token_id for score in scores for token_id in score.token_ids]
-        return joined(scores, self._llm.text.vocabulary.bytes_of(ids))
-
-    # -- scores → values -------------------------------------------------------------------------------------
-
     def _values(self, question: Question, scores: list[Score]) -> dict[str, Any]:
-        values = {"row": question.index, "source": question.source, **question.kept}
         if self._settings.choices_column:
-            return values | _choice_values(question, scores)
-        return values | _text_values(scores[0], self._settings)
+            return _choice_values(question, scores)
+        return _text_values(scores[0], self._settings)
 
 
 def _text_values(score: Score, settings: DataSettings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe.scoring.data.rows import BadRow, CheckedRow, ScoredBatch
+    from logprobe.scoring.data.settings import RowSettings
     from logprobe.scoring.data.sources import Format, Source
     from logprobe.scoring.scorer import Scorer
 
@@ -41,7 +42,7 @@ class Workers(Protocol):
         """The files."""
 
     @property
-    def settings(self) -> DataSettings:
+    def settings(self) -> RowSettings:
         """What they are asked."""
 
     def source_of_numbers(self) -> dict[str, str | None]:
@@ -61,21 +62,22 @@ class Workers(Protocol):
 class Pool(Protocol):
     """Many models elsewhere, such as `integrations.ray.RayPool`."""
 
-    def workers(self, sources: Sequence[Source], settings: DataSettings) -> Workers:
+    def workers(self, sources: Sequence[Source], settings: RowSettings) -> Workers:
         """What scores the rows of some files."""
         ...
 
 
 def question_batches(
-    sources: Sequence[Source], settings: DataSettings, *, skip: int
+    sources: Sequence[Source], settings: RowSettings, *, skip: int
 ) -> Iterator[list[CheckedRow]]:
     """The checked rows of all files but the first `skip`, as many at a time as one call scores.
 
     Raises:
         InputError: a file that cannot be read.
     """
-    rows = islice(read_rows(sources, settings.columns), skip, None)
-    return batches(checked(row, settings) for row in rows)
+    reading = settings.rows
+    rows = islice(read_rows(sources, reading.columns), skip, None)
+    return batches(checked(row, reading) for row in rows)
 
 
 class OneModel:
@@ -85,7 +87,7 @@ class OneModel:
         ParameterError: settings that this model cannot follow.
     """
 
-    def __init__(self, llm: Scorer, sources: Sequence[Source], settings: DataSettings) -> None:
+    def __init__(self, llm: Scorer, sources: Sequence[Source], settings: RowSettings) -> None:
         self.sources = sources
         self.settings = settings
         self._scorer = RowScorer(llm, settings)
@@ -187,7 +189,7 @@ def score_dataset(
     inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
-    settings: DataSettings | None = None,
+    settings: RowSettings | None = None,
     kind: Format | None = None,
     by_line: bool = False,
     resume: bool = False,
@@ -200,7 +202,8 @@ def score_dataset(
         inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
         output: a name that ends in `.parquet` or `.jsonl`; bad rows go to the same name with
             `.errors.jsonl` after it.
-        settings: which columns hold what, and how rows are read.
+        settings: which columns hold what, and how rows are read; `LabelSettings` or `RerankSettings`: what is
+            asked of each.
         kind: the inputs' format where their names do not say it.
         by_line: a txt file's rows are its lines, not the whole of it.
         resume: go on with a run that was stopped, even killed; no row is lost or doubled.

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from logprobe.config import strict_keywords
 from logprobe.errors import require
+from logprobe.scoring.labels import (
+    CONTENT_FREE,
+    CORRECTIONS,
+    RERANK_TASK,
+    RERANK_TEMPLATE,
+    YES_NO,
+    Correction,
+    check_layout,
+    texts_of,
+)
 from logprobe.scoring.windows import TRUNCATIONS, Truncation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from logprobe.scoring.labels import Asked
+
 HITS = ("acc", "acc_norm", "acc_bytes")
+LABEL_COLUMNS = ("predicted", "probs", "logprobs", "corrected", "mass", "margin")
+RERANK_COLUMNS = ("relevance_score",)
 
 
 @strict_keywords
@@ -67,6 +81,113 @@ class DataSettings:
         main = [self.choices_column, self.context_column, self.answer_column]
         named = main if self.choices_column else [self.text_column, self.context_column]
         return list(dict.fromkeys([*(name for name in named if name is not None), *self.keep_columns]))
+
+    @property
+    def rows(self) -> DataSettings:
+        """How rows are read: as these say."""
+        return self
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class LabelSettings:
+    """Which labels each text of a data set is given, and how it is asked for them.
+
+    Args:
+        labels: the labels, each as the model says it (with its space where it goes on with a text).
+        prompt: what is asked of each text, which stands in it as {text}.
+        chat: lay the prompt out as a user's message, by the model's chat template.
+        correction: what the shares are made of: none, the probabilities themselves; length, their geometric
+            mean a token; calibrated, their ratio to those of a text without content.
+        content_free: the text without content; None: N/A.
+        text_column: the text.
+        keep_columns: columns copied to the output (what is no text as JSON).
+    """
+
+    labels: tuple[str, ...] = ()
+    prompt: str = "{text}"
+    chat: bool = False
+    correction: Correction = "none"
+    content_free: str | None = None
+    text_column: str = "text"
+    keep_columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        texts_of(self.labels)
+        known = f"must be one of {', '.join(CORRECTIONS)}, got {self.correction!r}"
+        require(self.correction in CORRECTIONS, "correction", known)
+        is_calibrated = self.correction == "calibrated"
+        require(
+            is_calibrated or self.content_free is None, "content_free", "comes with correction='calibrated'"
+        )
+        is_place = self.prompt.count("{text}") == 1
+        require(is_place, "prompt", "must hold {text} once, where each text is to stand")
+        _check_kept(self.keep_columns, LABEL_COLUMNS)
+
+    @property
+    def rows(self) -> DataSettings:
+        """How rows are read."""
+        return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
+
+    def asked(self, text: str) -> Asked:
+        """What the model is asked of a text."""
+        prompt = self.prompt.replace("{text}", text)
+        return [{"role": "user", "content": prompt}] if self.chat else prompt
+
+    @property
+    def empty(self) -> Asked | None:
+        """What it is asked of a text without content; None where nothing is corrected by that."""
+        if self.correction != "calibrated":
+            return None
+        return self.asked(CONTENT_FREE if self.content_free is None else self.content_free)
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class RerankSettings:
+    """To which query the documents of a data set are relevant, and how the two are laid out.
+
+    Args:
+        query: what is sought, in every document.
+        query_column: the column with each document's own query, in the place of one for all.
+        task: what makes a document relevant, in words.
+        template: what stands before, around and after a pair, three texts, of which the second names {query}
+            and {document}, and may name {task}; none: Qwen3-Reranker's.
+        labels: what the model says of a relevant document, and of another one.
+        text_column: the document.
+        keep_columns: columns copied to the output (what is no text as JSON).
+    """
+
+    query: str | None = None
+    query_column: str | None = None
+    task: str = RERANK_TASK
+    template: tuple[str, ...] = ()
+    labels: tuple[str, ...] = YES_NO
+    text_column: str = "text"
+    keep_columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_one = (self.query is None) != (self.query_column is None)
+        require(is_one, "query", "give either a query or a query_column")
+        check_layout(self.query or "", self.task, self.template or RERANK_TEMPLATE, self.labels)
+        _check_kept(self.keep_columns, RERANK_COLUMNS)
+
+    @property
+    def rows(self) -> DataSettings:
+        """How rows are read."""
+        return DataSettings(
+            text_column=self.text_column, context_column=self.query_column, keep_columns=self.keep_columns
+        )
+
+
+def _check_kept(columns: Sequence[str], computed: Sequence[str]) -> None:
+    taken = [name for name in columns if name in computed]
+    require(
+        not taken, "keep_columns", f"the output has a column {', '.join(taken)} of its own; rename the file's"
+    )
+
+
+RowSettings: TypeAlias = DataSettings | LabelSettings | RerankSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
