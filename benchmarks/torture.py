@@ -56,16 +56,19 @@ class Layout:
     is_harmed: bool = False  # its engine's processes are, which are started again
     is_exact: bool = True  # numbers do not depend on what stands beside them
     replaces: bool = True  # the model's own weights
+    has_lora: bool = True
     python: Path = Path(sys.executable)
 
 
 INVARIANT: Final = "--batch-invariant"
-ON_VLLM: Final = ("--engine", "vllm", "--engine-options", '{"enable_lora": true, "enforce_eager": true}')
+ON_VLLM: Final = ("--engine", "vllm", "--engine-options", '{"enforce_eager": true}')
+VLLM_PYTHON: Final = RIVALS["virtual_lm"].python
+# vLLM on a CPU ends at prompt_logprobs once it is ready for LoRA weights.
 LAYOUTS: Final = (
     Layout("one process", (INVARIANT,)),
     Layout("engine process", (INVARIANT, "--engine-process"), is_harmed=True),
     Layout("two replicas", (INVARIANT, "--data-parallel", "2"), is_harmed=True),
-    Layout("vLLM", ON_VLLM, is_exact=False, replaces=False, python=RIVALS["virtual_lm"].python),
+    Layout("vLLM", ON_VLLM, is_exact=False, replaces=False, has_lora=False, python=VLLM_PYTHON),
 )
 NUM_CLIENTS = 12
 FAULT_EVERY_S, REPLACE_EVERY_S, HEALTH_EVERY_S = 6.0, 5.0, 0.02
@@ -111,18 +114,19 @@ class Tally:
 class Client(threading.Thread):
     """Sends one request after the other until the time is over."""
 
-    def __init__(self, server: Attacked, seed: int, stop: threading.Event) -> None:
+    def __init__(self, server: Attacked, seed: int, stop: threading.Event, *, has_lora: bool) -> None:
         super().__init__()
         self.ended: Counter[str] = Counter()
         self.replies: list[tuple[Ask, bytes]] = []
         self.complaints: list[str] = []
+        self._kinds = [kind for name, kind in KINDS.items() if has_lora or name != "LoRA"]
         self._server, self._stop_event = server, stop
         self._rng = random.Random(seed)  # noqa: S311 - drawn for tests
 
     def run(self) -> None:
         """Count how each ended."""
         while not self._stop_event.is_set():
-            ask = self._rng.choice(list(KINDS.values()))(self._rng)
+            ask = self._rng.choice(self._kinds)(self._rng)
             how = self._rng.choices(["whole", "leave", "slow", "bad"], [12, 3, 1, 1])[0]
             try:
                 outcome, data = self._one(ask, how)
@@ -273,8 +277,10 @@ def engine_processes(server: Attacked) -> list[psutil.Process]:
 def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: float, seed: int) -> Tally:
     """One layout: the requests, the faults, the replay, and what is left."""
     tally = Tally(layout.name, layout.is_exact, minutes)
-    folders = {"wide": adapters["wide"]} | ({"model": folder} if layout.replaces else {})
-    flags = ("--lora", f"wide={adapters['wide']}", "--max-batch-rows", "16", "--max-batch-tokens", "64")
+    folders = {"wide": adapters["wide"]} if layout.has_lora else {}
+    flags = ("--lora", f"wide={adapters['wide']}") if layout.has_lora else ()
+    folders |= {"model": folder} if layout.replaces else {}
+    flags += ("--max-batch-rows", "16", "--max-batch-tokens", "64")
     flags += ("--operator-key", OPERATOR_KEY, "--no-access-log", *layout.flags)
     with serving_process(folder, *flags, python=layout.python) as server:
         storm(server, folders, 0.2, seed, has_faults=False)  # what is loaded when first needed is there
@@ -308,7 +314,8 @@ def storm(
 ) -> tuple[list[Client], Counter[str], Health]:
     """Requests for some minutes; who sent them, what was done meanwhile, and how the health was told."""
     stop = threading.Event()
-    clients = [Client(server, 1000 * seed + number, stop) for number in range(NUM_CLIENTS)]
+    seeds = [1000 * seed + number for number in range(NUM_CLIENTS)]
+    clients = [Client(server, one, stop, has_lora="wide" in folders) for one in seeds]
     faults, operator, health = (
         Faults(server, seed, stop),
         Operator(server, folders, stop),

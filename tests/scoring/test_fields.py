@@ -121,7 +121,15 @@ def test_every_value_is_found_wherever_tokens_end(
             assert json.dumps(seen, ensure_ascii=False)[1:-1].encode() in spelt
 
 
-@pytest.mark.parametrize("text", ["", " ", "{", '{"a": 1', "[1,]", "yes", '{"a": 1} and so on', "[" * 5000])
+def test_long_names_in_many_fields_are_told() -> None:
+    text = json.dumps({"x" * 3000: [1] * 400})
+    with pytest.raises(ParameterError, match="pointers of more than"):
+        fields_of(record_of([text.encode()]), text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "9" * 5000, "{", '{"a": 1', "[1,]", "yes", '{"a": 1} and so on', "[" * 5000]
+)
 def test_what_is_no_json_is_told(text: str) -> None:
     with pytest.raises(ParameterError) as raised:
         fields_of(record_of([text.encode()]), text)

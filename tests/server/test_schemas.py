@@ -28,6 +28,7 @@ EXTENDED = {
     "prompt_logprobs": 2,
     "logprobs_mode": "both",
     "explain": True,
+    "field_logprobs": True,
     "logit_bias": {"5": -100, "6": 3.5},
     "temperature": 0.7,
     "top_k": 5,

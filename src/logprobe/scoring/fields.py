@@ -15,11 +15,14 @@ import numpy as np
 from logprobe.errors import ParameterError, require, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import numpy.typing as npt
 
     from logprobe.records import FlatLogprobs
 
+    Floats = npt.NDArray[np.float64]
+
 MOST_DEPTH: Final = 100  # of values in a text
+MOST_POINTER_CHARS: Final = 1 << 20  # of all fields: a long name may stand in each of them
 _SPACE: Final = " \t\n\r"
 _read_value: Final = json.JSONDecoder().raw_decode
 
@@ -54,7 +57,8 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
         text: one JSON value, with white space around it or not.
 
     Raises:
-        ParameterError: the text is no JSON, or not what the record's tokens say.
+        ParameterError: the text is no JSON, is not what the record's tokens say, or has pointers that come to
+            more than `MOST_POINTER_CHARS`.
     """
     data = text.encode()
     table, chosen = record.table, record.chosen_entries()
@@ -63,87 +67,112 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
     pieces = [table.token_bytes(token_id) for token_id in chosen.token_ids.tolist()]
     begins = b"".join(pieces).startswith(data)
     require(begins, "text", "is not what the record's tokens say; give a completion's own text")
-    ends = list(accumulate(map(len, pieces)))
-    spelt = _Spelt(chosen.logprobs.astype(np.float64), np.array([0, *ends[:-1]]), np.array(ends))
-    return [spelt.field(*found) for found in _values(text)]
+    nodes, leaves = _read(text)
+    spelt = _Spelt(chosen.logprobs.astype(np.float64), list(map(len, pieces)), leaves)
+    return [spelt.field(*node) for node in nodes]
 
 
 class _Spelt:
-    """Tokens by their bytes: (T,) log-probabilities, and where in the text each begins and ends."""
+    """Leaves of a text by the tokens (T,) that spell them, which are consecutive and in their order."""
 
-    def __init__(self, logprobs: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> None:
-        self._logprobs, self._begins, self._ends = logprobs, begins, ends
+    def __init__(self, logprobs: Floats, sizes: list[int], leaves: list[tuple[int, int]]) -> None:
+        ends = np.cumsum(sizes, dtype=np.int64)
+        begins = ends - np.array(sizes, dtype=np.int64)
+        places = np.array(leaves, dtype=np.int64).reshape(-1, 2)
+        self._logprobs = logprobs
+        # Tokens that hold a byte of the leaf, and of these those that hold no other.
+        self._starts = np.searchsorted(ends, places[:, 0], side="right")
+        self._stops = np.maximum(np.searchsorted(begins, places[:, 1], side="left"), self._starts)
+        own_starts = np.maximum(np.searchsorted(begins, places[:, 0], side="left"), self._starts)
+        own_stops = np.minimum(np.searchsorted(ends, places[:, 1], side="right"), self._stops)
+        # A token of several leaves counts with the first of them in what holds them all.
+        news = np.maximum(self._starts, np.concatenate([[0], self._stops])[:-1])
+        self._whole = self._sums(self._starts, self._stops)
+        self._new = self._sums(news, self._stops)
+        self._own = self._sums(own_starts, own_stops)
 
-    def field(self, pointer: str, value: Any, leaves: list[tuple[int, int]]) -> Field:
-        """What was given to a value whose parts' bytes are these."""
-        whole: list[int] = []
-        own: list[int] = []
-        for begin, end in leaves:
-            touching = np.flatnonzero((self._begins < end) & (self._ends > begin)).tolist()
-            whole += [place for place in touching if not whole or place > whole[-1]]
-            own += [place for place in touching if begin <= self._begins[place] and self._ends[place] <= end]
-        logprobs = self._logprobs[whole]
+    def field(self, pointer: str, value: Any, first: int, stop: int) -> Field:
+        """What was given to a value of these leaves."""
+        starts, stops = self._starts[first:stop], self._stops[first:stop]
+        begin, end = (int(starts[0]), int(stops[-1])) if stop > first else (0, 0)
+        places = np.concatenate([np.arange(0), *map(np.arange, starts, stops)])
         return Field(
             pointer=pointer,
             value=value,
-            logprob=float(logprobs.sum()),
-            upper=float(self._logprobs[own].sum()),
-            tokens=range(whole[0], whole[-1] + 1) if whole else range(0),
-            least_sure=whole[int(logprobs.argmin())] if whole else None,
+            logprob=float(self._whole[first:stop][:1].sum() + self._new[first + 1 : stop].sum()),
+            upper=float(self._own[first:stop].sum()),
+            tokens=range(begin, end),
+            least_sure=int(places[self._logprobs[places].argmin()]) if len(places) else None,
         )
 
+    def _sums(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Floats:
+        return np.array([self._logprobs[start:stop].sum() for start, stop in zip(starts, stops, strict=True)])
 
-def _values(text: str) -> list[tuple[str, Any, list[tuple[int, int]]]]:
-    """Each value: its pointer, itself, and the bytes of its leaves.
+
+Leaves = list[tuple[int, int]]
+Node = tuple[str, Any, int, int]
+
+
+def _read(text: str) -> tuple[list[Node], Leaves]:
+    """Each value (its pointer, itself, and which leaves are its own, [first, stop)), and the leaves' bytes.
 
     A string's are those between its quotes; of an empty one the closing quote, which says that it is empty.
     """
+    reader = _Reader(text)
     try:
-        found = list(_walk(text, _after_space(text, 0), "", 0))
-    except (json.JSONDecodeError, RecursionError) as error:
+        end = reader.read(reader.after_space(0), "")
+    except ParameterError:
+        raise
+    except (ValueError, RecursionError) as error:  # of an integer of thousands of digits, too
         raise ParameterError("text", f"is no JSON that can be read: {error}") from error
-    rest = text[found[0][3] :].strip(_SPACE)
+    rest = text[end:].strip(_SPACE)
     require(not rest, "text", f"goes on after its JSON: {shortened(rest)!r}")
     offsets = [0, *accumulate(len(letter.encode()) for letter in text)]
-    return [
-        (pointer, value, [(offsets[begin], offsets[end]) for begin, end in leaves])
-        for pointer, value, leaves, _ in found
-    ]
+    return reader.nodes, [(offsets[begin], offsets[stop]) for begin, stop in reader.leaves]
 
 
-_Found = tuple[str, Any, list[tuple[int, int]], int]
+class _Reader:
+    """Finds where the values of a text stand."""
 
+    def __init__(self, text: str) -> None:
+        self.nodes: list[Node] = []
+        self.leaves: Leaves = []  # by letters
+        self._text = text
+        self._num_chars = 0  # of all pointers
 
-def _walk(text: str, place: int, pointer: str, depth: int) -> Iterator[_Found]:
-    """The value at a place, then its parts: pointer, value, its leaves' places, and where it ends."""
-    require(depth <= MOST_DEPTH, "text", f"is nested deeper than {MOST_DEPTH}")
-    value, end = _read_value(text, place)
-    if not isinstance(value, dict | list):
-        is_text = isinstance(value, str)
-        own = (place + is_text, end - is_text)
-        yield pointer, value, [own if own[0] < own[1] else (end - 1, end)], end
-        return
-    parts: list[_Found] = []
-    leaves: list[tuple[int, int]] = []
-    place = _after_space(text, place + 1)
-    index = 0
-    while text[place] not in "}]":
-        if isinstance(value, dict):
-            key, place = _read_value(text, place)
-            place = _after_space(text, _after_space(text, place) + 1)  # the colon
+    def read(self, place: int, pointer: str, depth: int = 0) -> int:
+        """Take in the value at a place, then its parts; where it ends."""
+        require(depth <= MOST_DEPTH, "text", f"is nested deeper than {MOST_DEPTH}")
+        self._num_chars += len(pointer)
+        is_short = self._num_chars <= MOST_POINTER_CHARS
+        require(is_short, "text", f"has pointers of more than {MOST_POINTER_CHARS:,} characters in all")
+        value, end = _read_value(self._text, place)
+        number, first = len(self.nodes), len(self.leaves)
+        self.nodes.append((pointer, value, first, first + 1))
+        if isinstance(value, dict | list):
+            self._read_parts(place, pointer, depth, is_object=isinstance(value, dict))
+            self.nodes[number] = (pointer, value, first, len(self.leaves))
+        elif isinstance(value, str):
+            self.leaves.append((place + 1 if value else end - 1, end - 1 if value else end))
         else:
-            key, index = str(index), index + 1
-        inner = list(_walk(text, place, f"{pointer}/{key.replace('~', '~0').replace('/', '~1')}", depth + 1))
-        leaves += inner[0][2]
-        parts += inner
-        place = _after_space(text, inner[0][3])
-        if text[place] == ",":
-            place = _after_space(text, place + 1)
-    yield pointer, value, leaves, end
-    yield from parts
+            self.leaves.append((place, end))
+        return end
 
+    def _read_parts(self, place: int, pointer: str, depth: int, *, is_object: bool) -> None:
+        place, index = self.after_space(place + 1), 0
+        while self._text[place] not in "}]":
+            key = str(index)
+            if is_object:
+                key, place = _read_value(self._text, place)
+                place = self.after_space(self.after_space(place) + 1)  # the colon
+            name = key.replace("~", "~0").replace("/", "~1")
+            place = self.after_space(self.read(place, f"{pointer}/{name}", depth + 1))
+            if self._text[place] == ",":
+                place = self.after_space(place + 1)
+            index += 1
 
-def _after_space(text: str, place: int) -> int:
-    while place < len(text) and text[place] in _SPACE:
-        place += 1
-    return place
+    def after_space(self, place: int) -> int:
+        """The next place that is no white space."""
+        while place < len(self._text) and self._text[place] in _SPACE:
+            place += 1
+        return place

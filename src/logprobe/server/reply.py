@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from logprobe.records.forms.json import IMPOSSIBLE, entry_rows, finite, legacy_rows, position_rows
+from logprobe.errors import ParameterError
+from logprobe.records.forms.json import (
+    IMPOSSIBLE,
+    entry_rows,
+    finite,
+    finite_fields,
+    legacy_rows,
+    position_rows,
+)
+from logprobe.scoring.fields import Field, fields_of
 from logprobe.server.http.errors import as_api_error
 from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
 from logprobe.server.limits import row_entries
@@ -353,6 +362,41 @@ def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str,
     if body.explain:
         fields["explain"] = _explanations(piece)
     return fields
+
+
+def ending_extensions(service: Service, body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
+    """What is told of a completion once it has ended, where it was asked for."""
+    if not body.field_logprobs or piece.finish_reason is None:
+        return {}
+    completion = piece.completion
+    assert completion.logprobs is not None, "they come beside logprobs"
+    text, other = (
+        service.text.text_of(completion.token_ids, completion.num_text_bytes),
+        completion.processed_logprobs,
+    )
+    try:
+        fields = fields_of(completion.logprobs, text)
+        others = None if other is None else fields_of(other, text)
+    except ParameterError:
+        return {"fields": None}  # it ended before its JSON did, or wrote none
+    rows = [_field(field) for field in fields]
+    for row, field in zip(rows, others or (), strict=others is not None):
+        row |= {"processed_logprob": field.logprob, "processed_upper": field.upper}
+    return {"fields": [finite_fields(row) for row in rows]}
+
+
+def _field(field: Field) -> dict[str, Any]:
+    """A field with its numbers; an object's or array's value stands in its parts."""
+    value = field.value
+    is_large = isinstance(value, int) and not -(2**63) <= value < 2**64  # which no encoder writes
+    return {
+        "pointer": field.pointer,
+        **({} if is_large or isinstance(value, dict | list) else {"value": value}),
+        "logprob": field.logprob,
+        "upper": field.upper,
+        "tokens": [field.tokens.start, field.tokens.stop],
+        "least_sure": field.least_sure,
+    }
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:

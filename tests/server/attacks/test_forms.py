@@ -64,6 +64,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "prompt_logprobs": [(0, 0)],
     "entropy": [(False, None)],
     "explain": [(False, None)],
+    "field_logprobs": [(False, None)],
     "lora": [(None, None)],
 }
 

@@ -106,6 +106,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "echo": st.booleans(),
     "entropy": st.booleans(),
     "explain": st.booleans(),
+    "field_logprobs": st.booleans(),
     "stream": st.booleans(),
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),

@@ -70,6 +70,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     entropy: bool | None = None
     explain: bool | None = None
     return_token_ids: bool | None = None
+    field_logprobs: bool | None = None
 
     # Without effect here (`no_effect`), or taken only with the value that changes nothing.
     user: str | None = None

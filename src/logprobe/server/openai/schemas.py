@@ -87,9 +87,23 @@ class _PromptExtras(Shape, kw_only=True):
     logprobs_info: dict[str, Any] | UnsetType = UNSET
 
 
+class FieldLogprob(Shape, kw_only=True):
+    """One value of a JSON text; nats."""
+
+    pointer: str
+    value: str | float | bool | UnsetType | None = UNSET
+    logprob: Logprob
+    upper: Logprob
+    tokens: list[int]
+    least_sure: int | None
+    processed_logprob: Logprob | UnsetType = UNSET
+    processed_upper: Logprob | UnsetType = UNSET
+
+
 class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    fields: list[FieldLogprob] | UnsetType | None = UNSET
 
 
 class _ChatFrame(_PromptExtras, kw_only=True):
@@ -181,6 +195,7 @@ class CompletionChoice(_PromptExtras, kw_only=True):
     finish_reason: FinishReason | None
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
+    fields: list[FieldLogprob] | UnsetType | None = UNSET
 
 
 class Completion(Shape, kw_only=True):

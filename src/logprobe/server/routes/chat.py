@@ -17,6 +17,7 @@ from logprobe.server.reply import (
     answer,
     chat_logprobs,
     choice_extensions,
+    ending_extensions,
     prompt_extensions,
     reply_extensions,
     usage,
@@ -86,7 +87,9 @@ class ChatShape:
             logprobs = chat_logprobs(self._service, self._generation, piece)
             yield self._chunk(piece.index, delta, logprobs, **extras) | self._prompt()
         if piece.finish_reason:
-            yield self._chunk(piece.index, {}, finish_reason=piece.finish_reason) | self._prompt()
+            ending = ending_extensions(self._service, self._body, piece)
+            chunk = self._chunk(piece.index, {}, finish_reason=piece.finish_reason, **ending)
+            yield chunk | self._prompt()
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Usage, where it was asked for."""
@@ -105,6 +108,7 @@ class ChatShape:
             "logprobs": chat_logprobs(self._service, self._generation, piece),
             "finish_reason": piece.finish_reason,
             **choice_extensions(self._body, piece),
+            **ending_extensions(self._service, self._body, piece),
         }
 
     def _chunk(

@@ -15,6 +15,7 @@ from logprobe.server.reply import (
     answer,
     choice_extensions,
     completion_rows,
+    ending_extensions,
     legacy_logprobs,
     prompt_extensions,
     reply_extensions,
@@ -124,6 +125,7 @@ class CompletionShape:
             "logprobs": legacy_logprobs(self._service, piece),
             "finish_reason": piece.finish_reason,
             **choice_extensions(self._body, piece),
+            **ending_extensions(self._service, self._body, piece),
         }
 
     def _begin(self, piece: CompletionPiece) -> dict[str, Any]:
