@@ -178,6 +178,18 @@ AUDIT = (
         ),
     ),
     Audited(
+        ("any path with a key, of a server of several models: one that is not loaded",),
+        "a load, by all cores and for seconds; the model's weights and pool, which stay",
+        "one load at a time, what is loaded together within `max_models_bytes`; who waits counts in "
+        "`max_requests` of the route. Clients that ask for more models in turn than fit have them loaded "
+        "again and again",
+        (
+            "test_models.py::test_who_asks_at_once_waits_for_one_load",
+            "test_models.py::test_the_one_unused_longest_leaves_where_memory_is_short",
+            "test_models.py::test_a_model_in_use_never_leaves",
+        ),
+    ),
+    Audited(
         ("any path: no HTTP, or another protocol",),
         "a count, now and then a line of the log",
         f"the connection closes, or the request is served as HTTP; a line in {LOG_EVERY_S:.0f} s at most",
