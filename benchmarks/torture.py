@@ -77,6 +77,7 @@ NUM_CONTROL = 200
 STOPPED_S, STARVED_TIMES = 2.0, 20
 MOST_REPLAYED = 400
 TIMEOUT_S = 300.0
+ROWS: Final = "/v1/next_token_logprobs"
 FULL: Final = frozenset({429, 503})
 BAD_BODIES: Final = (b"", b"{", b"[]", b'{"prompt": 5.5}', b'{"prompt": "a", "max_tokens": -1}', b"\xff" * 99)
 DRAWN_BATCHES, DRAWN_LEN, DRAWN_TOP = (1, 8, 32, 128), 64, 5
@@ -114,11 +115,14 @@ class Tally:
 class Client(threading.Thread):
     """Sends one request after the other until the time is over."""
 
-    def __init__(self, server: Attacked, seed: int, stop: threading.Event, *, has_lora: bool) -> None:
+    def __init__(
+        self, server: Attacked, seed: int, stop: threading.Event, *, has_lora: bool, is_harmed: bool
+    ) -> None:
         super().__init__()
         self.ended: Counter[str] = Counter()
         self.replies: list[tuple[Ask, bytes]] = []
         self.complaints: list[str] = []
+        self._is_harmed = is_harmed
         self._kinds = [kind for name, kind in KINDS.items() if has_lora or name != "LoRA"]
         self._server, self._stop_event = server, stop
         self._rng = random.Random(seed)  # noqa: S311 - drawn for tests
@@ -130,6 +134,10 @@ class Client(threading.Thread):
             how = self._rng.choices(["whole", "leave", "slow", "bad"], [12, 3, 1, 1])[0]
             try:
                 outcome, data = self._one(ask, how)
+            except http.client.IncompleteRead as error:
+                # Rows that have begun to come have no other way to say that their process was killed.
+                outcome = "error" if ask[0] == ROWS and self._is_harmed else "lost"
+                data = repr(error).encode()
             except (OSError, http.client.HTTPException) as error:
                 outcome, data = "lost", repr(error).encode()
             self.ended[outcome] += 1
@@ -315,7 +323,7 @@ def storm(
     """Requests for some minutes; who sent them, what was done meanwhile, and how the health was told."""
     stop = threading.Event()
     seeds = [1000 * seed + number for number in range(NUM_CLIENTS)]
-    clients = [Client(server, one, stop, has_lora="wide" in folders) for one in seeds]
+    clients = [Client(server, one, stop, has_lora="wide" in folders, is_harmed=has_faults) for one in seeds]
     faults, operator, health = (
         Faults(server, seed, stop),
         Operator(server, folders, stop),
