@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -466,7 +466,7 @@ def main() -> int:
     drawn = drawn_against_scored(options.model, options.tokens) if options.tokens else []
     content = {
         "machine": machine_facts(),
-        "layouts": [asdict(tally) | {"sent": tally.sent} for tally in tallies],
+        "layouts": [as_content(tally) for tally in tallies],
         "drawn": [{"model": options.model, **row} for row in drawn],
     }
     if options.json:
@@ -475,6 +475,11 @@ def main() -> int:
         save("torture", content)
     is_well = all(tally.is_well for tally in tallies) and not any(row["differing"] for row in drawn)
     return 0 if is_well else 1
+
+
+def as_content(tally: Tally) -> dict[str, Any]:
+    """What became of a layout, as JSON holds it."""
+    return vars(tally) | {"ended": dict(tally.ended), "faults": dict(tally.faults), "sent": tally.sent}
 
 
 def as_line(tally: Tally) -> str:
