@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.responses import Response
 
-from logprobe.server.http.gate import CALL, PIECE_BYTES, Call, send_pieces
+from logprobe.server import ServerSettings
+from logprobe.server.http.gate import CALL, MANY_OPEN, PIECE_BYTES, Call, Gate, send_pieces
 from logprobe.server.http.guard import endpoint
 from logprobe.server.http.replies import Documents
 from logprobe.server.http.workers import Workers
@@ -85,6 +86,36 @@ def test_others_are_served_between_any_two_pieces() -> None:
         assert pieces[:num_replies] == [body[:PIECE_BYTES] for body in bodies], "each waits its turn"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_open", [MANY_OPEN - 1, MANY_OPEN])
+def test_what_many_replies_took_is_given_back_once_all_are_sent(
+    monkeypatch: pytest.MonkeyPatch, num_open: int
+) -> None:
+    returned = threading.Event()
+    monkeypatch.setattr("logprobe.server.http.gate.return_freed", returned.set)
+    scope = {"type": "http", "method": "GET", "headers": [(b"host", b"localhost")], "scheme": "http"}
+
+    async def run() -> None:
+        may_end = asyncio.Event()
+
+        async def app(*_: Any) -> None:
+            await may_end.wait()
+
+        async def nothing(*_: Any) -> Any:
+            """Neither asks nor takes anything."""
+
+        gate = Gate(app, ServerSettings(), lambda _: None)
+        calls = [asyncio.create_task(gate(dict(scope), nothing, nothing)) for _ in range(num_open)]
+        await asyncio.sleep(0)
+        assert not returned.is_set()
+        may_end.set()
+        await asyncio.gather(*calls)
+        if gate._returning is not None:
+            await gate._returning
+
+    asyncio.run(run())
+    assert returned.is_set() == (num_open >= MANY_OPEN)
 
 
 def test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_meanwhile(

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
+from logprobe.engine.forward.pool import return_freed
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
 from logprobe.server.http.replies import JSON_TYPE
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 ANY: Final = "*"
 PIECE_BYTES: Final = 1 << 16  # of a reply that wait in the process for a client to take them
+
+MANY_OPEN: Final = 64
+"""Requests at once whose replies, once freed, are given back to the system, which glibc would else keep."""
 
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # that is taken from a client: printable, and one word
 PROBES: Final = frozenset({"/health", "/ready", "/metrics"})  # are asked all the time: debug
@@ -122,6 +126,8 @@ class Gate:
         self._settings = settings
         self._ended = ended
         self._lock = asyncio.Lock()  # of large replies
+        self._num_open = self._most_open = 0  # requests now, and at most since memory was given back
+        self._returning: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it without looking at more than its header."""
@@ -141,11 +147,17 @@ class Gate:
             else:
                 await send_pieces(message, send, self._lock)
 
+        self._num_open += 1
+        self._most_open = max(self._most_open, self._num_open)
         try:
             await self._let_in(headers, scope, receive, send_named)
         finally:
+            self._num_open -= 1
             call.end()
             self._ended(call)
+            if not self._num_open and self._most_open >= MANY_OPEN:
+                self._most_open = 0
+                self._returning = asyncio.create_task(asyncio.to_thread(return_freed))
 
     async def _let_in(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         try:
