@@ -197,6 +197,20 @@ def test_a_model_in_use_never_leaves(serve_several: Any, tiny_window_folder: Pat
         eventually(lambda: server.ask(model="b").status_code == 200, "the other never gets its place")
 
 
+def test_a_model_that_an_operator_has_changed_stays(serve_several: Any, tiny_window_folder: Path) -> None:
+    room, key = weight_bytes(tiny_window_folder) + POOL, "an-operators-own-key"
+    with serve_several({"a": {}, "b": {}}, max_models_bytes=room, operator_key=(key,)) as server:
+        order = {"model_path": str(tiny_window_folder), "weight_version": "new", "model": "a"}
+        headers = {"Authorization": f"Bearer {key}"}
+        url = f"{server.url}/update_weights_from_disk"
+        done = httpx.post(url, json=order, headers=headers, timeout=PATIENCE_S)
+        assert done.status_code == 200, done.text
+        refused = server.ask(model="b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_full")
+        assert server.get("/v1/models/a")["weight_version"] == "new"
+        assert server.get(f"/v1/models/{tiny_window_folder}")["id"] == "a", "by the name of its files, too"
+
+
 def test_each_has_limits_of_its_own(serve_several: Any) -> None:
     with serve_several({"other": {"max_requests": 2, "max_logprobs": 1}}) as server:
         assert server.ask(prompt=["a", "b", "c"]).status_code == 200
@@ -271,6 +285,20 @@ def test_what_cannot_be_is_told_at_the_start(
     with pytest.raises(ParameterError) as raised:
         Models(LoadedModel(tiny_llm.engine, tiny_llm.text), shared, (), further)
     assert raised.value.parameter == parameter
+
+
+def test_models_to_preload_fit_together(tiny_llm: LLM, tiny_window_folder: Path) -> None:
+    size = weight_bytes(tiny_window_folder) + POOL
+    config = EngineConfig(model=str(tiny_window_folder), kv_bytes=POOL)
+    for room, fits in ((2 * size - 1, False), (2 * size, True)):
+        shared = ServerSettings(max_models_bytes=room, preload=("a", "b", "a"))
+        further = {name: FurtherModel.of(name, config, shared) for name in ("a", "b")}
+        made = [LoadedModel(tiny_llm.engine, tiny_llm.text), shared, (), further]
+        if fits:
+            Models(*made)
+        else:
+            with pytest.raises(ParameterError, match="name fewer"):
+                Models(*made)
 
 
 def test_a_model_that_is_nowhere_is_told_at_the_start(tiny_llm: LLM) -> None:

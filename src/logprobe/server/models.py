@@ -54,7 +54,8 @@ class Models:
     """The models of a server by their names, and what holds for all of them; used from one event loop.
 
     A further model is loaded when it is first asked for, in turn. Where it does not fit beside those that are
-    loaded, the one that nothing uses, and nothing has used longest, leaves.
+    loaded, the one that nothing uses, and nothing has used longest, leaves; one that an operator has changed
+    stays, since it would come back as it was opened.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Models:
         self._loads: dict[str, asyncio.Task[Service]] = {}
         self._turn = asyncio.Lock()  # of what is loaded
         self._num_users = Counter[str]()
+        self._changed: set[str] = set()  # by an operator
         self._left_s: dict[str, float] = {}  # when its last user left
         self._room = free_bytes() if settings.max_models_bytes is None else settings.max_models_bytes
         self._sizes = {name: _size_of(one.config) for name, one in self._further.items()}
@@ -102,6 +104,9 @@ class Models:
         for name in self.settings.preload:
             near = " or ".join(map(repr, self._further)) or "none; name it by also_model"
             require(name in self._further, "preload", f"{name!r} is no further model; there is {near}")
+        needed = sum(self._sizes[name] for name in set(self.settings.preload))
+        what = f"take {in_words(needed)}, of the {in_words(self._room)} that further models may hold"
+        require(needed <= self._room, "preload", f"{what}; name fewer, or raise max_models_bytes")
 
     # -- those that are loaded -------------------------------------------------------------------------------
 
@@ -144,13 +149,17 @@ class Models:
             ParameterError: LoRA weights have the model's own name, or stand twice.
         """
         self.first.prepare()
-        for name in self.settings.preload:
+        for name in dict.fromkeys(self.settings.preload):
             self._services[name] = self._started(name)
 
     def close(self) -> None:
         """Close every engine but the first one's, which whoever opened it closes."""
         for service in self.loaded[1:]:
             service.close()
+
+    def owner_of(self, name: str) -> Service | None:
+        """The loaded model that a name means, or whose LoRA weights it means."""
+        return next((service for service in self.loaded if service.has_name(name)), None)
 
     # -- the one that a request means ------------------------------------------------------------------------
 
@@ -179,6 +188,10 @@ class Models:
         if self._further:
             self._leave(service.model_name)
 
+    def keep(self, service: Service) -> None:
+        """Tell that an operator has changed a model's weights, or has loaded or dropped LoRA weights."""
+        self._changed.add(service.model_name)
+
     def _leave(self, name: str) -> None:
         self._num_users[name] -= 1
         self._left_s[name] = time.monotonic()
@@ -195,9 +208,10 @@ class Models:
         """The model that a name means, or the first one, which tells who asks that there is none."""
         if name is None:
             return self.first.model_name
-        loaded = (key for key, service in self._services.items() if service.has_name(name))
+        if (service := self.owner_of(name)) is not None:
+            return service.model_name
         further = (key for key, one in self._further.items() if name in {key, *one.names, *one.loras})
-        return next(loaded, None) or next(further, self.first.model_name)
+        return next(further, self.first.model_name)
 
     async def _awake(self, name: str) -> Service:
         if name not in self._loads:  # one for all who ask meanwhile, whoever of them leaves
@@ -230,9 +244,10 @@ class Models:
             ApiError: 429, the others are in use.
         """
         while self._held() + self._sizes[name] > self._room:
-            unused = [key for key in self._services if key in self._sizes and not self._num_users[key]]
+            may_leave = self._services.keys() & self._sizes.keys() - self._changed
+            unused = [key for key in may_leave if not self._num_users[key]]
             if not unused:
-                raise server_full(f"{in_words(self._room)} of models are loaded, and all are in use")
+                raise server_full(f"{in_words(self._room)} of models are loaded, and all are in use or kept")
             longest = min(unused, key=lambda key: self._left_s.get(key, 0.0))
             logger.info("%s leaves memory to %s", longest, name)
             await asyncio.to_thread(self._services.pop(longest).close)

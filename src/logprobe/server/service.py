@@ -176,7 +176,7 @@ class Service:
         Raises:
             ApiError: 404.
         """
-        if name is None or self.has_name(name):
+        if name is None or self.models.owner_of(name) is not None:
             return
         served = self.models.served()
         if name not in served:

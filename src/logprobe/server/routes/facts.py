@@ -45,11 +45,12 @@ async def models(request: HttpRequest, service: Service) -> Response:
 async def model(request: HttpRequest, service: Service) -> Response:
     """Tell about a model, or about LoRA weights."""
     name = request.path_params["model"]
-    # What else the first model is called is told as itself.
-    found = [entry for entry in _models(service) if entry["id"] == name] or _models(service)[:1]
-    if found[0]["id"] != name:
+    entries = {entry["id"]: entry for entry in _models(service)}
+    if name not in entries:
         service.check_model(name)
-    return json_reply(found[0])
+        owner = service.models.owner_of(name) or service
+        name = owner.model_name  # what else it is called is told as itself
+    return json_reply(entries[name])
 
 
 async def capabilities(_: HttpRequest, service: Service) -> Response:

@@ -33,6 +33,7 @@ async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
         await asyncio.to_thread(service.engine.add_lora, body.lora_name, body.lora_path)
     except ModelError as error:
         raise bad_request("lora_path", str(error)) from error
+    service.models.keep(service)
     return json_reply({"id": body.lora_name, "object": "model", "root": body.lora_path})
 
 
@@ -43,6 +44,7 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
         service.engine.remove_lora(body.lora_name)
     except ParameterError as error:
         raise bad_request("lora_name", str(error).removeprefix(f"{error.parameter}: ")) from error
+    service.models.keep(service)
     return json_reply({"id": body.lora_name, "object": "model", "deleted": True})
 
 
@@ -58,6 +60,7 @@ async def update_weights_from_disk(request: HttpRequest, service: Service) -> Re
         )
     except ModelError as error:
         raise bad_request("model_path", str(error)) from error
+    service.models.keep(service)
     return json_reply({"success": True, "weight_version": version})
 
 
