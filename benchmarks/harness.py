@@ -303,6 +303,8 @@ def publish(bench: str, figures: Sequence[Figure], options: Options) -> None:
     content = {"machine": machine_facts(), "figures": [as_json(figure) for figure in figures]}
     if options.model != DEFAULT_MODEL:
         bench = f"{bench} --model {Path(options.model).name}"
+    if set(options.rivals) < {OURS, *RIVALS}:  # a race of fewer stands beside that of all
+        bench = f"{bench} --rivals {','.join(options.rivals[1:])}"
     if options.is_json:
         print(json.dumps(content))
     else:

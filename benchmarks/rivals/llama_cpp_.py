@@ -44,7 +44,7 @@ class LlamaCpp:
         likeliest: list[int] = []
         for tokens in rounds:
             answers = self._complete(prefixes, max_tokens=1, logprobs=WHOLE_VOCABULARY)
-            likeliest = [answer["choices"][0]["logprobs"]["content"][0]["id"] for answer in answers]
+            likeliest = [_generated(answer)[0] for answer in answers]
             prefixes = extend_all(prefixes, tokens)
         return lambda: likeliest
 
@@ -55,7 +55,8 @@ class LlamaCpp:
 
 def _generated(answer: dict[str, Any]) -> TokenIds:
     """The ids of what was generated; -1 where the server withholds (a character cut at the end)."""
-    told = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    rows = answer["choices"][0]["logprobs"] or {"content": ()}  # null where all of them are withheld
+    told = [entry["id"] for entry in rows["content"]]
     return told + [-1] * (answer["usage"]["completion_tokens"] - len(told))
 
 

@@ -18,7 +18,7 @@ from harness import (
     publish,
     save,
 )
-from process import RivalError
+from process import RIVALS, RivalError
 
 
 def figure(**changes: Any) -> Figure:
@@ -116,14 +116,17 @@ def test_a_day_holds_the_newest_content_of_each_bench(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "name"),
+    ("model", "rivals", "name"),
     [
-        (DEFAULT_MODEL, "bench_a"),
-        ("gemma3-270m", "bench_a --model gemma3-270m"),
-        ("/x/own", "bench_a --model own"),
+        (DEFAULT_MODEL, tuple(RIVALS), "bench_a"),
+        ("gemma3-270m", tuple(RIVALS), "bench_a --model gemma3-270m"),
+        ("/x/own", tuple(RIVALS), "bench_a --model own"),
+        ("/x/own", (OURS, "vllm"), "bench_a --model own --rivals vllm"),
     ],
 )
-def test_another_model_has_figures_of_its_own(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_or_race_has_figures_of_its_own(
+    model: str, rivals: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved: list[str] = []
 
     def note(bench: str, _content: object) -> Path:
@@ -131,7 +134,7 @@ def test_another_model_has_figures_of_its_own(model: str, name: str, monkeypatch
         return ROOT / "result.json"
 
     monkeypatch.setattr(harness, "save", note)
-    options = Options(is_smoke=False, is_json=True, rounds=1, model=model, rivals=())
+    options = Options(is_smoke=False, is_json=True, rounds=1, model=model, rivals=rivals)
     publish("bench_a", [figure()], options)
     assert saved == [name]
 
