@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from logprobe.config import EngineConfig
 from logprobe.errors import require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.progress import byte_bar, can_draw
+from logprobe.scoring.spellings import MAX_ROWS
 from logprobe.scoring.windows import perplexity
 from logprobe.text.chat import Layout
 
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
 
     from logprobe.engine.client import OnError, Prompt
     from logprobe.engine.request import RequestOutput
+    from logprobe.next_token.lm import NextTokenLM
+    from logprobe.next_token.rows import Row
     from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels
+    from logprobe.scoring.members import FieldDistribution
     from logprobe.scoring.score import Score
     from logprobe.scoring.windows import Perplexity, Truncation
     from logprobe.text.chat import Conversations
     from logprobe.transport.messages import Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
+ROW_CACHE_BYTES: Final = 1 << 26  # of the rows that fields take
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
 
@@ -457,6 +462,54 @@ class LLM:
         from logprobe.scoring.labels import judge
 
         return judge(self, prompts, scale, progress=progress)
+
+    def fields(
+        self,
+        output: RequestOutput,
+        schema: dict[str, Any] | None = None,
+        *,
+        index: int = 0,
+        max_rows: int = MAX_ROWS,
+    ) -> list[FieldDistribution]:
+        """How sure each value of a JSON reply is, and how likely each other value that its schema names.
+
+        Where the schema names what may stand at a place (an enum, a const, a boolean, integers between two
+        bounds, a union of such), `members` has the probability of each, summed over all its spellings, and
+        `grammar_members` the same under the request's grammar. That takes forward passes, each a token
+        longer than what is known.
+
+        Args:
+            output: what a call gave that asked for `logprobs`.
+            schema: the JSON schema of the reply; None: that of the request's `response_format`.
+            index: which of its completions.
+            max_rows: next-token rows that the members of one value may take; where they are too few,
+                `unresolved` says how much probability was not followed.
+
+        Raises:
+            ParameterError: no log-probabilities of the model's own distribution; a text that is no JSON; no
+                schema, one that names no values, or one that cannot be followed; replaced weights.
+            EngineError: the engine failed or was closed.
+        """
+        return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
+
+    @cached_property
+    def _rows(self) -> NextTokenLM[Row]:
+        """Next-token rows of the same engine, where something asks for them."""
+        from logprobe.next_token.lm import NextTokenLM
+        from logprobe.next_token.rows import RowCache
+        from logprobe.next_token.source import EngineRows
+
+        rows: NextTokenLM[Row] = NextTokenLM(
+            EngineRows(self.loaded),
+            self.text,
+            as_caller=lambda rows: rows,
+            cache=RowCache(ROW_CACHE_BYTES),
+            batch_size=1,
+            timeout=0,
+            owns_source=False,
+        )
+        self._owned.callback(rows.cleanup)  # before the engine
+        return rows
 
     def perplexity(
         self,

@@ -128,17 +128,20 @@ class FakeForward:
         return np.random.default_rng([self._seed, state]).normal(0, 3, self.vocab_size).astype(np.float32)
 
 
-def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedModel:
+def fake_model(
+    forward: FakeForward | None = None, *, tokens: Sequence[bytes] = (), **settings: Any
+) -> LoadedModel:
     """A running engine over a fake forward pass, with a tokenizer of single bytes, as front doors take it.
 
-    `settings` are those of `EngineConfig`. Ids [0, 256) are bytes, 256 is BOS and 257 EOS; no BOS is put
-    before a text. Close its `engine` at the end.
+    `settings` are those of `EngineConfig`. Ids [0, 256) are bytes, 256 is BOS and 257 EOS, and what follows
+    are `tokens` of several bytes, which may be drawn, and which no text is cut into; no BOS is put before a
+    text. Close its `engine` at the end.
 
     Raises:
         ParameterError: a setting that cannot be used, or a vocabulary too small for the tokenizer.
     """
-    forward = forward or FakeForward()
-    tokenizer = _byte_tokenizer()
+    tokenizer = _byte_tokenizer(tokens)
+    forward = forward or FakeForward(len(tokenizer))
     require(forward.vocab_size >= len(tokenizer), "vocab_size", f"must be {len(tokenizer)} or more")
     text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), frozenset(tokenizer.all_special_ids))
     config = EngineConfig(model="fake", **settings)
@@ -162,7 +165,7 @@ def fake_model(forward: FakeForward | None = None, **settings: Any) -> LoadedMod
     return LoadedModel(front, text, None, engine.drawing.pipeline)
 
 
-def _byte_tokenizer() -> Any:
+def _byte_tokenizer(tokens: Sequence[bytes]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from logprobe.models.tokenizer import ExactTokenizer
@@ -172,7 +175,8 @@ def _byte_tokenizer() -> Any:
     characters = {byte: chr(byte) for byte in order}
     others = (byte for byte in range(256) if byte not in characters)
     characters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
-    ids = {characters[byte]: byte for byte in range(256)} | {BOS: 256, EOS: 257}
+    pieces = [BOS, EOS, *("".join(map(characters.__getitem__, token)) for token in tokens)]
+    ids = {characters[byte]: byte for byte in range(256)} | {piece: i for i, piece in enumerate(pieces, 256)}
     backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe import LLM, AsyncLM
+from logprobe import LLM, AsyncLM, RequestOutput
 from logprobe.errors import EngineClosedError, ParameterError
 from refusals import raises
 
@@ -87,3 +87,5 @@ def test_what_cannot_be_asked_is_named(llm: LLM) -> None:
 def test_a_servers_labels_have_routes(far: RemoteLM) -> None:
     with raises(ParameterError, parameter="url", match="/v1/classify"):
         asyncio.run(far.classify("a", LABELS))
+    with raises(ParameterError, parameter="url", match="field_logprobs"):
+        asyncio.run(far.fields(RequestOutput(request_id="a")))

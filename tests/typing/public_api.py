@@ -28,7 +28,7 @@ from logprobe import (
     create_sample_logprobs,
 )
 from logprobe.errors import BatchError, ParameterError
-from logprobe.scoring import Classification, Judgement
+from logprobe.scoring import Classification, FieldDistribution, Judgement, Members
 
 assert_type(__version__, str)
 
@@ -117,6 +117,14 @@ def with_errors() -> str:
     except LogprobeError as error:
         return str(error)
     return ""
+
+
+async def ask_for_fields(llm: LLM, lm: AsyncLM) -> list[float]:
+    (output,) = llm.generate("a text", SamplingParams(logprobs=0))
+    fields = llm.fields(output, {"enum": ["a", "b"]}) + await lm.fields(output, max_rows=9)
+    assert_type(fields, list[FieldDistribution])
+    assert_type(fields[0].members, Members | None)
+    return [field.members.rest for field in fields if field.members is not None]
 
 
 async def ask_for_labels(llm: LLM, lm: AsyncLM) -> list[float]:

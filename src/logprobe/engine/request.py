@@ -117,6 +117,7 @@ class RequestOutput:
     outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
     weights_number: int = 0  # which load of the model's weights gave it; 0: those that it was opened with
+    params: SamplingParams | None = None  # what was asked; None: it was never started
 
     @classmethod
     def for_request(cls, request: Request) -> RequestOutput:
@@ -125,6 +126,7 @@ class RequestOutput:
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
             outputs=Completions(CompletionOutput(index=i) for i in range(request.params.num_samples)),
+            params=request.params,
         )
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models.lora import resolved_folder
 from logprobe.next_token.batcher import Batcher, check_batching, shut_down, shut_down_elsewhere
+from logprobe.next_token.fields import FieldSums, SpellingTools
 from logprobe.next_token.rows import (
     ArrayT,
     KnownPrefix,
@@ -33,6 +34,7 @@ from logprobe.next_token.rows import (
 from logprobe.next_token.source import EngineRows
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
+from logprobe.scoring.spellings import MAX_ROWS
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.engine.request import RequestOutput
     from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
     from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels, Plan
+    from logprobe.scoring.members import FieldDistribution
     from logprobe.text.edge import TextEdge
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -324,11 +328,34 @@ class NextTokenLM(Generic[ArrayT]):
         """`LLM.judge` for callers in an event loop; errors as `classify`."""
         return as_asked(prompts, await self._summed_up(lambda text: judge_plan(text, prompts, scale), lora))
 
+    async def fields(
+        self,
+        output: RequestOutput,
+        schema: dict[str, Any] | None = None,
+        *,
+        index: int = 0,
+        max_rows: int = MAX_ROWS,
+    ) -> list[FieldDistribution]:
+        """`LLM.fields` for callers in an event loop.
+
+        Raises:
+            ParameterError: as there, or the model is a server's.
+            EngineError: the engine failed, was closed, or gave a row up.
+        """
+        self._check_open()
+        loaded = self._here("ask it for field_logprobs")
+        sums = await asyncio.to_thread(
+            lambda: FieldSums(loaded, self._spelling_tools, output, schema, index, max_rows)
+        )
+        while asks := await asyncio.to_thread(sums.next_asks):
+            rows = await self._rows([ask.token_ids for ask in asks], sums.lora, is_urgent=True)
+            await asyncio.to_thread(sums.take, asks, rows)
+        return sums.answer()
+
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
         self._check_open()
-        is_here = isinstance(self._source, EngineRows)
-        require(is_here, "url", "names a server: ask it by POST /v1/classify, /v1/rerank and /v1/judge")
-        loaded, chosen = self._loaded, self._chosen_lora(lora)
+        loaded = self._here("ask it by POST /v1/classify, /v1/rerank and /v1/judge")
+        chosen = self._chosen_lora(lora)
         plan = await asyncio.to_thread(lay_out, loaded.text)  # many texts take a while to tokenise
         scores = await Client(loaded.engine, loaded.text, lora=chosen).score(plan.pairs, SCORED)
         return plan.sum_up(scores)
@@ -540,10 +567,18 @@ class NextTokenLM(Generic[ArrayT]):
             self._source.loads(chosen)  # before a kept row could answer for weights that were removed
         return chosen
 
+    @cached_property
+    def _spelling_tools(self) -> SpellingTools:
+        return SpellingTools(self._loaded)
+
     @property
     def _loaded(self) -> LoadedModel:
+        return self._here("what its engine has and knows is changed over there")
+
+    def _here(self, remedy: str) -> LoadedModel:
+        """The engine, which a model of a server has not here."""
         if not isinstance(self._source, EngineRows):
-            raise ParameterError("url", "names a server: what its engine has and knows is changed over there")
+            raise ParameterError("url", f"names a server: {remedy}")
         return self._source.loaded
 
     def _check_open(self) -> None:

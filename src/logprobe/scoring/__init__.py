@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from logprobe.scoring.labels import classify as classify
     from logprobe.scoring.labels import judge as judge
     from logprobe.scoring.labels import rerank as rerank
+    from logprobe.scoring.members import FieldDistribution as FieldDistribution
+    from logprobe.scoring.members import Members as Members
     from logprobe.scoring.score import Score as Score
     from logprobe.scoring.texts import ScoredText as ScoredText
     from logprobe.scoring.texts import Unit as Unit
@@ -34,7 +36,9 @@ _HOMES = {
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
     "Field": ".fields",
+    "FieldDistribution": ".members",
     "Judgement": ".labels",
+    "Members": ".members",
     "Perplexity": ".windows",
     "Score": ".score",
     "ScoredText": ".texts",

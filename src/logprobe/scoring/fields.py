@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from logprobe.errors import ParameterError, require, shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy.typing as npt
 
     from logprobe.records import FlatLogprobs
@@ -60,61 +62,137 @@ def fields_of(record: FlatLogprobs, text: str) -> list[Field]:
         ParameterError: the text is no JSON, is not what the record's tokens say, or has pointers that come to
             more than `MOST_POINTER_CHARS`.
     """
-    data = text.encode()
-    table, chosen = record.table, record.chosen_entries()
+    table = record.table
     require(table is not None, "record", "has no token table, which tells the bytes of its tokens")
     assert table is not None
-    pieces = [table.token_bytes(token_id) for token_id in chosen.token_ids.tolist()]
-    begins = b"".join(pieces).startswith(data)
-    require(begins, "text", "is not what the record's tokens say; give a completion's own text")
-    nodes, leaves = _read(text)
-    spelt = _Spelt(chosen.logprobs.astype(np.float64), list(map(len, pieces)), leaves)
-    return [spelt.field(*node) for node in nodes]
+    token_ids = record.chosen_entries().token_ids.tolist()
+    return Spelt([table.token_bytes(token_id) for token_id in token_ids], text).fields(record)
 
 
-class _Spelt:
-    """Leaves of a text by the tokens (T,) that spell them, which are consecutive and in their order."""
+class Split(NamedTuple):
+    """A place within a token where a value begins or ends."""
 
-    def __init__(self, logprobs: Floats, sizes: list[int], leaves: list[tuple[int, int]]) -> None:
-        ends = np.cumsum(sizes, dtype=np.int64)
-        begins = ends - np.array(sizes, dtype=np.int64)
+    token: int  # its position
+    num_bytes: int  # of it, before the place
+
+
+class Node(NamedTuple):
+    """A value of a text: which leaves are its own, [first, stop), and where it stands, [begin, end)."""
+
+    pointer: str
+    value: Any
+    first: int
+    stop: int
+    begin: int
+    end: int
+
+
+class Spelt:
+    """A JSON text by the tokens that spell it, which are consecutive and in their order.
+
+    Args:
+        pieces: the bytes of each token (T,), which begin with the text's.
+        text: one JSON value, with white space around it or not.
+
+    Raises:
+        ParameterError: as `fields_of`.
+    """
+
+    def __init__(self, pieces: list[bytes], text: str) -> None:
+        self.data, self.pieces = b"".join(pieces), pieces
+        begins = self.data.startswith(text.encode())
+        require(begins, "text", "is not what the record's tokens say; give a completion's own text")
+        self.nodes, leaves = _read(text)
+        self.objects = frozenset(node.pointer for node in self.nodes if isinstance(node.value, dict))
+        self._ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+        self._begins = self._ends - np.array([len(piece) for piece in pieces], dtype=np.int64)
         places = np.array(leaves, dtype=np.int64).reshape(-1, 2)
-        self._logprobs = logprobs
         # Tokens that hold a byte of the leaf, and of these those that hold no other.
-        self._starts = np.searchsorted(ends, places[:, 0], side="right")
-        self._stops = np.maximum(np.searchsorted(begins, places[:, 1], side="left"), self._starts)
-        own_starts = np.maximum(np.searchsorted(begins, places[:, 0], side="left"), self._starts)
-        own_stops = np.minimum(np.searchsorted(ends, places[:, 1], side="right"), self._stops)
+        self._starts = np.searchsorted(self._ends, places[:, 0], side="right")
+        self._stops = np.maximum(np.searchsorted(self._begins, places[:, 1], side="left"), self._starts)
+        own_starts = np.searchsorted(self._begins, places[:, 0], side="left")
+        own_stops = np.searchsorted(self._ends, places[:, 1], side="right")
+        self._own_starts = np.maximum(own_starts, self._starts)
+        self._own_stops = np.minimum(own_stops, self._stops)
+        self._places = places
+
+    def token_at(self, place: int) -> tuple[int, int]:
+        """The token that holds a byte of the text, and where that token begins."""
+        token = int(np.searchsorted(self._ends, place, side="right"))
+        return token, int(self._begins[token])
+
+    def splits(self) -> set[Split]:
+        """All places within tokens where a value begins or ends."""
+        splits = {self._split(leaf, is_end=is_end) for leaf in range(len(self._places)) for is_end in (0, 1)}
+        return {split for split in splits if split.num_bytes}
+
+    def fields(self, record: FlatLogprobs, masses: Mapping[Split, float] | None = None) -> list[Field]:
+        """The values in their order, by the record of the tokens.
+
+        Args:
+            record: of these tokens.
+            masses: of each of `splits`, the log of the mass of all tokens that begin as its token does up to
+                there; None: a value's log-probability then has two bounds.
+        """
+        logprobs = record.chosen_entries().logprobs.astype(np.float64)
+        if masses is None:
+            sums = self._bounds(logprobs)
+        else:
+            exact = self._exact(logprobs, masses)
+            sums = (exact, exact, exact)
+        return [self._field(node, logprobs, *sums) for node in self.nodes]
+
+    def _bounds(self, logprobs: Floats) -> tuple[Floats, Floats, Floats]:
+        """Of each leaf: its tokens, those that no leaf before it has, and those that hold no other bytes."""
         # A token of several leaves counts with the first of them in what holds them all.
         news = np.maximum(self._starts, np.concatenate([[0], self._stops])[:-1])
-        self._whole = self._sums(self._starts, self._stops)
-        self._new = self._sums(news, self._stops)
-        self._own = self._sums(own_starts, own_stops)
+        return (
+            _sums(logprobs, self._starts, self._stops),
+            _sums(logprobs, news, self._stops),
+            _sums(logprobs, self._own_starts, self._own_stops),
+        )
 
-    def field(self, pointer: str, value: Any, first: int, stop: int) -> Field:
-        """What was given to a value of these leaves."""
+    def _exact(self, logprobs: Floats, masses: Mapping[Split, float]) -> Floats:
+        """Of each leaf: all up to its end, without all up to its beginning."""
+        before = np.concatenate([[0.0], np.cumsum(logprobs)])
+        reached = np.zeros(self._places.shape)
+        for leaf, is_end in np.ndindex(reached.shape):
+            split = self._split(leaf, is_end=is_end)
+            reached[leaf, is_end] = before[split.token] + (masses[split] if split.num_bytes else 0.0)
+        return np.minimum(reached[:, 1] - reached[:, 0], 0.0)
+
+    def _split(self, leaf: int, *, is_end: int) -> Split:
+        """Where a leaf begins or ends; within no token where it has no bytes of its token before it."""
+        place = self._places[leaf, is_end]
+        token = int(self._stops[leaf]) - 1 if is_end else int(self._starts[leaf])
+        if is_end and self._ends[token] <= place:
+            return Split(token + 1, 0)
+        return Split(token, int(place - self._begins[token]))
+
+    def _field(self, node: Node, logprobs: Floats, whole: Floats, new: Floats, own: Floats) -> Field:
+        first, stop = node.first, node.stop
         starts, stops = self._starts[first:stop], self._stops[first:stop]
         begin, end = (int(starts[0]), int(stops[-1])) if stop > first else (0, 0)
         places = np.concatenate([np.arange(0), *map(np.arange, starts, stops)])
         return Field(
-            pointer=pointer,
-            value=value,
-            logprob=float(self._whole[first:stop][:1].sum() + self._new[first + 1 : stop].sum()),
-            upper=float(self._own[first:stop].sum()),
+            pointer=node.pointer,
+            value=node.value,
+            logprob=float(whole[first:stop][:1].sum() + new[first + 1 : stop].sum()),
+            upper=float(own[first:stop].sum()),
             tokens=range(begin, end),
-            least_sure=int(places[self._logprobs[places].argmin()]) if len(places) else None,
+            least_sure=int(places[logprobs[places].argmin()]) if len(places) else None,
         )
 
-    def _sums(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Floats:
-        return np.array([self._logprobs[start:stop].sum() for start, stop in zip(starts, stops, strict=True)])
+
+def _sums(logprobs: Floats, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> Floats:
+    return np.array([logprobs[start:stop].sum() for start, stop in zip(starts, stops, strict=True)])
 
 
 Leaves = list[tuple[int, int]]
-Node = tuple[str, Any, int, int]
 
 
 def _read(text: str) -> tuple[list[Node], Leaves]:
-    """Each value (its pointer, itself, and which leaves are its own, [first, stop)), and the leaves' bytes.
+    """Each value, and the leaves' bytes.
 
     A string's are those between its quotes; of an empty one the closing quote, which says that it is empty.
     """
@@ -124,11 +202,13 @@ def _read(text: str) -> tuple[list[Node], Leaves]:
     except ParameterError:
         raise
     except (ValueError, RecursionError) as error:  # of an integer of thousands of digits, too
-        raise ParameterError("text", f"is no JSON that can be read: {error}") from error
+        remedy = "ask for JSON by response_format, and for tokens enough to end it"
+        raise ParameterError("text", f"is no JSON that can be read ({error}); {remedy}") from error
     rest = text[end:].strip(_SPACE)
     require(not rest, "text", f"goes on after its JSON: {shortened(rest)!r}")
     offsets = [0, *accumulate(len(letter.encode()) for letter in text)]
-    return reader.nodes, [(offsets[begin], offsets[stop]) for begin, stop in reader.leaves]
+    nodes = [node._replace(begin=offsets[node.begin], end=offsets[node.end]) for node in reader.nodes]
+    return nodes, [(offsets[begin], offsets[stop]) for begin, stop in reader.leaves]
 
 
 class _Reader:
@@ -148,10 +228,10 @@ class _Reader:
         require(is_short, "text", f"has pointers of more than {MOST_POINTER_CHARS:,} characters in all")
         value, end = _read_value(self._text, place)
         number, first = len(self.nodes), len(self.leaves)
-        self.nodes.append((pointer, value, first, first + 1))
+        self.nodes.append(Node(pointer, value, first, first + 1, place, end))
         if isinstance(value, dict | list):
             self._read_parts(place, pointer, depth, is_object=isinstance(value, dict))
-            self.nodes[number] = (pointer, value, first, len(self.leaves))
+            self.nodes[number] = self.nodes[number]._replace(stop=len(self.leaves))
         elif isinstance(value, str):
             self.leaves.append((place + 1 if value else end - 1, end - 1 if value else end))
         else:

@@ -122,7 +122,7 @@ def renyi_entropy(rows: npt.ArrayLike, order: float) -> Floats:
         return np.asarray(-np.max(logprobs, axis=-1))
     if order == 0:
         return np.asarray(np.log(np.sum(np.isfinite(logprobs), axis=-1)))
-    return _logsumexp(order * logprobs) / (1 - order)
+    return logsumexp(order * logprobs) / (1 - order)
 
 
 def self_certainty(rows: npt.ArrayLike) -> Floats:
@@ -161,7 +161,7 @@ def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
     """Log of the mass that each row gives to the members, (V,) bool; nats."""
-    return _logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
+    return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
 
 
 # -- of answers ----------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
 def choice_probabilities(logprobs: npt.ArrayLike) -> Floats:
     """Softmax over the scores of some choices, (C,)."""
     values = np.asarray(logprobs, np.float64)
-    return np.asarray(np.exp(values - _logsumexp(values)))
+    return np.asarray(np.exp(values - logsumexp(values)))
 
 
 def mean_and_error(values: npt.ArrayLike) -> tuple[float, float | None]:
@@ -241,10 +241,12 @@ def _mean_under(weights: Floats, values: Floats) -> Floats:
     )
 
 
-def _logsumexp(values: Floats) -> Floats:
-    if not values.shape[-1]:
-        return np.full(values.shape[:-1], -np.inf)
-    best = np.max(values, axis=-1, keepdims=True)
+def logsumexp(values: npt.ArrayLike) -> Floats:
+    """Log of the sum of what these are the logs of, over the last axis, in float64; -inf of none."""
+    logs = np.asarray(values, np.float64)
+    if not logs.shape[-1]:
+        return np.full(logs.shape[:-1], -np.inf)
+    best = np.max(logs, axis=-1, keepdims=True)
     shift = np.where(np.isfinite(best), best, 0.0)
     with np.errstate(divide="ignore"):
-        return np.asarray(np.log(np.sum(np.exp(values - shift), axis=-1)) + shift[..., 0])
+        return np.asarray(np.log(np.sum(np.exp(logs - shift), axis=-1)) + shift[..., 0])

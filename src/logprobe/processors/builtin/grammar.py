@@ -88,10 +88,13 @@ class GrammarLogitsProcessor(LogitsProcessor):
             logits[index].masked_fill_(forbidden.to(logits.device), -torch.inf)
         return logits
 
+    def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
+        """What follows a text through a grammar, at its beginning; errors as `check_args`."""
+        return LlguidanceMatcher(self._template(grammar_of(args))).copy()
+
     def _new_state(self, row: BatchRow) -> GrammarState:
         assert self._model is not None, "bind comes first"
-        matcher = LlguidanceMatcher(self._template(grammar_of(row.args)).deep_copy())
-        return GrammarState(matcher, self._model)
+        return GrammarState(self.matcher(row.args), self._model)
 
     def _template(self, grammar: str) -> Any:
         """A fresh matcher of this grammar, to be copied; compiled once, while others go on."""

@@ -35,6 +35,10 @@ class LlguidanceMatcher:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
+    def copy(self) -> LlguidanceMatcher:
+        """Another one, at the same place of its text."""
+        return LlguidanceMatcher(self._matcher.deep_copy())
+
     def accept(self, token_id: int) -> bool:
         """Advance by a token; after the end of the text any token is accepted."""
         return self._matcher.is_stopped() or bool(self._matcher.consume_token(token_id))

@@ -1,0 +1,283 @@
+"""`FieldSums`: the rows that the fields of a reply take, and what they come to.
+
+Before it: `NextTokenLM.fields`, which has the rows. After it: `scoring.members`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from logprobe.config import EngineConfig
+from logprobe.errors import ParameterError, require
+from logprobe.processors.arguments import format_args
+from logprobe.scoring.fields import Spelt
+from logprobe.scoring.measures import logsumexp
+from logprobe.scoring.members import FieldDistribution, MemberSum
+from logprobe.scoring.schemas import Schema
+from logprobe.scoring.spellings import TokenIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from logprobe.engine.backends.start import LoadedModel
+    from logprobe.engine.request import CompletionOutput, RequestOutput
+    from logprobe.next_token.rows import Row
+    from logprobe.processors.arguments import GrammarArgs
+    from logprobe.processors.builtin.matchers import LlguidanceMatcher
+    from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+    from logprobe.sampling import SamplingParams
+    from logprobe.scoring.fields import Field, Split
+    from logprobe.scoring.spellings import Path
+
+    Allowed = npt.NDArray[np.bool_]
+
+ROWS_AT_ONCE: Final = 64  # of all values
+REMEDY: Final = "generate it anew with logprobs=0"
+
+
+class RowAsk(NamedTuple):
+    """A row that is wanted: after which tokens, and who takes it."""
+
+    token_ids: IntArray
+    take: Callable[[Row], None]
+
+
+class SpellingTools:
+    """What is made once of a model's vocabulary: its tokens by their bytes, and the matchers of grammars."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        from logprobe.processors.builtin.grammar import GrammarLogitsProcessor
+        from logprobe.processors.interface import ModelFacts
+
+        text, self.vocab_size = loaded.text, loaded.engine.capabilities().vocab_size
+        count = min(self.vocab_size, len(text.vocabulary))
+        specials = frozenset(token_id for token_id in text.special_token_ids if token_id < self.vocab_size)
+        self.index = TokenIndex(map(text.vocabulary.token_bytes, range(count)), specials)
+        self._grammars = GrammarLogitsProcessor(EngineConfig())
+        facts = ModelFacts(
+            vocab_size=self.vocab_size,
+            eos_token_ids=specials,
+            tokenizer=text.tokenizer,
+            vocabulary=text.vocabulary,
+        )
+        self._grammars.bind(facts)
+
+    def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
+        """Of a grammar, at its beginning."""
+        return self._grammars.matcher(args)
+
+    def allowed(self, matcher: LlguidanceMatcher) -> Allowed:
+        """What may come next, (V,) bool; special tokens alone where the text has ended."""
+        from logprobe.processors.builtin.matchers import allowed_tokens
+
+        mask = matcher.mask()
+        if mask is not None:
+            allowed: Allowed = allowed_tokens(mask, self.vocab_size).numpy()
+            return allowed
+        ended = np.zeros(self.vocab_size, np.bool_)
+        ended[self.index.special_ids] = True
+        return ended
+
+
+class FieldSums:
+    """The fields of a completion: `next_asks` and `take` in turn until nothing is asked, then `answer`.
+
+    Args:
+        loaded: the model that wrote it.
+        tools: of that model.
+        output: of a request, with its parameters.
+        schema: what the reply follows; None: that of the request's `response_format`.
+        index: of the completion.
+        max_rows: rows that the members of one value may take.
+
+    Raises:
+        ParameterError: a completion without log-probabilities, or of other weights; a text that is no JSON; a
+            schema that is missing, names no values or cannot be followed; a limit that is none.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tools: SpellingTools,
+        output: RequestOutput,
+        schema: dict[str, Any] | None,
+        index: int,
+        max_rows: int,
+    ) -> None:
+        is_count = isinstance(max_rows, int) and max_rows > 0
+        require(is_count, "max_rows", "must be a positive number of rows", got=max_rows)
+        self._params = _params_of(output)
+        self._completion = _completion_of(output, index)
+        is_same = output.weights_number == loaded.engine.weights_number
+        require(is_same, "output", f"was written by weights that have been replaced; {REMEDY}")
+        grammar = None if self._params.response_format is None else format_args(self._params.response_format)
+        self._has_grammar = grammar is not None
+        known = _schema_of(schema, grammar)
+        self._tools, self._prompt = tools, np.array(output.prompt_token_ids, np.int32)
+        token_ids = self._completion.token_ids
+        pieces = [loaded.text.vocabulary.token_bytes(token_id) for token_id in token_ids]
+        self._spelt = Spelt(pieces, self._completion.text)
+        self._sums: dict[int, MemberSum] = {}  # by the number of the value
+        for number, node in enumerate(self._spelt.nodes):
+            if (members := known.members(node.pointer)) is not None:
+                self._sums[number] = MemberSum(
+                    self._spelt, node, members, tools.index, max_rows=max_rows, has_grammar=self._has_grammar
+                )
+        self._splits = self._spelt.splits()
+        self._masses: tuple[dict[Split, float], dict[Split, float]] = ({}, {})
+        self._asks = self._split_asks()
+        self._matchers = self._matchers_at(
+            {split.token for split in self._splits} | {one.token for one in self._sums.values()}, grammar
+        )
+
+    @property
+    def lora(self) -> str | None:
+        """The LoRA weights that wrote the reply."""
+        return self._params.lora
+
+    def next_asks(self) -> list[RowAsk]:
+        """The rows that are wanted now; none where all is known, or as many were asked as may be."""
+        asks, self._asks = self._asks[:ROWS_AT_ONCE], self._asks[ROWS_AT_ONCE:]
+        for one in self._sums.values():
+            paths = one.paths.next_paths(ROWS_AT_ONCE - len(asks))
+            asks += [self._member_ask(one, path) for path in paths]
+        return asks
+
+    def take(self, asks: Sequence[RowAsk], rows: Sequence[Row]) -> None:
+        """The rows that were asked for, in their order."""
+        for ask, row in zip(asks, rows, strict=True):
+            ask.take(row)
+
+    def answer(self) -> list[FieldDistribution]:
+        """Each value of the reply, an object or array before its parts."""
+        raw, processed = self._completion.logprobs, self._completion.processed_logprobs
+        assert raw is not None, "it was checked"
+        sums = {number: one.members() for number, one in self._sums.items()}
+        members = [sums.get(number, (None, None)) for number in range(len(self._spelt.nodes))]
+        fields = self._spelt.fields(raw, self._masses[0])
+        others: Sequence[Field | None] = [None] * len(fields)
+        if processed is not None:
+            masses = self._masses[1] if self._has_grammar_alone else None
+            others = self._spelt.fields(processed, masses)
+        return [
+            FieldDistribution(
+                pointer=field.pointer,
+                value=field.value,
+                raw=field,
+                processed=other,
+                log_kept_mass=_log_kept_mass(processed, field),
+                members=raw_members,
+                grammar_members=grammar_members,
+            )
+            for field, other, (raw_members, grammar_members) in zip(fields, others, members, strict=True)
+        ]
+
+    @property
+    def _has_grammar_alone(self) -> bool:
+        """Whether processed rows are the model's under the grammar's masks, and nothing else."""
+        params = self._params
+        is_plain = (params.temperature in (0, 1), params.top_k <= 0, params.top_p == 1, params.min_p == 0)
+        others = replace(params, response_format=None)
+        return self._has_grammar and all(is_plain) and not others.asks_processors
+
+    def _matchers_at(self, tokens: set[int], grammar: GrammarArgs | None) -> dict[int, LlguidanceMatcher]:
+        """Where the grammar stands before each of these tokens of the reply."""
+        if grammar is None:
+            return {}
+        matcher, place, found = self._tools.matcher(grammar), 0, {}
+        for token in sorted(tokens):
+            for token_id in self._completion.token_ids[place:token]:
+                remedy = "give the output that came of this grammar"
+                require(matcher.accept(token_id), "output", f"has a token outside its own grammar; {remedy}")
+            place, found[token] = token, matcher.copy()
+        return found
+
+    def _split_asks(self) -> list[RowAsk]:
+        by_token: dict[int, list[Split]] = {}
+        for split in sorted(self._splits):
+            by_token.setdefault(split.token, []).append(split)
+        return [
+            RowAsk(self._prefix(token), partial(self._take_split, splits))
+            for token, splits in by_token.items()
+        ]
+
+    def _take_split(self, splits: Sequence[Split], row: Row) -> None:
+        token = splits[0].token
+        records = (self._completion.logprobs, self._completion.processed_logprobs)
+        for split in splits:
+            ids = self._tools.index.beginning_with(self._spelt.pieces[token][: split.num_bytes])
+            if token in self._matchers:
+                allowed = self._tools.allowed(self._matchers[token])
+                kept = ids[allowed[ids]]
+            else:
+                kept = ids
+            for masses, record, some in zip(self._masses, records, (ids, kept), strict=True):
+                if record is not None:
+                    own = record.chosen_entries().logprobs[token]
+                    # By its share of theirs, which the row's own normaliser has no part in.
+                    ratio = logsumexp(row[some]) - np.float64(row[self._completion.token_ids[token]])
+                    masses[split] = float(own + ratio)
+
+    def _member_ask(self, one: MemberSum, path: Path) -> RowAsk:
+        token_ids = np.concatenate([self._prefix(one.token), np.array(path.token_ids, np.int32)])
+        return RowAsk(token_ids, partial(self._take_path, one, path))
+
+    def _take_path(self, one: MemberSum, path: Path, row: Row) -> None:
+        one.paths.take(path, row, self._allowed_after(one.token, path))
+
+    def _allowed_after(self, token: int, path: Path) -> Allowed | None:
+        """What the grammar allows after a path; None: there is none, or it does not allow the path."""
+        if token not in self._matchers or path.logprobs[1] == -np.inf:
+            return None
+        matcher = self._matchers[token].copy()
+        for token_id in path.token_ids:
+            is_allowed = matcher.accept(token_id)
+            assert is_allowed, "its mask had it"
+        return self._tools.allowed(matcher)
+
+    def _prefix(self, token: int) -> IntArray:
+        return np.concatenate([self._prompt, np.array(self._completion.token_ids[:token], np.int32)])
+
+
+def _params_of(output: RequestOutput) -> SamplingParams:
+    params: SamplingParams | None = getattr(output, "params", None)
+    if params is None:
+        raise ParameterError("output", "must be a RequestOutput, as generate, chat and stream give it")
+    return params
+
+
+def _completion_of(output: RequestOutput, index: int) -> CompletionOutput:
+    is_place = isinstance(index, int) and 0 <= index < len(output.outputs)
+    require(is_place, "index", f"must be that of one of {len(output.outputs)} completions", got=index)
+    completion = output.outputs[index]
+    is_raw = completion.logprobs is not None and _params_of(output).logprobs_mode != "processed_logprobs"
+    remedy = "give logprobs=0, and logprobs_mode='both' for the processed ones, too"
+    require(is_raw, "logprobs", f"of the model's own distribution were not asked; {remedy}")
+    return completion
+
+
+def _schema_of(schema: Any, grammar: GrammarArgs | None) -> Schema:
+    """Of the reply, which must name values somewhere."""
+    if schema is None and grammar is not None:
+        schema = grammar.json_schema
+    remedy = "completion.fields() needs none"
+    missing = "is missing, and the request's response_format has none; give it"
+    require(schema is not None, "schema", f"{missing}, or ask without: {remedy}")
+    known = Schema(schema)
+    names = "names no values anywhere: it has no enum, const or boolean, nor an integer between bounds"
+    require(known.has_members(), "schema", f"{names}; {remedy}")
+    return known
+
+
+def _log_kept_mass(record: FlatLogprobs | None, field: Field) -> float | None:
+    column = None if record is None else record.log_kept_mass
+    if column is None:
+        return None
+    return float(column[field.tokens.start : field.tokens.stop].sum(dtype=np.float64))

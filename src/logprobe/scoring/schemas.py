@@ -1,0 +1,191 @@
+"""Which values a JSON schema lets stand at a place, where it names them one by one."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from logprobe.errors import ParameterError, require, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MOST_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
+MOST_DEPTH: Final = 100  # of references and alternatives within each other
+MOST_INTEGERS: Final = 1_000  # between two bounds
+_TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
+
+Way: TypeAlias = "tuple[Mapping[str, Any], ...]"
+"""Schemas that all hold at a place, none of which is a reference or a choice."""
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON in its usual spelling, which is a grammar's.
+
+    `", "` and `": "` between parts, no escape that need not be, no exponent, no fraction of a whole number.
+    """
+    if isinstance(value, float):
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
+    return json.dumps(value, ensure_ascii=False)
+
+
+class Schema:
+    """A JSON schema, asked for the members of a place: of an enum, a const, a boolean, a union of such.
+
+    It knows `properties`, `additionalProperties`, `items`, `prefixItems`, `$ref` into the schema itself,
+    `anyOf`, `oneOf` and `allOf`, and integers between two bounds. Of what else it says, members may break it:
+    a grammar then gives them nothing.
+
+    Raises:
+        ParameterError: it is no object.
+    """
+
+    def __init__(self, root: Any) -> None:
+        require(isinstance(root, dict), "schema", "must be a JSON schema, an object", got=root)
+        self._root: Mapping[str, Any] = root
+
+    def has_members(self) -> bool:
+        """Whether any part of it names values one by one."""
+        level: list[Any] = [self._root]
+        while level:
+            if any(isinstance(part, dict) and _own_members(part) is not None for part in level):
+                return True
+            level = [inner for part in level for inner in _parts(part)]
+        return False
+
+    def members(self, pointer: str) -> list[Any] | None:
+        """The values that may stand at a place (RFC 6901), in the schema's order; None: it names none.
+
+        Raises:
+            ParameterError: a reference that leads nowhere or in a circle, or too many alternatives.
+        """
+        ways = self._ways(self._root)
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            ways = self._further(ways, key)
+        found: dict[str, Any] = {}
+        for way in ways:
+            members = _members_of_all(way)
+            if members is None:
+                return None
+            for member in members:
+                found.setdefault(json_text(member), member)
+        return list(found.values()) or None
+
+    def _further(self, ways: list[Way], key: str) -> list[Way]:
+        """The ways to read a value within one that may be read in these."""
+        found: list[Way] = []
+        for way in ways:
+            found += self._ways({"allOf": list(_children(way, key))})
+            _check_ways(len(found))
+        return found
+
+    def _ways(self, schema: Any, depth: int = 0) -> list[Way]:
+        """The ways to satisfy a schema."""
+        require(depth <= MOST_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
+        if schema is False:
+            return []
+        if not isinstance(schema, dict):  # it lets any value through
+            return [()]
+        ways: list[Way] = [(schema,)]
+        for choices in self._choices(schema):
+            further = [way for choice in choices for way in self._ways(choice, depth + 1)]
+            _check_ways(len(ways) * len(further))
+            ways = [way + more for way in ways for more in further]
+        return ways
+
+    def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
+        """What must hold beside a schema's own words: of each list one."""
+        if "$ref" in schema:
+            yield [self._referred(schema["$ref"])]
+        yield from ([part] for part in _list(schema.get("allOf")))
+        yield from (_list(schema[name]) for name in ("anyOf", "oneOf") if name in schema)
+
+    def _referred(self, reference: Any) -> Any:
+        is_inner = isinstance(reference, str) and reference.startswith("#")
+        remedy = "write what it names into the schema's $defs"
+        require(is_inner, "schema", f"$ref {reference!r:.60} leads out of it; {remedy}")
+        place: Any = self._root
+        for part in reference[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(place, list) and key.isdigit() and int(key) < len(place):
+                place = place[int(key)]
+            elif isinstance(place, dict) and key in place:
+                place = place[key]
+            else:
+                raise ParameterError("schema", f"$ref {shortened(reference)!r} names nothing in it; {remedy}")
+        return place
+
+
+def _check_ways(count: int) -> None:
+    require(count <= MOST_WAYS, "schema", f"has a place of more than {MOST_WAYS:,} alternatives")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _parts(part: Any) -> list[Any]:
+    return list(part.values()) if isinstance(part, dict) else part if isinstance(part, list) else []
+
+
+def _children(way: Way, key: str) -> Iterator[Any]:
+    """What the schemas of a way say of a value within theirs."""
+    for schema in way:
+        properties, items = schema.get("properties"), schema.get("items")
+        first = _list(schema.get("prefixItems")) or _list(items)  # the latter as older drafts have it
+        if isinstance(properties, dict) and key in properties:
+            yield properties[key]
+        elif key.isdigit() and int(key) < len(first):
+            yield first[int(key)]
+        elif key.isdigit() and isinstance(items, dict):
+            yield items
+        elif isinstance(schema.get("additionalProperties"), dict):
+            yield schema["additionalProperties"]
+
+
+def _members_of_all(way: Way) -> list[Any] | None:
+    """The values that each schema of a way which names any names."""
+    named = [members for schema in way if (members := _own_members(schema)) is not None]
+    if not named:
+        return None
+    texts = [set(map(json_text, members)) for members in named[1:]]
+    return [member for member in named[0] if all(json_text(member) in others for others in texts)]
+
+
+def _own_members(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    if isinstance(schema.get("enum"), list):
+        return list(schema["enum"])
+    kinds = schema.get("type")
+    members: list[Any] = []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        some = _integers(schema) if kind == "integer" else _TYPES.get(kind) if isinstance(kind, str) else None
+        if some is None:
+            return None
+        members += some
+    return members or None
+
+
+def _integers(schema: Mapping[str, Any]) -> list[int] | None:
+    """All integers between two bounds; None: it has not both, or more lie there than anybody names."""
+    lows = [schema.get("minimum"), _next_to(schema.get("exclusiveMinimum"), 1)]
+    highs = [schema.get("maximum"), _next_to(schema.get("exclusiveMaximum"), -1)]
+    low = max((bound for bound in lows if _is_integer(bound)), default=None)
+    high = min((bound for bound in highs if _is_integer(bound)), default=None)
+    is_few = low is not None and high is not None and high - low < MOST_INTEGERS
+    if not is_few or "multipleOf" in schema:
+        return None
+    assert low is not None
+    assert high is not None
+    return list(range(low, high + 1))
+
+
+def _next_to(bound: Any, step: int) -> Any:
+    return bound + step if _is_integer(bound) else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
