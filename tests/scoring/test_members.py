@@ -293,7 +293,7 @@ def test_bounds_become_one_number(fake: Fake) -> None:
         completion, fields = output.outputs[0], fake.fields(output)
         data, prompt_ids = completion.text.encode(), output.prompt_token_ids
         for stage in (None, grammar):
-            reached = [0.0]  # of all up to each byte
+            reached, spans = [0.0], []  # of all up to each byte
             for place, token_id in enumerate(completion.token_ids):
                 row = fake.row(prompt_ids + completion.token_ids[:place])
                 row = row if stage is None else stage(row, completion.token_ids[:place])
@@ -307,6 +307,7 @@ def test_bounds_become_one_number(fake: Fake) -> None:
                 text = json.dumps(fields[pointer].value).strip('"')
                 start = data.index(text.encode(), data.index(f'"{pointer[1:]}": '.encode()) + 5)
                 want = reached[start + len(text)] - reached[start]
+                spans.append((start, start + len(text)))
                 field = fields[pointer].raw if stage is None else fields[pointer].processed
                 assert field is not None
                 assert field.logprob == field.upper == pytest.approx(want, abs=1e-5)
@@ -317,6 +318,11 @@ def test_bounds_become_one_number(fake: Fake) -> None:
             parts = [fields[pointer] for pointer in ("/v", "/c", "/b")]
             sums = [one.raw if stage is None else one.processed for one in parts]
             assert whole.logprob == pytest.approx(math.fsum(one.logprob for one in sums if one), abs=1e-9)
+            record = completion.logprobs if stage is None else completion.processed_logprobs
+            assert record is not None
+            between = reached[-1] - math.fsum(reached[stop] - reached[start] for start, stop in spans)
+            all_tokens = math.fsum(record.chosen_entries().logprobs.tolist())
+            assert whole.logprob + between == pytest.approx(all_tokens, abs=2e-5)
     assert num_split > 4
 
 
