@@ -362,34 +362,47 @@ def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:
 REVIEW = "Review: The food was cold and nobody smiled.\nIts sentiment as JSON: "
 
 
-def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> None:
-    schema = object_of(
-        sentiment={"enum": ["positive", "negative", "neutral"]},
-        stars={"enum": [1, 2, 3, 4, 5]},
-        sure={"type": "boolean"},
+def test_a_grammar_gives_all_to_the_members(real_llm: LLM) -> None:
+    names = ("sentiment", "stars", "sure")
+    moods, stars = (
+        {"enum": ["positive", "negative", "neutral"]},
+        {"type": "integer", "minimum": 1, "maximum": 5},
     )
+    schema = object_of(sentiment=moods, stars=stars, sure={"type": "boolean"})
     output = real_llm.generate(REVIEW, asking(schema))[0]
     fields = {field.pointer: field for field in real_llm.fields(output)}
-    completion = output.outputs[0]
-    assert {name: fields[f"/{name}"].value for name in ("sentiment", "stars", "sure")} == json.loads(
-        completion.text
-    )
-    for pointer in ("/sentiment", "/stars", "/sure"):
-        field = fields[pointer]
+    said = json.loads(output.outputs[0].text)
+    assert {name: fields[f"/{name}"].value for name in names} == said
+    for name in names:
+        field = fields[f"/{name}"]
         assert field.members is not None
         assert field.grammar_members is not None
         assert field.processed is not None
         assert field.raw.logprob == field.raw.upper
         assert field.grammar_members.mass == pytest.approx(1, abs=1e-5)
-        assert field.members.unresolved <= 2e-7 * field.members.mass
-        assert field.members.mass < 1
-    # Quotes are the member's and not the field's.
-    record = completion.processed_logprobs
-    assert record is not None
-    assert fields["/sentiment"].grammar_members is not None
-    tokens = fields["/sentiment"].raw.tokens
-    path = float(record.chosen_entries().logprobs[tokens.start - 1 : tokens.stop + 1].sum())
-    assert fields["/sentiment"].grammar_members.logprob_of(fields["/sentiment"].value) > path + 1e-6
+        assert field.members.unresolved <= 2e-7 * field.members.mass < 2e-7
+        assert field.runner_up is not None
+        assert field.runner_up[0] != field.value
+
+
+def test_all_spellings_are_more_than_the_one_that_was_written(real_llm: LLM) -> None:
+    """Under a grammar the likeliest tokens may spell a value as the model itself never would."""
+    values = ["positive", "negative", "neutral"]
+    params = asking(object_of(sentiment={"enum": values}))
+    output = real_llm.chat("Is the weather nice? Say how it feels.", params)[0]
+    field = {field.pointer: field for field in real_llm.fields(output)}["/sentiment"]
+    members, token_ids = field.members, output.outputs[0].token_ids
+    assert members is not None
+    assert members.logprob_of(field.value) > field.raw.logprob + 1
+    # Each is at least its usual spelling, here with the space that a token shares with the quote.
+    start = next(
+        i for i in range(len(token_ids)) if real_llm.text.text_of(token_ids[: i + 1]) >= '{"sentiment": '
+    )
+    assert real_llm.text.text_of(token_ids[:start]) == '{"sentiment":'
+    before = [*output.prompt_token_ids, *token_ids[:start]]
+    usual = [real_llm.text.encode(f' "{value}"', add_special_tokens=False).tolist() for value in values]
+    scores = [score.logprob for score in real_llm.score([(before, ids) for ids in usual])]
+    assert np.all(members.logprobs >= np.array(scores) - 1e-4)
 
 
 def test_a_front_door_in_an_event_loop_has_the_same_numbers(tiny_llm: LLM) -> None:
