@@ -488,7 +488,7 @@ class LLM:
         Raises:
             ParameterError: no log-probabilities of the model's own distribution; a text that is no JSON; no
                 schema, one that names no values, or one that cannot be followed; replaced weights.
-            EngineError: the engine failed or was closed.
+            EngineError: the engine failed, was closed, or got other weights meanwhile.
         """
         return self._bridge.run(self._rows.fields(output, schema, index=index, max_rows=max_rows))
 

@@ -15,9 +15,10 @@ import torch
 from logprobe import LLM, AsyncLM, SamplingParams
 from logprobe.config import EngineConfig
 from logprobe.engine.client import Client
-from logprobe.errors import ParameterError
-from logprobe.processors import BatchRow, BatchState, GrammarLogitsProcessor, ModelFacts
-from logprobe.processors.arguments import GrammarArgs
+from logprobe.errors import ParameterError, WeightsReplacedError
+from logprobe.next_token.fields import FieldSums, SpellingTools
+from logprobe.processors import BatchRow, BatchState, GrammarLogitsProcessor, LogitsProcessor, ModelFacts
+from logprobe.processors.arguments import GrammarArgs, NoArgs
 from logprobe.testing import FakeForward, fake_model
 from refusals import raises
 
@@ -338,6 +339,37 @@ def test_processed_numbers_that_are_not_the_grammars_keep_their_bounds(fake: Fak
         assert record.log_kept_mass is not None
         kept = record.log_kept_mass[field.raw.tokens.start : field.raw.tokens.stop]
         assert field.log_kept_mass == pytest.approx(kept.sum(), abs=1e-5)
+
+
+class Flatter(LogitsProcessor):
+    """Of every request."""
+
+    Args = NoArgs
+    applies_to_all = True
+
+    def __init__(self, config: EngineConfig) -> None: ...
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits / 2
+
+
+def test_a_processor_of_all_requests_leaves_processed_bounds(tiny_model_folder: Path) -> None:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, logits_processors=[Flatter]) as llm:
+        output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
+        processed = output.outputs[0].fields(processed=True)
+        assert [field.processed for field in llm.fields(output)] == processed
+
+
+def test_other_weights_give_no_part_of_an_answer(tiny_model_folder: Path) -> None:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
+        output = llm.generate("the cat", asking(object_of(v={"enum": ["cat", "the"]})))[0]
+        sums = FieldSums(llm.loaded, SpellingTools(llm.loaded), output, None, index=0, max_rows=9)
+        asks = sums.next_asks()
+        llm.load_weights(tiny_model_folder, version="second")
+        with pytest.raises(WeightsReplacedError, match="generate it anew"):
+            sums.take(asks, [np.zeros(1, np.float32)] * len(asks))
+        with raises(ParameterError, parameter="output", match="generate it anew"):
+            llm.fields(output)
 
 
 def test_cold_and_cached_alone_and_beside_others(fake: Fake) -> None:

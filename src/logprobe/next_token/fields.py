@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError, require
+from logprobe.errors import ParameterError, WeightsReplacedError, require
 from logprobe.processors.arguments import format_args
 from logprobe.scoring.fields import Spelt
 from logprobe.scoring.measures import logsumexp
@@ -115,8 +115,8 @@ class FieldSums:
         require(is_count, "max_rows", "must be a positive number of rows", got=max_rows)
         self._params = _params_of(output)
         self._completion = _completion_of(output, index)
-        is_same = output.weights_number == loaded.engine.weights_number
-        require(is_same, "output", f"was written by weights that have been replaced; {REMEDY}")
+        self._loaded, self._weights_number = loaded, output.weights_number
+        require(self._has_weights, "output", f"was written by weights that have been replaced; {REMEDY}")
         grammar = None if self._params.response_format is None else format_args(self._params.response_format)
         self._has_grammar = grammar is not None
         known = _schema_of(schema, grammar)
@@ -151,7 +151,13 @@ class FieldSums:
         return asks
 
     def take(self, asks: Sequence[RowAsk], rows: Sequence[Row]) -> None:
-        """The rows that were asked for, in their order."""
+        """The rows that were asked for, in their order.
+
+        Raises:
+            WeightsReplacedError: they may be of other weights than those that wrote the reply.
+        """
+        if not self._has_weights:
+            raise WeightsReplacedError(f"the model got other weights while a reply's fields ran; {REMEDY}")
         for ask, row in zip(asks, rows, strict=True):
             ask.take(row)
 
@@ -180,9 +186,16 @@ class FieldSums:
         ]
 
     @property
+    def _has_weights(self) -> bool:
+        """Whether the weights that wrote the reply still answer."""
+        return self._loaded.engine.weights_number == self._weights_number
+
+    @property
     def _has_grammar_alone(self) -> bool:
         """Whether processed rows are the model's under the grammar's masks, and nothing else."""
-        params = self._params
+        params, pipeline = self._params, self._loaded.processors
+        if pipeline is not None and pipeline.applies_to_all:
+            return False
         is_plain = (params.temperature in (0, 1), params.top_k <= 0, params.top_p == 1, params.min_p == 0)
         others = replace(params, response_format=None)
         return self._has_grammar and all(is_plain) and not others.asks_processors
@@ -210,20 +223,18 @@ class FieldSums:
 
     def _take_split(self, splits: Sequence[Split], row: Row) -> None:
         token = splits[0].token
+        allowed = self._tools.allowed(self._matchers[token]) if token in self._matchers else None
         records = (self._completion.logprobs, self._completion.processed_logprobs)
-        for split in splits:
-            ids = self._tools.index.beginning_with(self._spelt.pieces[token][: split.num_bytes])
-            if token in self._matchers:
-                allowed = self._tools.allowed(self._matchers[token])
-                kept = ids[allowed[ids]]
-            else:
-                kept = ids
-            for masses, record, some in zip(self._masses, records, (ids, kept), strict=True):
-                if record is not None:
-                    own = record.chosen_entries().logprobs[token]
-                    # By its share of theirs, which the row's own normaliser has no part in.
-                    ratio = logsumexp(row[some]) - np.float64(row[self._completion.token_ids[token]])
-                    masses[split] = float(own + ratio)
+        for masses, record, mask in zip(self._masses, records, (None, allowed), strict=True):
+            if record is None:
+                continue
+            own = np.float64(record[token : token + 1].chosen_entries().logprobs[0])
+            for split in splits:
+                ids = self._tools.index.beginning_with(self._spelt.pieces[token][: split.num_bytes])
+                like = ids if mask is None else ids[mask[ids]]
+                # By its share of theirs, in which the row's own normaliser has no part.
+                share = logsumexp(row[like]) - np.float64(row[self._completion.token_ids[token]])
+                masses[split] = float(own + share)
 
     def _member_ask(self, one: MemberSum, path: Path) -> RowAsk:
         token_ids = np.concatenate([self._prefix(one.token), np.array(path.token_ids, np.int32)])

@@ -340,7 +340,7 @@ class NextTokenLM(Generic[ArrayT]):
 
         Raises:
             ParameterError: as there, or the model is a server's.
-            EngineError: the engine failed, was closed, or gave a row up.
+            EngineError: the engine failed, was closed, got other weights meanwhile, or gave a row up.
         """
         self._check_open()
         loaded = self._here("ask it for field_logprobs")
