@@ -21,6 +21,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 TOLERANCE: Final = 1e-7  # of all texts' mass: what is not followed any further
 MAX_ROWS: Final = 1024  # that the texts of one place may take, where nobody says otherwise
+NEGLIGIBLE: Final = 1e-13  # of the same mass: a path that is given up
+MOST_OPEN: Final = 50_000  # paths that are kept to go on with
 STAGES: Final = 2  # the model's own distribution, and the same under a grammar
 NO_IDS: Final[Ids] = np.empty(0, np.int64)
 
@@ -147,6 +149,7 @@ class PathSum:
         self._texts = texts
         self._rows_left = max_rows
         self._open = [Path((), b"", np.array([0.0, 0.0 if has_grammar else -np.inf]))]
+        self._given_up = np.full(STAGES, -np.inf)
         self._found = np.full((STAGES, texts.num_texts), -np.inf)
         # Of all that spells what stands before the texts; nothing may.
         self._begun = np.full(STAGES, -np.inf if texts.before else 0.0)
@@ -155,11 +158,15 @@ class PathSum:
         """The paths to go on with, at once; none where what is left is too little, or no row is left."""
         shares = self._shares()
         order = sorted(range(len(shares)), key=lambda i: (-shares[i], self._open[i].token_ids))
+        kept = order[: min(int(np.sum(shares >= NEGLIGIBLE)), MOST_OPEN)]
+        if len(kept) < len(order):
+            lost = logsumexp(np.array([self._open[i].logprobs for i in order[len(kept) :]]).T)
+            self._given_up = np.logaddexp(self._given_up, lost)
         # The tail that together is within the tolerance waits, in case it is never needed.
-        left = np.cumsum(shares[order][::-1])[::-1]
+        left = np.cumsum(shares[kept][::-1])[::-1]
         count = min(int(np.sum(left > TOLERANCE)), self._rows_left, most)
-        chosen = [self._open[i] for i in order[:count]]
-        self._open = [self._open[i] for i in order[count:]]
+        chosen = [self._open[i] for i in kept[:count]]
+        self._open = [self._open[i] for i in kept[count:]]
         self._rows_left -= count
         return chosen
 
@@ -190,7 +197,7 @@ class PathSum:
         return float(min(np.exp(self._left(stage) - self._begun[stage]), 1.0))
 
     def _left(self, stage: int) -> Floats:
-        return logsumexp([path.logprobs[stage] for path in self._open])
+        return logsumexp([self._given_up[stage], *(path.logprobs[stage] for path in self._open)])
 
     def _shares(self) -> Floats:
         """Of each open path in all that is found or open, at that of the stages where it is the larger."""
