@@ -109,6 +109,11 @@ test-vllm: $(VENV)/.base  ## the vLLM engine on this CPU: the suite of every eng
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm $(ON_VLLM)
 	PYTHONPATH=src .rivals/vllm/bin/python -m pytest -q -o filterwarnings=default -m vllm tests/integrations/genlm/test_genlm.py
 
+.PHONY: test-uncertainty
+test-uncertainty: $(VENV)/.test  ## figures of answers against the code of lm-polygraph, uqlm and DeepConf, of which nothing else is installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/uncertainty lm-polygraph==0.7.0 uqlm==0.6.7 deepconf==0.1.0
+	PYTHONPATH=$(VENV)/uncertainty $(BIN)/python -m pytest -q tests/sources/test_uncertainty.py
+
 .PHONY: torture
 MINUTES ?= 15
 torture: $(VENV)/.test  ## mixed requests for MINUTES=15 in every layout, with faults, and drawn numbers against scored ones

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels
     from logprobe.scoring.members import FieldDistribution
     from logprobe.scoring.score import Score
+    from logprobe.scoring.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.scoring.windows import Perplexity, Truncation
-    from logprobe.text.chat import Conversations
+    from logprobe.text.chat import Conversation, Conversations
     from logprobe.transport.messages import Request
 
 OnRunning: TypeAlias = Literal["finish", "end"]
@@ -510,6 +511,47 @@ class LLM:
         )
         self._owned.callback(rows.cleanup)  # before the engine
         return rows
+
+    def uncertainty(
+        self,
+        prompt: Prompt | Conversation,
+        n: int = 10,
+        params: SamplingParams | None = None,
+        *,
+        same: Same | None = None,
+        stop_when: LowConfidence | None = None,
+        window: int | None = None,
+        k: int | None = None,
+        self_certainty: bool = False,
+        progress: bool = False,
+    ) -> Uncertainty:
+        """Draw answers, and say by them and their exact probabilities how sure the model is.
+
+        Args:
+            prompt: a text that answers go on with, token ids, or a conversation that they answer by the
+                model's chat template.
+            n: answers to draw; what they share is computed once.
+            params: how each is drawn, and how long it may be; the default is `SamplingParams()`. With a
+                `seed` they are the same each time, and the first is the one of `generate`. What is reported
+                is set here.
+            same: whether two texts mean the same; the default: they are equal but for white space around.
+            stop_when: ends an answer that the model is not sure of; it counts in no figure then.
+            window: tokens of a group whose confidence is averaged; the default is `stop_when`'s, or 2,048.
+            k: the likeliest tokens that make the confidence of one; the default is `stop_when`'s, or 20.
+            self_certainty: give each answer's, too, for which it is scored once more with whole rows.
+            progress: show a progress bar on stderr.
+
+        Raises:
+            ParameterError: no answers, or several at temperature 0; a prompt, a parameter or a `same` that
+                cannot be used.
+            BatchError: some answers failed.
+            WeightsReplacedError: other weights took over amid the answers.
+        """
+        from logprobe.scoring.uncertainty import draw_plan
+
+        plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
+        work = self.client.draw(prompt, plan, watch=partial(progress_bar, shown=progress))
+        return plan.sum_up(self._bridge.run(work), same)
 
     def perplexity(
         self,

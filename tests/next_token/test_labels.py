@@ -89,3 +89,5 @@ def test_a_servers_labels_have_routes(far: RemoteLM) -> None:
         asyncio.run(far.classify("a", LABELS))
     with raises(ParameterError, parameter="url", match="field_logprobs"):
         asyncio.run(far.fields(RequestOutput(request_id="a")))
+    with raises(ParameterError, parameter="url"):
+        asyncio.run(far.uncertainty("a"))

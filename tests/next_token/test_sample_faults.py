@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from logprobe.next_token.rows import nth_seed
+from logprobe.sampling.params import nth_seed
 
 if TYPE_CHECKING:
     from logprobe import AsyncLM

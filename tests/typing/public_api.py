@@ -28,7 +28,14 @@ from logprobe import (
     create_sample_logprobs,
 )
 from logprobe.errors import BatchError, ParameterError
-from logprobe.scoring import Classification, FieldDistribution, Judgement, Members
+from logprobe.scoring import (
+    Classification,
+    FieldDistribution,
+    Judgement,
+    LowConfidence,
+    Members,
+    Uncertainty,
+)
 
 assert_type(__version__, str)
 
@@ -133,3 +140,12 @@ async def ask_for_labels(llm: LLM, lm: AsyncLM) -> list[float]:
     assert_type(await lm.classify(["a", "b"], {"c": ["d", "e"]}), Classification | list[Classification])
     assert_type(await lm.judge([{"role": "user", "content": "Grade it."}]), Judgement | list[Judgement])
     return await lm.rerank("a", ["b"], lora="legal") + llm.rerank("a", ["b"], task="c")
+
+
+async def ask_how_sure(llm: LLM, lm: AsyncLM) -> list[float]:
+    params, rule = SamplingParams(max_tokens=64, seed=1), LowConfidence(threshold=2.0, window=16, k=5)
+    found = llm.uncertainty("the cat", 5, params, same=lambda a, b: a.lower() == b.lower(), stop_when=rule)
+    assert_type(found, Uncertainty)
+    talk = [{"role": "user", "content": "Is it a cat?"}]
+    assert_type(await lm.uncertainty(talk, n=5, self_certainty=True, lora="legal"), Uncertainty)
+    return [found.semantic_entropy, *(answer.lowest_group_confidence for answer in found.answers)]

@@ -7,7 +7,7 @@ protocol alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -24,24 +24,26 @@ from logprobe.engine.truncation import (
     forced_params,
     joined_output,
 )
-from logprobe.errors import BatchError, LogprobeError, ParameterError, require
+from logprobe.errors import BatchError, LogprobeError, ParameterError, WeightsReplacedError, require
 from logprobe.sampling import SamplingParams
 from logprobe.sampling.params import COUNTS
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score, joined
-from logprobe.text.chat import ANSWER, as_conversations, lay_out
+from logprobe.scoring.uncertainty import self_certainty
+from logprobe.text.chat import ANSWER, as_conversations, lay_out, read_messages
 from logprobe.text.edge import as_token_ids
 from logprobe.text.pieces import Cutter
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable
     from contextlib import AbstractContextManager
 
     from logprobe.engine.front import Front
     from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
+    from logprobe.scoring.uncertainty import DrawPlan, SampledAnswer
     from logprobe.scoring.windows import Truncation
-    from logprobe.text.chat import Conversations, Layout
+    from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
 
@@ -51,10 +53,14 @@ Advance: TypeAlias = "Callable[[RequestOutput], None]"
 Watch: TypeAlias = "Callable[[Sequence[Request]], AbstractContextManager[Advance | None]]"
 """Opened around some requests; gives what is told of their progress, or None where nobody looks."""
 
+Follow: TypeAlias = "Callable[[], Callable[[FlatLogprobs], bool] | None]"
+"""Gives what is told the record of one completion each time it has grown; True gives the rest of it up."""
+
 Prompt: TypeAlias = "str | Sequence[int]"
 PairPart: TypeAlias = "Prompt | IntArray"
 OnError: TypeAlias = Literal["raise", "return"]
 ON_ERROR = ("raise", "return")
+ROWS_BYTES = 1 << 26  # of whole rows that are held at once
 T = TypeVar("T")
 Result = TypeVar("Result", RequestOutput, Score)
 
@@ -193,6 +199,42 @@ class Client:
         data = self.text.vocabulary.bytes_of(ids)
         return joined(scores, data, unconditional_logprob=unconditional)
 
+    async def draw(
+        self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
+    ) -> list[SampledAnswer]:
+        """Answers to one prompt, each by a request of its own; see `LLM.uncertainty`."""
+        has_cap = self.max_logprobs != -1
+        allowed = f"must be {self.max_logprobs} or less (max_logprobs)"
+        require(not has_cap or plan.k <= self.max_logprobs, "k", allowed, got=plan.k)
+        remedy = "reads whole rows, which max_logprobs does not allow"
+        require(not (has_cap and plan.reads_rows), "self_certainty", remedy)
+        ids, requests = self._ids_of(prompt), self.requests.of_one_call()
+        admitted = [requests.admit(ids, self._allowed(params)) for params in plan.params]
+        outputs = checked(await self.run(admitted, watch, plan.growing), "raise")
+        loads = {output.weights_number for output in outputs}
+        answers = [plan.answer(output.outputs[0], self.text) for output in outputs]
+        if plan.reads_rows:
+            lora = plan.params[0].lora
+            answers = [await self._with_self_certainty(ids, answer, lora) for answer in answers]
+            loads.add(self.engine.weights_number)
+        if len(loads) > 1:
+            raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
+        return answers
+
+    async def _with_self_certainty(
+        self, prompt: IntArray, answer: SampledAnswer, lora: str | None
+    ) -> SampledAnswer:
+        """An answer scored once more, with few whole rows at a time."""
+        params = self._allowed(SamplingParams(max_tokens=0, prompt_logprobs=-1, lora=lora))
+        size = max(ROWS_BYTES // (8 * self.engine.capabilities().vocab_size), 1)
+        ids = np.concatenate([prompt, np.array(answer.token_ids, np.int32)])
+        total = 0.0
+        for start in range(len(prompt), len(ids), size):
+            [score] = await self.score([(ids[:start], ids[start : start + size])], params)
+            assert score.record is not None, "a pair that fits has one"
+            total += float((await asyncio.to_thread(self_certainty, score.record)).sum())
+        return replace(answer, self_certainty=total / answer.num_tokens)
+
     async def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
     ) -> AsyncGenerator[RequestOutput]:
@@ -234,12 +276,22 @@ class Client:
                     raise output.error
                 yield output
 
-    async def run(self, admitted: Sequence[Admitted], watch: Watch | None = None) -> list[RequestOutput]:
-        """The outputs of requests once all have ended, with their texts; giving up the wait gives them up."""
+    async def run(
+        self,
+        admitted: Sequence[Admitted],
+        watch: Watch | None = None,
+        follow: Follow | None = None,
+    ) -> list[RequestOutput]:
+        """The outputs of requests once all have ended, with their texts; giving up the wait gives them up.
+
+        `follow` is for requests of one sample with numbers.
+        """
         requests = [admission.request for admission in admitted]
         with nullcontext() if watch is None else watch(requests) as advance:
             self.engine.submit(admitted)
-            return await asyncio.gather(*(self._follow(request.request_id, advance) for request in requests))
+            return await asyncio.gather(
+                *(self._follow(request.request_id, advance, follow) for request in requests)
+            )
 
     def split(self, pair: tuple[PairPart, PairPart]) -> Split:
         """A (context, continuation) pair as one sequence; see `TextEdge.encode_pair` for texts.
@@ -286,12 +338,20 @@ class Client:
         data = self.text.vocabulary.bytes_of(ids)
         return Score.of(ids, record, data, unconditional_logprob=unconditional)
 
-    async def _follow(self, request_id: str, advance: Advance | None) -> RequestOutput:
-        if advance is None:
+    async def _follow(self, request_id: str, advance: Advance | None, follow: Follow | None) -> RequestOutput:
+        is_over = None if follow is None else follow()
+        if advance is None and is_over is None:
             output = await self.engine.result(request_id)
         else:
             async with aclosing(self.engine.stream(request_id)) as outputs:
                 async for output in outputs:
+                    if advance is not None:
+                        advance(output)
+                    if is_over is not None and is_over(_record(output)):
+                        break
+            if not output.is_finished:  # leaving its stream has given it up
+                output.outputs[0].finish_reason = "abort"
+                if advance is not None:
                     advance(output)
         for completion in output.outputs:
             completion.text = self.text.text_of(completion.token_ids, completion.num_text_bytes)
@@ -322,12 +382,26 @@ class Client:
     def _as_ids(self, prompt: Prompt | IntArray) -> IntArray:
         return self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
 
+    def _ids_of(self, prompt: Prompt | Conversation) -> IntArray:
+        """The ids of one prompt, or of one conversation as the chat template lays it out."""
+        given: Any = prompt
+        is_list = isinstance(given, Sequence) and len(given) > 0
+        if is_list and isinstance(given[0], Mapping):
+            return read_messages(given, self.text)
+        return self._as_ids(given)
+
     def _laid_out_ids(self, prompt: str) -> IntArray:
         return self.text.encode(prompt, add_special_tokens=False)
 
 
 def _check_on_error(on_error: OnError) -> None:
     require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+
+
+def _record(output: RequestOutput) -> FlatLogprobs:
+    record = output.outputs[0].logprobs
+    assert record is not None, "numbers were asked for"
+    return record
 
 
 def _scored(output: RequestOutput) -> FlatLogprobs:

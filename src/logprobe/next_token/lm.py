@@ -27,14 +27,15 @@ from logprobe.next_token.rows import (
     Prefix,
     Token,
     TopTokens,
-    nth_seed,
     row_params,
     top_tokens,
 )
 from logprobe.next_token.source import EngineRows
 from logprobe.sampling import SamplingParams
+from logprobe.sampling.params import nth_seed
 from logprobe.scoring.labels import SCALE, as_asked, classify_plan, judge_plan, rerank_plan
 from logprobe.scoring.spellings import MAX_ROWS
+from logprobe.scoring.uncertainty import draw_plan
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
@@ -45,12 +46,15 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.engine.client import Prompt
     from logprobe.engine.request import RequestOutput
     from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.next_token.source import ModelText, RowSource
     from logprobe.records.values import IntArray
     from logprobe.scoring.labels import Asked, Classification, Correction, Judgement, Labels, Plan
     from logprobe.scoring.members import FieldDistribution
+    from logprobe.scoring.uncertainty import LowConfidence, Same, Uncertainty
+    from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
 
     TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -351,6 +355,32 @@ class NextTokenLM(Generic[ArrayT]):
             rows = await self._rows([ask.token_ids for ask in asks], sums.lora, is_urgent=True)
             await asyncio.to_thread(sums.take, asks, rows)
         return sums.answer()
+
+    async def uncertainty(
+        self,
+        prompt: Prompt | Conversation,
+        n: int = 10,
+        params: SamplingParams | None = None,
+        *,
+        same: Same | None = None,
+        stop_when: LowConfidence | None = None,
+        window: int | None = None,
+        k: int | None = None,
+        self_certainty: bool = False,
+        lora: str | None = None,
+    ) -> Uncertainty:
+        """`LLM.uncertainty` for callers in an event loop; `same` is called on a thread.
+
+        Raises:
+            ParameterError: as there, an unknown name of LoRA weights, or the model is a server's.
+            BatchError: some answers failed.
+            WeightsReplacedError: other weights took over amid the answers.
+        """
+        self._check_open()
+        loaded, chosen = self._here("ask where the model runs"), self._chosen_lora(lora)
+        plan = draw_plan(n, params, stop_when=stop_when, window=window, k=k, self_certainty=self_certainty)
+        answers = await Client(loaded.engine, loaded.text, lora=chosen).draw(prompt, plan)
+        return await asyncio.to_thread(plan.sum_up, answers, same)
 
     async def _summed_up(self, lay_out: Callable[[TextEdge], Plan[T]], lora: str | None) -> T:
         self._check_open()

@@ -122,13 +122,6 @@ def row_params(lora: str | None) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, lora=lora)
 
 
-def nth_seed(seed: int, repeat: int) -> int:
-    """A seed of its own for each repetition, in the 64 bits that cross to any engine; the first is `seed`."""
-    if repeat == 0:
-        return seed
-    return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
-
-
 @final
 class SampledIds(list[int]):
     """The ids that were drawn, with their record where it was asked for."""

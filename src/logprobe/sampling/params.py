@@ -12,6 +12,8 @@ from numbers import Real
 from operator import attrgetter
 from typing import Any, Final, Literal, cast
 
+import numpy as np
+
 from logprobe.config import strict_keywords
 from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import (
@@ -208,6 +210,13 @@ class SamplingParams:
 def extras_of(*params: SamplingParams) -> dict[str, Any]:
     """The flag of each further column that a kernel gives, set where one of these asks for it."""
     return {name: any(map(attrgetter(name), params)) for name in KERNEL_EXTRAS}
+
+
+def nth_seed(seed: int, repeat: int) -> int:
+    """A seed of its own for each repetition, in the 64 bits that cross to any engine; the first is `seed`."""
+    if repeat == 0:
+        return seed
+    return int(np.random.SeedSequence([abs(seed), int(seed < 0), repeat]).generate_state(1, np.uint64)[0])
 
 
 def _int(name: str, value: Any) -> int:

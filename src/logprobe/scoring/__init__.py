@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.texts import ScoredText as ScoredText
     from logprobe.scoring.texts import Unit as Unit
     from logprobe.scoring.texts import surprisal as surprisal
+    from logprobe.scoring.uncertainty import LowConfidence as LowConfidence
+    from logprobe.scoring.uncertainty import SampledAnswer as SampledAnswer
+    from logprobe.scoring.uncertainty import Uncertainty as Uncertainty
     from logprobe.scoring.windows import Perplexity as Perplexity
     from logprobe.scoring.windows import perplexity as perplexity
 
@@ -38,11 +41,14 @@ _HOMES = {
     "Field": ".fields",
     "FieldDistribution": ".members",
     "Judgement": ".labels",
+    "LowConfidence": ".uncertainty",
     "Members": ".members",
     "Perplexity": ".windows",
+    "SampledAnswer": ".uncertainty",
     "Score": ".score",
     "ScoredText": ".texts",
     "Summary": ".data.summary",
+    "Uncertainty": ".uncertainty",
     "Unit": ".texts",
     "classify": ".labels",
     "compare": ".comparison",

@@ -218,6 +218,14 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
     )
 
 
+def group_means(values: npt.ArrayLike, window: int) -> Floats:
+    """Means of each `window` values in a row, (max(T - window, 0) + 1,); of all T where they are fewer."""
+    numbers = np.asarray(values, np.float64)
+    size = min(window, len(numbers))
+    sums = np.concatenate([np.zeros(1), np.cumsum(numbers)])
+    return np.asarray((sums[size:] - sums[: len(sums) - size]) / size)
+
+
 # -- of two models' logprobs of the same tokens --------------------------------------------------------------
 
 
