@@ -25,6 +25,7 @@ from logprobe.cli.models import app as models
 from logprobe.cli.options import spread_names
 from logprobe.cli.score import score
 from logprobe.cli.serve import serve
+from logprobe.cli.uncertainty import uncertainty
 from logprobe.errors import BatchError, LogprobeError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ app.command()(score)
 app.command()(classify)
 app.command()(rerank)
 app.command()(generate)
+app.command()(uncertainty)
 app.command()(compare)
 app.command()(info)
 app.command()(chat)

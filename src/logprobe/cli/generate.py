@@ -18,33 +18,35 @@ if TYPE_CHECKING:
     from logprobe.engine.request import RequestOutput
     from logprobe.llm import LLM
 
-_DEFAULTS = SamplingParams()
+DEFAULTS = SamplingParams()
 
 
-_Prompt = Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")]
+PromptArgument = Annotated[str, typer.Argument(help="The text to go on from; - is standard input.")]
 _Logprobs = Annotated[
     int | None,
     typer.Option(help="Report each token with so many alternatives; 0: the token alone, -1: the vocabulary."),
 ]
-_MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-_Temperature = Annotated[float, typer.Option(help="0 picks the most likely token each time.")]
-_Seed = Annotated[int | None, typer.Option(help="The same seed, prompt and flags give the same text.")]
-_TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens with this mass.")]
-_TopK = Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")]
-_Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 picks the most likely token each time.")]
+SeedOption = Annotated[int | None, typer.Option(help="The same seed, prompt and flags give the same text.")]
+TopPOption = Annotated[float, typer.Option(help="Draw from the fewest tokens with this mass.")]
+TopKOption = Annotated[int, typer.Option(help="Draw from so many most likely tokens; 0: all.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="End before this text; may be given more than once.")
+]
 
 
 @takes_engine
 def generate(
-    prompt: _Prompt,
+    prompt: PromptArgument,
     *,
     logprobs: _Logprobs = None,
-    max_tokens: _MaxTokens = _DEFAULTS.max_tokens,
-    temperature: _Temperature = _DEFAULTS.temperature,
-    seed: _Seed = None,
-    top_p: _TopP = _DEFAULTS.top_p,
-    top_k: _TopK = _DEFAULTS.top_k,
-    stop: _Stop = None,
+    max_tokens: MaxTokensOption = DEFAULTS.max_tokens,
+    temperature: TemperatureOption = DEFAULTS.temperature,
+    seed: SeedOption = None,
+    top_p: TopPOption = DEFAULTS.top_p,
+    top_k: TopKOption = DEFAULTS.top_k,
+    stop: StopOption = None,
     model: ModelOption = DEFAULT_MODEL,
     as_json: JsonOption = False,
     **engine: Any,
