@@ -120,6 +120,7 @@ READ = (
     "POST /v1/score",
     "POST /v1/classify",
     "POST /v1/judge",
+    "POST /v1/uncertainty",
     "POST /v1/rerank",
     "POST /v2/rerank",
     "POST /rerank",
@@ -397,6 +398,19 @@ AUDIT = (
         "`max_requests` prompts times answers, before any is compared or tokenised; `max_messages`; "
         "`max_text_bytes` for the prompts times the answers; `max_requests`, `max_tokens_in_flight`, "
         "`max_logprob_bytes`",
+        (
+            "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
+            "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",
+            "test_workers.py::test_a_small_body_whose_bytes_do_not_bound_its_time_is_understood_in_a_worker",
+            "attacks/test_fuzz.py::test_every_body_is_answered",
+        ),
+    ),
+    Audited(
+        ("POST /v1/uncertainty",),
+        f"one request an answer, made in a worker beyond {QUICK_PROMPTS}; the engine's steps; the reply, in "
+        f"a worker beyond {QUICK_ENTRIES:,} tokens and alternatives of both distributions",
+        "128 answers; `max_text_bytes`, `max_messages`; `max_logprobs` alternatives; `max_requests`, "
+        "`max_tokens_in_flight`, `max_logprob_bytes`",
         (
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_words.py::test_a_refusal_repeats_no_more_than_a_name_of_what_was_sent",

@@ -134,6 +134,7 @@ def test_every_route_and_figure_tells_the_models_apart(serve_several: Any) -> No
             "/v1/score": {"context": "the cat", "continuations": [" sat"], "model": "other"},
             "/v1/classify": {"input": "the cat", "labels": [" sat", " ran"], "model": "other"},
             "/v1/judge": {"input": "the cat", "model": "other"},
+            "/v1/uncertainty": {"input": "the cat", "n": 2, "max_tokens": 2, "model": "other"},
             "/v1/rerank": {"query": "a", "documents": ["b"], "template": TEMPLATE, "model": "other"},
         }
         for path, body in bodies.items():

@@ -80,7 +80,8 @@ def test_other_replies_have_their_shapes(server: Any, schema: Any) -> None:
     schema("Scores").validate(
         json.loads(post(server, "/v1/score", {"context": "a", "continuations": ["b", " c"]}))
     )
-    for path, name in (("/v1/classify", "Classifications"), ("/v1/judge", "Judgements")):
+    shapes = {"/v1/classify": "Classifications", "/v1/judge": "Judgements", "/v1/uncertainty": "Uncertain"}
+    for path, name in shapes.items():
         schema(name).validate(json.loads(post(server, path, NEEDED[path])))
     for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         schema("Ranking").validate(json.loads(post(server, path, NEEDED["/v1/rerank"])))
@@ -160,6 +161,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "/v1/score": {"context": "a", "continuations": ["b"]},
     "/v1/classify": {"input": "a", "labels": ["b", "c"]},
     "/v1/judge": {"messages": MESSAGES},
+    "/v1/uncertainty": {"input": "the cat", "n": 2, "max_tokens": 2},
     "/v1/rerank": {
         "query": "a",
         "documents": ["b", {"text": "c"}],

@@ -44,6 +44,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "/v1/score": {"context": "the", "continuations": [" cat"]},
     "/v1/classify": {"input": "the", "labels": [" cat"]},
     "/v1/judge": {"messages": MESSAGES},
+    "/v1/uncertainty": {"input": "the cat", "n": 1, "max_tokens": 2, "k": 1},
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RANKED),
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
     "/tokenize": {"prompt": "the cat"},
@@ -73,6 +74,7 @@ UNBOUNDED: dict[str, tuple[str, dict[str, Any]]] = {
         {"input": None, "messages": MESSAGES, "labels": [f" {name}" for name in "abcdefghi"]},
     ),
     "a text that each grade is tokenised with": ("/v1/judge", {"messages": None, "input": "a"}),
+    "many answers": ("/v1/uncertainty", {"n": QUICK_PROMPTS + 1, "max_tokens": 1, "k": 1}),
     "documents that the query is tokenised with": ("/v1/rerank", {"documents": ["a", "cat"]}),
     "a message that the template is tried on": (
         "/v1/chat/completions",

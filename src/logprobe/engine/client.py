@@ -211,15 +211,21 @@ class Client:
         ids, requests = self._ids_of(prompt), self.requests.of_one_call()
         admitted = [requests.admit(ids, self._allowed(params)) for params in plan.params]
         outputs = checked(await self.run(admitted, watch, plan.growing), "raise")
-        loads = {output.weights_number for output in outputs}
-        answers = [plan.answer(output.outputs[0], self.text) for output in outputs]
+        answers = self.as_answers(plan, outputs)
         if plan.reads_rows:
             lora = plan.params[0].lora
             answers = [await self._with_self_certainty(ids, answer, lora) for answer in answers]
-            loads.add(self.engine.weights_number)
-        if len(loads) > 1:
-            raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
+            _check_loads({outputs[0].weights_number, self.engine.weights_number})
         return answers
+
+    def as_answers(self, plan: DrawPlan, outputs: Sequence[RequestOutput]) -> list[SampledAnswer]:
+        """What was drawn by a plan.
+
+        Raises:
+            WeightsReplacedError: not all of it by the same weights.
+        """
+        _check_loads({output.weights_number for output in outputs})
+        return [plan.answer(output.outputs[0], self.text) for output in outputs]
 
     async def _with_self_certainty(
         self, prompt: IntArray, answer: SampledAnswer, lora: str | None
@@ -396,6 +402,11 @@ class Client:
 
 def _check_on_error(on_error: OnError) -> None:
     require(on_error in ON_ERROR, "on_error", f"must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+
+
+def _check_loads(loads: set[int]) -> None:
+    if len(loads) > 1:
+        raise WeightsReplacedError("the model's weights were replaced amid the answers; ask again")
 
 
 def _record(output: RequestOutput) -> FlatLogprobs:

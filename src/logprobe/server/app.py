@@ -41,6 +41,7 @@ from logprobe.server.routes.responses import (
     list_input_items,
 )
 from logprobe.server.routes.score import score
+from logprobe.server.routes.uncertainty import uncertainty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("POST", "/v1/score", score),
     ("POST", "/v1/classify", labels.classify),
     ("POST", "/v1/judge", labels.judge),
+    ("POST", "/v1/uncertainty", uncertainty),
     ("POST", "/v1/rerank", labels.rerank),
     ("POST", "/v2/rerank", labels.rerank),
     ("POST", "/rerank", labels.rerank),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from logprobe.engine.backends.start import LoadedModel
+    from logprobe.engine.client import Follow
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.server.limits import Ticket
     from logprobe.server.models import Models
@@ -246,6 +247,20 @@ class Service:
             first = errors.exceptions[0]
             raise first from first.__cause__  # which says whose mistake it was
         return [task.result() for task in tasks]
+
+    async def run_until(self, admitted: Sequence[Admitted], follow: Follow) -> list[RequestOutput]:
+        """`run_all` of requests of one sample each, any of which `follow` may end early.
+
+        Raises:
+            LogprobeError: one failed.
+        """
+        outputs = await self.client.run(admitted, None, follow)
+        for output in outputs:
+            self.ended(output)
+        error = next((output.error for output in outputs if output.error is not None), None)
+        if error is not None:
+            raise error
+        return outputs
 
     async def results(self, admitted: Sequence[Admitted]) -> AsyncGenerator[RequestOutput]:
         """The outputs of some requests in their order, each once it has ended; to leave gives the rest up.

@@ -27,6 +27,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/score": {"context": "the", "continuations": [" cat", " dog"]},
     "/v1/classify": {"input": "the", "labels": [" cat", " dog"]},
     "/v1/judge": {"input": "the", "scale": [1, 2, 10]},
+    "/v1/uncertainty": {"input": "the", "n": 2, "max_tokens": 2},
     "/v1/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["the cat", "a"]},
     "/tokenize": {"prompt": "the cat"},

@@ -71,6 +71,16 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: json.dumps({"input": ["a"] * 400, "scale": [*range(400)]}).encode(),
         "max_requests",
     ),
+    "a text to answer": (
+        "/v1/uncertainty",
+        lambda: json.dumps({"input": "1" * 8_000_000}).encode(),
+        "max_text_bytes",
+    ),
+    "tokens of answers": (
+        "/v1/uncertainty",
+        lambda: json.dumps({"input": "1", "n": 128, "max_tokens": 10**9}).encode(),
+        "max_tokens_in_flight",
+    ),
     "documents": (
         "/v1/rerank",
         lambda: json.dumps({"query": "a", "documents": ["b"] * 100_000}).encode(),

@@ -24,6 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/score": {"context": "the", "continuations": [" cat"]},
     "/v1/classify": {"input": "the", "labels": [" cat", " dog"]},
     "/v1/judge": {"input": "the"},
+    "/v1/uncertainty": {"input": "the", "n": 1, "max_tokens": 1},
     "/v1/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
 }

@@ -46,6 +46,7 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v1/score": {"prompt": "continuations"},
     "/v1/classify": {"prompt": "input"},
     "/v1/judge": {"prompt": "input"},
+    "/v1/uncertainty": {"prompt": "input"},
     "/v1/rerank": {"prompt": "documents"},
     "/v2/rerank": {"prompt": "documents"},
     "/rerank": {"prompt": "documents"},

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.server.http.errors import server_full
-from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody, ScoreBody
+from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody, ScoreBody, UncertaintyBody
 from logprobe.server.openai.fields import GUIDED
 from logprobe.text.chat import is_plain
 
@@ -56,6 +56,8 @@ def is_bounded(body: Any) -> bool:
         return False  # a text or a conversation is tokenised with each
     if isinstance(body, RerankBody) and len(body.documents) > 1:
         return False  # the query is tokenised with each
+    if isinstance(body, UncertaintyBody) and body.n > QUICK_PROMPTS:
+        return False  # each answer becomes a request
     if isinstance(body, ClassifyBody | JudgeBody):
         most = 1 if body.input else QUICK_PROMPTS  # a text is tokenised with each answer, a conversation once
         return not isinstance(body.input, list) and body.num_answers <= most and is_plain(body.messages or [])

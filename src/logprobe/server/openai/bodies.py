@@ -199,6 +199,27 @@ class JudgeBody(AnswersBody, kw_only=True, forbid_unknown_fields=True):
         return len(SCALE) if self.scale is None else len(self.scale)
 
 
+class UncertaintyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /v1/uncertainty`: answers that are drawn, and how far they agree."""
+
+    input: str | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    model: str | None = None
+    lora: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] = 10
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    window: Annotated[int, Meta(ge=1)] | None = None
+    k: Annotated[int, Meta(ge=1)] | None = None
+    stop_below: Annotated[float, Meta(gt=0)] | None = None
+    user: str | None = None  # no effect
+
+
 class RerankDocument(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A document as an object."""
 
@@ -317,6 +338,7 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/score": ScoreBody,
     "/v1/classify": ClassifyBody,
     "/v1/judge": JudgeBody,
+    "/v1/uncertainty": UncertaintyBody,
     "/v1/rerank": RerankBody,
     "/v2/rerank": RerankBody,
     "/rerank": RerankBody,

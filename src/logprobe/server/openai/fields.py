@@ -19,7 +19,13 @@ from logprobe.server.openai.no_effect import has_effect
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from logprobe.server.openai.bodies import ChatBody, CompletionBody, GenerationBody, ResponsesBody
+    from logprobe.server.openai.bodies import (
+        ChatBody,
+        CompletionBody,
+        GenerationBody,
+        ResponsesBody,
+        UncertaintyBody,
+    )
     from logprobe.server.settings import ServerSettings
 
 ENGINE_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
@@ -100,7 +106,7 @@ def chat_params(body: ChatBody, settings: ServerSettings, *, room: int) -> Sampl
     """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
         raise bad_request("top_logprobs", "comes with logprobs: true")
-    _check_max_logprobs("top_logprobs", body.top_logprobs, settings)
+    check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
@@ -117,7 +123,7 @@ def responses_params(body: ResponsesBody, settings: ServerSettings, *, room: int
     unknown = [name for name in body.include or () if name != LOGPROBS]
     if unknown:
         raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
-    _check_max_logprobs("top_logprobs", body.top_logprobs, settings)
+    check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     if body.top_logprobs and not body.include:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
     if body.tools:
@@ -147,7 +153,7 @@ def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def completion_params(body: CompletionBody, settings: ServerSettings) -> SamplingParams:
     """What a completions body asks for; with `echo`, its `logprobs` are the prompt's, too."""
-    _check_max_logprobs("logprobs", body.logprobs, settings)
+    check_max_logprobs("logprobs", body.logprobs, settings)
     fixed: dict[str, Any] = {"logprobs": body.logprobs}
     fixed["max_tokens"] = 16 if body.max_tokens is None else body.max_tokens
     if body.echo and body.logprobs is not None:
@@ -159,6 +165,17 @@ def completion_params(body: CompletionBody, settings: ServerSettings) -> Samplin
     if body.best_of is not None and body.stream and body.best_of > (body.n or 1):
         raise bad_request("best_of", "cannot be streamed: which are best is known at the end")
     return _params(body, settings, {}, **fixed | _structured(body))
+
+
+def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
+    """How each answer of a body is drawn.
+
+    Raises:
+        ParameterError: a value that cannot be.
+    """
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "lora")
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    return SamplingParams(**given)
 
 
 def _structured(body: GenerationBody) -> dict[str, Any]:
@@ -184,7 +201,7 @@ def _check_tools(body: ChatBody) -> None:
         raise bad_request("parallel_tool_calls", "cannot be promised: calls are text, as the model writes it")
 
 
-def _check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
+def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
     """Refuse a count of alternatives beyond the cap."""
     max_logprobs = settings.max_logprobs
     if value is None or max_logprobs == -1:
@@ -208,7 +225,7 @@ def _params(
     check_neutral(body)
     _check_bias(body.logit_bias)
     prompt_logprobs = getattr(body, "prompt_logprobs", None)
-    _check_max_logprobs("prompt_logprobs", prompt_logprobs, settings)
+    check_max_logprobs("prompt_logprobs", prompt_logprobs, settings)
     requested = {name: getattr(body, name, None) for name in SAMPLING_FIELDS}
     if requested["response_format"] in NEUTRAL["response_format"]:
         requested["response_format"] = None

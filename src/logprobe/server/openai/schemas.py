@@ -347,6 +347,48 @@ class Judgements(_Answers, kw_only=True):
     data: list[Judged]
 
 
+class DrawnAnswer(Shape, kw_only=True):
+    """An answer that was drawn; figures are of the model's own distribution unless their name says drawn."""
+
+    text: str
+    token_ids: Ids
+    num_tokens: int
+    logprob: float  # nats
+    drawn_logprob: float  # nats
+    logprob_per_token: float  # nats
+    perplexity: float
+    mean_token_entropy: float  # nats
+    max_token_entropy: float  # nats
+    lowest_group_confidence: float  # nats
+    tail_confidence: float  # nats
+    finish_reason: Literal["stop", "length", "abort"]
+    stopped_early: bool
+
+
+class Uncertain(Shape, kw_only=True):
+    """The reply of `/v1/uncertainty`; figures are null where every answer was stopped early."""
+
+    id: str
+    object: Literal["uncertainty"]
+    created: int
+    model: str
+    unit: Literal["nats"]
+    best: str | None
+    num_semantic_sets: int
+    mass: float
+    share: float | None
+    semantic_entropy: float | None  # nats
+    discrete_semantic_entropy: float | None  # nats
+    monte_carlo_semantic_entropy: float | None  # nats
+    monte_carlo_sequence_entropy: float | None  # nats
+    monte_carlo_normalized_sequence_entropy: float | None  # nats
+    k: int
+    shares: list[float]
+    semantic_sets: list[list[int]]
+    answers: list[DrawnAnswer]
+    usage: Usage
+
+
 class RankedText(Shape, kw_only=True):
     """A document that was ranked."""
 
@@ -432,6 +474,7 @@ REPLIES: Final[dict[str, type[msgspec.Struct]]] = {
     "POST /v1/score": Scores,
     "POST /v1/classify": Classifications,
     "POST /v1/judge": Judgements,
+    "POST /v1/uncertainty": Uncertain,
     "POST /v1/rerank": Ranking,
     "POST /v2/rerank": Ranking,
     "POST /rerank": Ranking,
