@@ -48,7 +48,6 @@ def takes_tools(server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (ASK | {"name": "Ann"}, "messages[0].name"),
         (ASK | {"mood": "glad"}, "messages[0].mood"),
-        ({"role": "assistant", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls[0]"),
         ({"role": "tool", "content": "a", "tool_call_id": "c9"}, "messages[0].tool_call_id"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "mood": 1}]}, "messages[0].content.mood"),
     ],
@@ -117,9 +116,11 @@ def test_tools_go_to_templates_that_take_them(takes_tools: Any, client: openai.O
     assert error["param"] == "parallel_tool_calls"
 
 
-def test_tools_are_refused_where_the_template_takes_none(server: Any) -> None:
-    assert refused(server, messages=[ASK], tools=[TOOL])["param"] == "tools"
-    assert refused(server, "/v1/responses", input="a", tools=[TOOL])["param"] == "tools"
+def test_tools_are_said_where_the_template_takes_none(server: Any) -> None:
+    ids = server.post("/tokenize", messages=[ASK], tools=[TOOL]).json()["tokens"]
+    prompt = server.llm.text.vocabulary.bytes_of(ids).decode()
+    assert prompt.startswith("system: # Tools\n")
+    assert prompt.endswith("</tool_call>\nuser: the cat\nassistant:")
 
 
 def test_an_assistants_message_is_continued(server: Any, client: openai.OpenAI) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from logprobe import LLM, SamplingParams
 from logprobe.errors import ParameterError
+from logprobe.text.chat import Layout, lay_out
 
 
 def test_chat_uses_the_models_template(tiny_llm: LLM) -> None:
@@ -22,8 +23,10 @@ def test_chat_continues_a_message_and_takes_tools_as_vllm_does(tiny_llm: LLM) ->
     begun = {"continue_final_message": True, "add_generation_prompt": False}
     [output] = tiny_llm.chat(messages, SamplingParams(max_tokens=1), **begun)
     assert output.prompt == "user: the cat\nassistant: and the"
-    with pytest.raises(ParameterError, match="tools"):
-        tiny_llm.chat(messages, tools=[{"type": "function", "function": {"name": "look"}}])
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    prompt = lay_out(messages, tiny_llm.text, Layout(tools=tools))
+    assert prompt.startswith("system: # Tools\n")
+    assert prompt.endswith("user: the cat\nassistant: and the\nassistant:")
 
 
 def test_chat_lays_content_parts_out_as_their_text(tiny_llm: LLM) -> None:

@@ -90,7 +90,6 @@ def test_what_the_template_writes_in_its_own_way_counts_as_laid_out(laid_out: An
         (TWO_ROLES, [{"role": "system", "content": "the"}, ASK], r"messages\[0\]\.content"),
         (TWO_ROLES, [{"role": "developer", "content": "be short"}, ASK], r"messages\[0\]\.content"),
         (TWO_ROLES, [ASK, {"role": "wizard", "content": "abra"}], r"messages\[1\]\.content"),
-        (TWO_ROLES, [ASK, CALLS], r"messages\[1\]\.tool_calls\[0\]"),
         (TWO_ROLES, [ASK | {"mood": 3}], r"messages\[0\]\.mood"),
         (TWO_ROLES, [ASK | {"flags": [False]}], r"messages\[0\]\.flags"),
         (
@@ -197,3 +196,13 @@ def test_a_conversation_that_would_need_many_trials_is_refused_before_them(laid_
         ParameterError, match=f"messages: holds {MAX_TRIALS + 1} things .* at most {MAX_TRIALS}"
     ):
         laid_out(WHOLE, messages)
+
+
+def test_a_template_that_takes_arguments_as_their_text_has_them(laid_out: Any) -> None:
+    joins = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ '<' + call.function.name + ' ' + call.function.arguments + '>' }}{% endfor %}{% endfor %}"
+    )
+    assert laid_out(joins, [ASK, CALLS]) == "the cat" + '<look {"at": "the dog"}>' * 2
+    with raises(ParameterError, parameter="messages"):
+        laid_out(joins + "{{ raise_exception('no') }}", [ASK, CALLS])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from logprobe.errors import ParameterError, require
 from logprobe.text.dropped import KNOWN_ROLES, check_laid_out
+from logprobe.text.tools import as_texts, has_calls
 
 if TYPE_CHECKING:
     from logprobe.records.values import IntArray
@@ -104,6 +105,8 @@ def read_messages(messages: Conversation, text: TextEdge, layout: Layout = ANSWE
 def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> str:
     """A conversation laid out by the model's chat template; `developer` is the system role.
 
+    Where a template takes no tools they are said in a text, as are calls and results (`tools.TOOLS_TEXT`).
+
     Raises:
         ParameterError: no template, no role, parts other than text, what the template refuses or would pass
             over.
@@ -117,6 +120,11 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     require(is_list and messages, "messages", "must be a list of at least one message")
     plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
+    ways = [(plain, list(range(len(plain))))]
+    if (tools or has_calls(plain)) and _says_tools(tokenizer, tools):
+        ways, tools = as_texts(plain, tools), None
+    elif has_calls(plain):
+        ways.append(([_with_argument_texts(message) for message in plain], ways[0][1]))
     _check_variables(variables, tokenizer.chat_template)
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
@@ -130,19 +138,46 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
         )
         return laid_out
 
-    try:
-        laid_out = render(plain)
-    except Exception as error:  # a template is a program of the model's and may raise anything
-        raise ParameterError("messages", f"the model's chat template refuses them: {error}") from error
+    plain, numbers, laid_out = _first_rendered(render, ways)
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
     shape = _shape_of(plain, layout)
     known = text.sound_shapes.setdefault(str(tokenizer.chat_template), set())
     if shape is None or shape not in known:
-        is_sound = check_laid_out(plain, render, laid_out)
+        is_sound = check_laid_out(plain, render, laid_out, numbers)
         if shape is not None and is_sound and len(known) < MOST_SHAPES:
             known.add(shape)
     return laid_out
+
+
+def _first_rendered(
+    render: Callable[[Sequence[dict[str, Any]]], str], ways: Sequence[tuple[list[dict[str, Any]], list[int]]]
+) -> tuple[list[dict[str, Any]], list[int], str]:
+    """The first of some ways to say messages that the template takes, with what it makes of it.
+
+    Raises:
+        ParameterError: it takes none of them; the message is of the first.
+    """
+    errors: list[Exception] = []
+    for messages, numbers in ways:
+        try:
+            return messages, numbers, render(messages)
+        except Exception as error:  # noqa: BLE001 - a template is a program of the model's and may raise anything
+            errors.append(error)
+    raise ParameterError("messages", f"the model's chat template refuses them: {errors[0]}") from errors[0]
+
+
+def _with_argument_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have the JSON text of their arguments, as some templates take them."""
+    if "tool_calls" not in message:
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        call | {"function": {**function, "arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
+    ]
+    return message | {"tool_calls": calls}
 
 
 def _shape_of(messages: Sequence[dict[str, Any]], layout: Layout) -> str | None:
@@ -170,6 +205,33 @@ def _check_tools(render_bare: Any, laid_out: str) -> None:
     except Exception:  # noqa: BLE001 - a template that cannot do without tools takes them
         is_ignored = False
     require(not is_ignored, "tools", "the model's chat template takes none; describe them in a message")
+
+
+def chat_template_of(tokenizer: Any) -> str | None:
+    """The chat template for conversations with tools; None where there is none."""
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    if isinstance(template, dict):
+        return template.get("tool_use", template.get("default"))
+    return template
+
+
+@functools.lru_cache(maxsize=16)
+def takes_tools(template: str) -> bool:
+    """Whether a chat template lays tools out."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return "tools" in variables_of(template)
+    except TemplateSyntaxError:
+        return True  # whoever lays something out by it is told
+
+
+def _says_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether tools, calls and results are to be texts, since the template takes none."""
+    template = chat_template_of(tokenizer)
+    assert template is not None, "it was checked"
+    # One that lays calls out by itself goes on with that as long as no tools are given.
+    return not takes_tools(template) and (bool(tools) or "tool_calls" not in template)
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:

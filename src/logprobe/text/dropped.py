@@ -19,6 +19,8 @@ Render: TypeAlias = Callable[[Messages], str]
 KNOWN_ROLES: Final = ("user", "assistant", "system")
 MARK: Final = re.compile(r"Mark\d+End")
 MAX_TRIALS: Final = 128  # renderings of one conversation
+OWN_TEXT: Final = -1
+"""The number of a message that nobody wrote: it says the tools."""
 
 
 class FieldPath(NamedTuple):
@@ -33,10 +35,14 @@ class FieldPath(NamedTuple):
         return f"messages[{self.message}].{self.field}{number}"
 
 
-def check_laid_out(messages: Messages, render: Render, laid_out: str) -> bool:
+def check_laid_out(
+    messages: Messages, render: Render, laid_out: str, numbers: Sequence[int] | None = None
+) -> bool:
     """Refuse what the template passed over when it made `laid_out` of the messages.
 
-    Returns whether every mark was rendered, so that other texts in the same fields are, too.
+    `numbers` are those that errors call the messages by, where others were made of what was given; `OWN_TEXT`
+    is the number of a message that says the tools. Returns whether every mark was rendered, so that other
+    texts in the same fields are, too.
 
     Raises:
         ParameterError: a content, a field or a role without effect, by its path; or too many to try.
@@ -45,7 +51,7 @@ def check_laid_out(messages: Messages, render: Render, laid_out: str) -> bool:
     text = _rendered(render, _marked(messages, marks)) or ""
     rendered_marks = set(MARK.findall(text))
     unmarked = [
-        path for path, mark in marks.items() if mark not in rendered_marks and not _is_implied(messages, path)
+        path for path, mark in marks.items() if mark not in rendered_marks and not is_implied(messages, path)
     ]
     roles = {message["role"]: index for index, message in enumerate(messages)}
     unknown_roles = {role: index for role, index in roles.items() if role not in KNOWN_ROLES}
@@ -54,9 +60,9 @@ def check_laid_out(messages: Messages, render: Render, laid_out: str) -> bool:
     require(num_trials <= MAX_TRIALS, "messages", many)
     for path in unmarked:
         if _rendered(render, _without(messages, path)) == laid_out:
-            raise ParameterError(str(path), _refusal(path))
+            raise _refused(path, path.message if numbers is None else numbers[path.message])
     for role, index in unknown_roles.items():
-        _check_role(messages, role, index, render, laid_out)
+        _check_role(messages, role, index if numbers is None else numbers[index], render, laid_out)
     return rendered_marks >= set(marks.values()) and not unknown_roles
 
 
@@ -103,7 +109,7 @@ def _without(messages: Messages, path: FieldPath) -> list[dict[str, Any]]:
     return others
 
 
-def _is_implied(messages: Messages, path: FieldPath) -> bool:
+def is_implied(messages: Messages, path: FieldPath) -> bool:
     """Whether a field of a tool's result only names the call that the result answers by its position, too."""
     if path.field not in {"tool_call_id", "name"} or messages[path.message]["role"] != "tool":
         return False
@@ -118,14 +124,14 @@ def _is_implied(messages: Messages, path: FieldPath) -> bool:
     return bool(own == messages[path.message][path.field])
 
 
-def _check_role(messages: Messages, role: str, index: int, render: Render, laid_out: str) -> None:
+def _check_role(messages: Messages, role: str, number: int, render: Render, laid_out: str) -> None:
     """Refuse a role that the template takes for another."""
     for known in KNOWN_ROLES:
         renamed = [message | {"role": known} if message["role"] == role else message for message in messages]
         if _rendered(render, renamed) == laid_out:
             taken = f"takes {shortened(role)!r} for {known!r}"
             message = f"the model's chat template {taken}; use a role that it knows"
-            raise ParameterError(f"messages[{index}].role", message)
+            raise ParameterError(f"messages[{number}].role", message)
 
 
 def _rendered(render: Render, messages: Messages) -> str | None:
@@ -136,7 +142,15 @@ def _rendered(render: Render, messages: Messages) -> str | None:
         return None
 
 
-def _refusal(path: FieldPath) -> str:
+def refusal(path: FieldPath) -> str:
+    """What is said of a field that goes nowhere."""
     if path.field == "tool_call_id":
         return "the model's chat template passes it over; give results in the order of their calls"
     return "the model's chat template passes it over; leave it out, or say it in a message that it lays out"
+
+
+def _refused(path: FieldPath, number: int) -> ParameterError:
+    if number == OWN_TEXT:
+        takes_none = "the model's chat template takes none, and passes over a system text that says them"
+        return ParameterError("tools", f"{takes_none}; describe them in a message")
+    return ParameterError(str(path._replace(message=number)), refusal(path))

@@ -1,0 +1,146 @@
+"""Tools, calls and results for chat templates that take none, in the words that Hermes and Qwen 2.5 know.
+
+Tools become a system text, calls the text of the assistant's message, results a user's message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from logprobe.errors import ParameterError, require
+from logprobe.text.dropped import OWN_TEXT, FieldPath, is_implied, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.text.dropped import Messages
+
+TOOLS_TEXT: Final = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class Tool(NamedTuple):
+    """A function that may be called."""
+
+    name: str
+    parameters: Mapping[str, Any]  # a JSON schema
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """The functions of tools as OpenAI's clients write them.
+
+    Raises:
+        ParameterError: one has no name or that of another, or parameters that are no schema of an object.
+    """
+    found: dict[str, Tool] = {}
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}].function"
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise ParameterError(
+                f"{where}.name", "must be a text; a tool is {type: function, function: {name, ...}}"
+            )
+        require(name not in found, f"{where}.name", f"is that of another tool, too: {name!r}")
+        parameters = function.get("parameters")
+        parameters = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
+        is_object = isinstance(parameters, Mapping) and parameters.get("type", "object") == "object"
+        require(is_object, f"{where}.parameters", "must be a JSON schema of type object", got=parameters)
+        found[name] = Tool(name, parameters)
+    return list(found.values())
+
+
+def as_texts(
+    messages: Messages, tools: Sequence[Mapping[str, Any]] | None
+) -> list[tuple[list[dict[str, Any]], list[int]]]:
+    """Ways to say messages without tools, calls and results in fields of their own, the better first.
+
+    Tools are a system text; or, for templates that refuse one, they begin the first user's message. The
+    results of several calls become one message. With each way come the numbers of the messages that were
+    given; that of a system message which only says the tools is `OWN_TEXT`.
+
+    Raises:
+        ParameterError: a tool is malformed, or a result has a field that its text does not say.
+    """
+    said, numbers = _without_fields(messages)
+    if not tools:
+        return [(said, numbers)]
+    text = _tools_text(tools)
+    if said[0]["role"] == "system":
+        return [([_joined(said[0], said[0]["content"], text), *said[1:]], numbers)]
+    ways = [([{"role": "system", "content": text}, *said], [OWN_TEXT, *numbers])]
+    if said[0]["role"] == "user":
+        ways.append(([_joined(said[0], text, said[0]["content"]), *said[1:]], numbers))
+    return ways
+
+
+def _joined(message: dict[str, Any], *texts: str) -> dict[str, Any]:
+    return message | {"content": "\n\n".join(text for text in texts if text)}
+
+
+def _without_fields(messages: Messages) -> tuple[list[dict[str, Any]], list[int]]:
+    said: list[dict[str, Any]] = []
+    numbers: list[int] = []
+    for number, message in enumerate(messages):
+        if message["role"] != "tool":
+            said.append(_without_calls(message))
+        elif number and messages[number - 1]["role"] == "tool":
+            said[-1]["content"] += f"\n{_result_text(messages, number)}"
+            continue
+        else:
+            said.append({"role": "user", "content": _result_text(messages, number)})
+        numbers.append(number)
+    return said, numbers
+
+
+def has_calls(messages: Messages) -> bool:
+    """Whether a conversation holds calls of tools or their results."""
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
+def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    read_tools(tools)
+    return TOOLS_TEXT.format(tools="\n".join(_json_text(tool, f"tools[{n}]") for n, tool in enumerate(tools)))
+
+
+def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] != "assistant" or "tool_calls" not in message:
+        return message
+    texts = [message["content"]] if message["content"] else []
+    for call in message["tool_calls"]:
+        called = {name: call["function"][name] for name in ("name", "arguments")}
+        texts.append(f"<tool_call>\n{_json_text(called, 'messages')}\n</tool_call>")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return rest | {"content": "\n".join(texts)}
+
+
+def _result_text(messages: Messages, number: int) -> str:
+    message = messages[number]
+    for field in (name for name in message if name not in {"role", "content"}):
+        path = FieldPath(number, field)
+        if not is_implied(messages, path):
+            raise ParameterError(str(path), refusal(path))
+    return f"<tool_response>\n{message['content']}\n</tool_response>"
+
+
+def _json_text(value: Mapping[str, Any], where: str) -> str:
+    """As templates write JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError(where, f"is no JSON: {error}") from error
