@@ -214,8 +214,8 @@ class LLM:
                 says: a text, or a list of content parts.
             params: one for all, or one a conversation; the default is `SamplingParams()`.
             sampling_params: `params` by its longer name; give one of them.
-            tools: what the model may call, as OpenAI describes it; the template must take tools, and calls
-                come as text, as the model writes them.
+            tools: what the model may call, as OpenAI describes it; where the template takes none, a text says
+                them (docs/channels.md). Calls come as text, as the model writes them.
             add_generation_prompt: end where the assistant's turn begins; the default, unless:
             continue_final_message: go on with the last message, whose text the output does not repeat.
             chat_template_kwargs: variables of the model's own template, such as `enable_thinking`.

@@ -29,6 +29,8 @@ class TextEdge:
     special_token_ids: frozenset[int]
     # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
+    # How replies are written, by chat template (`channels.template_of`).
+    response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
         """Token ids of a text, (num_tokens,) int32; BOS comes first where the model wants one.

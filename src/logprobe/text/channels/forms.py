@@ -1,0 +1,423 @@
+"""Which marks a model sets around its reasoning and its tool calls, by what its chat template says.
+
+The forms are transformers' own `response_template`s, put together from two tables: marks of reasoning, and
+marks of calls. A model's name decides nothing: a row is a template's where its marks stand in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from logprobe.errors import ParameterError
+from logprobe.text.chat import chat_template_of, takes_tools
+
+if TYPE_CHECKING:
+    from logprobe.text.edge import TextEdge
+
+Fields = Mapping[str, Any]
+
+REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+"""What response templates call the field of a model's reasoning."""
+CALLS: Final = "tool_calls"
+CONTENT: Final = {"content": {"content": "text"}}
+MOST_FORMS: Final = 16  # kept with a tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMarks:
+    """How a reply's calls are written, as a grammar needs it; `{name}` stands for the called function's."""
+
+    first: str = ""  # before all calls
+    open: str = ""  # before each call's JSON
+    close: str = ""  # after it
+    between: str | None = None  # between two calls; None: a reply has one at most
+    last: str = ""  # after all calls
+    arguments: str | None = "arguments"  # their key in a call's JSON; None: they are all of it
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseForm:
+    """How a model writes its reply."""
+
+    name: str
+    spec: Fields  # transformers' `response_template`
+    has_reasoning: bool
+    # Who lays tools out: the chat template; or it takes none, and a system text says them; None: it takes
+    # them, and how it has calls written is not known.
+    tools: Literal["template", "text"] | None
+    calls: CallMarks | None = None  # None: they cannot be put as a grammar
+    thought_end: str | None = None  # the mark that ends a reasoning
+    special: Mapping[str, int] = field(default_factory=dict)  # of these marks: special tokens and their ids
+    template: Any = field(default=None, repr=False, compare=False)  # the spec as transformers has read it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Calls:
+    """A row of the table of calls."""
+
+    name: str
+    marks: tuple[str, ...]  # all of them stand in the chat template,
+    fields: Fields
+    calls: CallMarks | None
+    others: tuple[str, ...] = ()  # and none of these: it writes something else between the marks
+
+
+def _called(name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_WHOLE: Final = {"type": "function", "function": "{content}"}
+_NAMED: Final = _called("{name}", "{content}")
+
+_HERMES: Final = _Calls(
+    name="hermes",
+    marks=("<tool_call>",),
+    fields={
+        CALLS: {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": _WHOLE,
+        }
+    },
+    calls=CallMarks(open="<tool_call>\n", close="\n</tool_call>", between="\n"),
+    others=("<invoke", "<tool_calls>"),
+)
+
+
+def _mistral(first: str) -> _Calls:
+    listed = {
+        "open": "[TOOL_CALLS]",
+        "close": "</s>",
+        "content": "json",
+        "transform": _called("{name}", "{arguments}"),
+        "transform_each": True,
+    }
+    return _Calls(
+        name="mistral",
+        marks=(first,),
+        fields={CALLS: listed},
+        calls=CallMarks(first=f"{first}[", between=", ", last="]"),
+    )
+
+
+# Names and white space in the marks are bounded: a mark that may still come true is held, and looked for anew
+# with each token.
+_START: Final = r"(?:<\|start\|>assistant)?"
+_TO: Final = r" to=functions\.(?P<name>[\w.-]{1,128})"
+CALL_ROWS: Final = (
+    _Calls(
+        name="harmony",
+        marks=("<|channel|>", "<|message|>", "<|call|>"),
+        fields={
+            "reasoning_content": {
+                "open_pattern": _START + r"<\|channel\|>analysis<\|message\|>",
+                "close": ["<|end|>", "<|return|>"],
+                "repeats": True,
+                "join": "\n",
+            },
+            CALLS: {
+                # A recipient stands before its channel or after it.
+                "open_pattern": _START
+                + rf"(?:{_TO}<\|channel\|>(?:commentary|analysis)"
+                + rf"|<\|channel\|>(?:commentary|analysis){_TO})"
+                + r"\s{0,4}(?:<\|constrain\|>)?(?:json)?\s{0,4}<\|message\|>",
+                "close": "<|call|>",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {
+                "open_pattern": _START + r"<\|channel\|>(?:final|commentary)<\|message\|>",
+                "close": ["<|end|>", "<|return|>"],
+                "repeats": True,
+                "join": "\n",
+            },
+            "stray": {"content": "text"},
+        },
+        calls=CallMarks(
+            open="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            close="<|call|>",
+            arguments=None,
+        ),
+    ),
+    _Calls(
+        name="gemma4",
+        marks=("<|tool_call>call:",),
+        fields={
+            CALLS: {
+                "open_pattern": r"<\|tool_call>call:(?P<name>[\w.-]{1,128})",
+                "close": "<tool_call|>",
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+                "transform": _NAMED,
+            },
+            "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"], "content": "text"},
+        },
+        calls=None,
+    ),
+    _Calls(
+        name="deepseek",
+        marks=("<｜tool▁call▁begin｜>", "```json"),
+        fields={
+            CALLS: {
+                "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s{0,4})?<｜tool▁call▁begin｜>"
+                r"function<｜tool▁sep｜>(?P<name>[^\n<]{1,128})\n```json\n",
+                "close": "\n```<｜tool▁call▁end｜>",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"close": "<｜tool▁calls▁end｜>", "content": "text"},
+        },
+        calls=CallMarks(
+            first="<｜tool▁calls▁begin｜>",
+            open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+            close="\n```<｜tool▁call▁end｜>",
+            between="\n",
+            last="<｜tool▁calls▁end｜>",
+            arguments=None,
+        ),
+    ),
+    _Calls(
+        name="deepseek-v3.1",
+        marks=("<｜tool▁call▁begin｜>",),
+        fields={
+            CALLS: {
+                "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s{0,4})?<｜tool▁call▁begin｜>"
+                r"(?P<name>[^\n<]{1,128})<｜tool▁sep｜>",
+                "close": "<｜tool▁call▁end｜>",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            },
+            "content": {"close": "<｜tool▁calls▁end｜>", "content": "text"},
+        },
+        calls=CallMarks(
+            first="<｜tool▁calls▁begin｜>",
+            open="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+            close="<｜tool▁call▁end｜>",
+            between="",
+            last="<｜tool▁calls▁end｜>",
+            arguments=None,
+        ),
+    ),
+    _Calls(
+        name="mistral-named",
+        marks=("[TOOL_CALLS]", "[ARGS]"),
+        fields={
+            CALLS: {
+                "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\s]{1,128})"
+                r"(?:\[CALL_ID\][^\[]{1,64})?\[ARGS\]",
+                "close_pattern": r"</s>|(?=\[TOOL_CALLS\])",
+                "repeats": True,
+                "content": "json",
+                "transform": _NAMED,
+            }
+        },
+        calls=CallMarks(open="[TOOL_CALLS]{name}[ARGS]", between="", arguments=None),
+    ),
+    _mistral("[TOOL_CALLS] "),
+    _mistral("[TOOL_CALLS]"),
+    _Calls(
+        name="qwen-xml",
+        marks=("<tool_call>", "<function="),
+        fields={
+            CALLS: {
+                "open_pattern": r"<tool_call>\s{0,4}<function=(?P<name>[^>\n]{1,128})>",
+                "close_pattern": r"</function>\s{0,4}</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<parameter=(?P<key>[^>\n]{1,128})>(?P<value>.*?)</parameter>",
+                    "value_parser": {"name": "text"},  # without the white space around it
+                },
+                "transform": _NAMED,
+            }
+        },
+        calls=None,
+    ),
+    _Calls(
+        name="glm",
+        marks=("<tool_call>", "<arg_key>"),
+        fields={
+            CALLS: {
+                "open_pattern": r"<tool_call>(?P<name>[^\s<]{1,128})",
+                "close": "</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {
+                    "tag_pattern": r"<arg_key>(?P<key>[^<]{1,128})</arg_key>\s{0,4}"
+                    r"<arg_value>(?P<value>.*?)</arg_value>"
+                },
+                "transform": _NAMED,
+            }
+        },
+        calls=None,
+    ),
+    _HERMES,
+    _Calls(
+        name="llama",
+        marks=("<|start_header_id|>", '{"name": function name, "parameters": '),
+        fields={
+            CALLS: {
+                # The calls of this form have no mark of their own: a message that begins with one is one.
+                "open_pattern": r"(?:<\|python_tag\|>|\A)\s{0,4}"
+                r'(?=\{\s{0,8}"(?:name|type|function)"\s{0,4}:)',
+                "close": ["<|eot_id|>", "<|eom_id|>"],
+                "repeats": True,
+                "content": "json",
+                "transform": _WHOLE,
+            }
+        },
+        calls=CallMarks(arguments="parameters"),
+    ),
+)
+_REASONING_ROWS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("</think>", {"open": "<think>", "close": "</think>"}),
+    ("[/THINK]", {"open": "[THINK]", "close": "[/THINK]"}),
+    ("<|channel>thought", {"open": "<|channel>thought\n", "close": "<channel|>"}),
+)
+_ANCHORS: Final = (
+    "<|im_start|>assistant\n",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "<｜Assistant｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁end｜>",
+    "[/INST]",
+    "[/TOOL_RESULTS]",
+    "<start_of_turn>model\n",
+    "<|turn>model\n",
+    "<tool_response|>",
+    "<|start|>assistant",
+    "<|assistant|>",
+)
+"""What stands before a reply, in the layouts that are known."""
+# Elsewhere a reply begins where the prompt ends, or where a reasoning opens that ends it.
+_NO_ANCHOR: Final = r"\A.*?(?=(?:(?:<think>|\[THINK\])\s*)?\Z)"
+
+
+def template_of(text: TextEdge, override: Fields | None = None) -> ResponseForm | None:
+    """How the model writes its reply; None: nothing is known, and all of it is content.
+
+    The tokenizer's own `response_template` goes before the tables, and `override`, of the same format, before
+    both. Where the chat template takes no tools, their calls have Hermes' form, in which `lay_out` asks for
+    them.
+
+    Raises:
+        ParameterError: `override` is no response template.
+    """
+    chat_template = chat_template_of(text.tokenizer)
+    if chat_template is None:
+        return None
+    own = getattr(text.tokenizer, "response_template", None)
+    given = own if override is None else override
+    key = (chat_template, _json_of(given), override is None)
+    if key not in text.response_forms:
+        form = _form_of(text, chat_template, given, is_own=override is None)
+        if len(text.response_forms) >= MOST_FORMS:
+            return form
+        text.response_forms[key] = form
+    known: ResponseForm | None = text.response_forms[key]
+    return known
+
+
+def _json_of(given: Fields | None) -> str:
+    try:
+        return json.dumps(given, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError("response_template", f"is no JSON object: {error}") from error
+
+
+def _form_of(
+    text: TextEdge, chat_template: str, given: Fields | None, *, is_own: bool
+) -> ResponseForm | None:
+    tools: Literal["template", "text"] | None = "template" if takes_tools(chat_template) else "text"
+    row = _HERMES if tools == "text" else _row_of(chat_template)
+    if given is None:
+        spec = _spec_of(chat_template, row)
+        name = "thinking" if row is None else row.name
+    else:
+        spec = _completed(given, _HERMES if tools == "text" else None)
+        name = "tokenizer" if is_own else "given"
+    if spec is None:
+        return None
+    fields = spec["fields"]
+    # What calls are like in a form that a caller gives, the tables cannot say.
+    is_listed = row is not None and (is_own or fields.get(CALLS) == row.fields[CALLS])
+    calls = row.calls if row is not None and is_listed else None
+    thought_end = _thought_end(fields)
+    return ResponseForm(
+        name=name,
+        spec=spec,
+        has_reasoning=any(name in fields for name in REASONING),
+        tools=tools if CALLS in fields else None,
+        calls=calls,
+        thought_end=thought_end,
+        special=_special_tokens(text, calls or CallMarks(), thought_end or ""),
+        template=_loaded(spec),
+    )
+
+
+def _row_of(chat_template: str) -> _Calls | None:
+    """The first row whose marks, and no others, stand in a chat template."""
+    for row in CALL_ROWS:
+        is_other = any(mark in chat_template for mark in row.others)
+        if all(mark in chat_template for mark in row.marks) and not is_other:
+            return row
+    return None
+
+
+def _spec_of(chat_template: str, row: _Calls | None) -> dict[str, Any] | None:
+    """A response template of what a chat template shows; None where it shows no mark."""
+    fields: dict[str, Any] = {}
+    for mark, reasoning in _REASONING_ROWS:
+        if mark in chat_template:
+            fields["reasoning_content"] = reasoning | {"content": "text"}
+    fields |= {} if row is None else row.fields
+    if not fields:
+        return None
+    anchors = [anchor for anchor in _ANCHORS if anchor.rstrip() in chat_template]
+    anchor: dict[str, Any] = {"start_anchor": anchors} if anchors else {"start_anchor_pattern": _NO_ANCHOR}
+    return {"defaults": {"role": "assistant"}, **anchor, "fields": CONTENT | fields}
+
+
+def _completed(given: Fields, row: _Calls | None) -> dict[str, Any]:
+    """A response template that was given, with the calls that `lay_out` asks for where it has none."""
+    _loaded(given)
+    fields = given["fields"]
+    if row is not None and CALLS not in fields:
+        fields = {**fields, CALLS: row.fields[CALLS]}
+    return {**given, "fields": fields}
+
+
+def _loaded(spec: Fields) -> Any:
+    """A response template as transformers reads it."""
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        return load_response_template(dict(spec) if isinstance(spec, Mapping) else spec)
+    except (ValueError, TypeError) as error:
+        raise ParameterError("response_template", str(error)) from error
+
+
+def _thought_end(fields: Fields) -> str | None:
+    """What ends a reasoning, where that is one text or the first of several."""
+    closes = [fields[name].get("close") for name in REASONING if name in fields]
+    first = closes[0] if closes else None
+    return first[0] if isinstance(first, list) else first
+
+
+def _special_tokens(text: TextEdge, calls: CallMarks, thought_end: str) -> dict[str, int]:
+    """Those of a model's special tokens that stand in the marks of a grammar."""
+    marks = "\n".join((calls.first, calls.open, calls.close, calls.between or "", calls.last, thought_end))
+    tokens = {
+        text.vocabulary.token_bytes(token_id).decode("utf-8", "replace"): token_id
+        for token_id in text.special_token_ids
+    }
+    return {content: token_id for content, token_id in tokens.items() if content and content in marks}

@@ -1,0 +1,114 @@
+"""Tools → a grammar of the replies that call them, in Lark's notation as llguidance reads it.
+
+Each call has its model's marks around it, and arguments within the JSON schema of its tool.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.errors import ParameterError, require
+from logprobe.text.channels.split import opens_reasoning
+from logprobe.text.tools import Tool, read_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from logprobe.text.channels.forms import CallMarks, ResponseForm
+
+ANY_TOOL: Final = "required"
+PLAIN_NAME: Final = re.compile(r"[\w.-]+")
+
+
+def call_format(
+    form: ResponseForm,
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    *,
+    parallel: bool,
+    prefix: str = "",
+) -> dict[str, Any]:
+    """The `response_format` of replies that call tools, in the form that the model writes calls in.
+
+    Args:
+        form: how the model writes its reply.
+        tools: as OpenAI's clients write them.
+        choice: `required` for any of them, or the name of one, which is called once.
+        parallel: whether there may be several calls.
+        prefix: the conversation as it was laid out. A reasoning that it has opened comes to its end first.
+
+    Raises:
+        ParameterError: a malformed tool, an unknown name, or a form that cannot be put as a grammar.
+    """
+    known = read_tools(tools)
+    called = [number for number, tool in enumerate(known) if choice in (ANY_TOOL, tool.name)]
+    names = ", ".join(tool.name for tool in known) or "none"
+    require(called, "tool_choice", f"names no tool that there is; known: {names}", got=choice)
+    if form.calls is None:
+        other = "cannot be put as a grammar; leave it to the model (auto)"
+        raise ParameterError("tool_choice", f"calls in the form {form.name!r} {other}")
+    is_thinking = opens_reasoning(form, prefix)
+    lines = [
+        f"start: {'thought ' if is_thinking else ''}calls",
+        *(_thought(form) if is_thinking else ()),
+        *_calls(form, form.calls, called, is_one=not parallel or choice != ANY_TOOL),
+        *(line for number in called for line in _call(form, form.calls, known[number], number)),
+    ]
+    return {"type": "ebnf", "ebnf": "\n".join(lines)}
+
+
+def _calls(form: ResponseForm, marks: CallMarks, called: Sequence[int], *, is_one: bool) -> list[str]:
+    is_one = is_one or marks.between is None
+    further = "" if is_one else f"({_terminals(form, marks.between or '')} call)*"
+    return [
+        f"calls: {_terminals(form, marks.first)} call {further} {_terminals(form, marks.last)}",
+        f"call: {' | '.join(f'call_{number}' for number in called)}",
+    ]
+
+
+def _call(form: ResponseForm, marks: CallMarks, tool: Tool, number: int) -> list[str]:
+    """The rules of a tool's call."""
+    is_plain = "{name}" not in marks.open or PLAIN_NAME.fullmatch(tool.name)
+    problem = f"cannot stand in a call in the form {form.name!r}; use letters, digits, _, - and ."
+    require(is_plain, f"tools[{number}].function.name", problem, got=tool.name)
+    before, after = marks.open.replace("{name}", tool.name), marks.close
+    if marks.arguments is not None:
+        before += f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{marks.arguments}": '
+        after = "}" + after
+    return [
+        f"call_{number}: {_terminals(form, before)} arguments_{number} {_terminals(form, after)}",
+        f"arguments_{number}: %json {_schema_text(tool, number)}",
+    ]
+
+
+def _schema_text(tool: Tool, number: int) -> str:
+    from logprobe.processors.builtin.grammar import JSON_STYLE
+
+    try:
+        return json.dumps({"type": "object", **tool.parameters, "x-guidance": JSON_STYLE})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ParameterError(f"tools[{number}].function.parameters", f"are no JSON: {error}") from error
+
+
+def _thought(form: ResponseForm) -> list[str]:
+    """The rest of a reasoning, up to its mark."""
+    end = form.thought_end
+    if end is None:
+        raise ParameterError("tool_choice", "the end of the model's reasoning cannot be put as a grammar")
+    if end in form.special:  # which no text holds
+        return [f"thought: THOUGHT {_terminals(form, end)}", r"THOUGHT: /(.|\n)*/"]
+    return [f"thought[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"]
+
+
+def _terminals(form: ResponseForm, text: str) -> str:
+    """A text as a sequence of terminals, special tokens by their ids."""
+    contents = sorted(form.special, key=len, reverse=True)
+    pieces = re.split(f"({'|'.join(map(re.escape, contents))})", text) if contents else [text]
+    return " ".join(_terminal(form, piece) for piece in pieces if piece)
+
+
+def _terminal(form: ResponseForm, piece: str) -> str:
+    token_id = form.special.get(piece)
+    return json.dumps(piece, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
