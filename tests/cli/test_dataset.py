@@ -191,7 +191,7 @@ def test_a_full_disk_is_one_line(tiny_model_folder: Path) -> None:
 def test_ray_is_refused_where_it_cannot_be(
     score: Any, data: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr("logprobe.cli.score.find_spec", lambda _: None)
+    monkeypatch.setattr("logprobe.cli.data.find_spec", lambda _: None)
     done = score(*(str(data) if argument == "IN" else argument for argument in arguments))
     assert done.code == 2
     assert says in done.err.splitlines()[-1]

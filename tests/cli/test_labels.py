@@ -1,4 +1,4 @@
-"""`logprobe classify` and `logprobe rerank` on real files: the library's numbers, resumed as scores are."""
+"""`logprobe classify`, `judge` and `rerank` on real files: the library's numbers, resumed as scores are."""
 
 from __future__ import annotations
 
@@ -162,6 +162,82 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_labels_alone(
     np.testing.assert_allclose(found["logprobs"], want["logprobs"], atol=5e-5)
 
 
+GRADED = ("--prompt", "the {text} and", "--scale", "1-10")
+
+
+def test_a_text_is_graded_in_a_table_and_as_json(run: Any, tiny_llm: LLM) -> None:
+    want: Any = tiny_llm.judge("the cat and", range(1, 11))
+    table = run("judge", "--text", "cat", *GRADED)
+    assert (table.code, table.out.split()[:3]) == (0, ["grade", "share", "logprob"])
+    figures = dict(line.rsplit(maxsplit=1) for line in table.out.splitlines()[-3:])
+    assert float(figures["expectation"]) == pytest.approx(want.expectation, abs=1e-3)
+    assert float(figures["spread"]) == pytest.approx(want.spread, abs=1e-3)
+    found = json.loads(run("judge", "--text", "cat", *GRADED, "--json").out)
+    assert found["scale"] == [*range(1, 11)]
+    np.testing.assert_allclose(found["logprobs"], want.grades.logprobs, atol=5e-5)
+    np.testing.assert_allclose(found["expectation"], want.expectation, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "scale"),
+    [(None, range(1, 6)), ("0,0.5,1", [0, 0.5, 1]), ("7, 8", [7, 8]), (" 1 - 3 ", [1, 2, 3])],
+)
+def test_a_scale_is_a_range_or_numbers(run: Any, tiny_llm: LLM, flag: str | None, scale: Any) -> None:
+    flags = () if flag is None else ("--scale", flag)
+    found = json.loads(run("judge", "--text", "the cat", "--chat", *flags, "--json").out)
+    want: Any = tiny_llm.judge([{"role": "user", "content": "the cat"}], scale)
+    assert found["scale"] == list(want.scale)
+    np.testing.assert_allclose(found["logprobs"], want.grades.logprobs, atol=5e-5)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", None])
+def test_rows_are_graded_and_bad_ones_told(
+    run: Any, reviews: Path, tmp_path: Path, suffix: str | None, tiny_llm: LLM
+) -> None:
+    out = tmp_path / f"out.{suffix}"
+    to_file = () if suffix is None else ("-o", str(out))
+    done = run("judge", str(reviews), *GRADED, "--keep-columns", "id", *to_file)
+    assert done.code == 1
+    written = out.read_text().splitlines() if suffix == "jsonl" else []
+    rows = pq.read_table(out).to_pylist() if suffix == "parquet" else [*map(json.loads, written)]
+    rows = rows or lines_of(done)
+    assert [(row["row"], row["id"]) for row in rows] == [(0, "7"), (3, "10")]
+    want: Any = tiny_llm.judge(["the the cat and and", "the a dog and"], range(1, 11))
+    for row, one in zip(rows, want, strict=True):
+        np.testing.assert_allclose(row["logprobs"], one.grades.logprobs, atol=5e-5)
+        np.testing.assert_allclose(row["probs"], list(one.grades.probabilities.values()), atol=5e-5)
+        figures = (row["expectation"], row["spread"], row["off_scale"])
+        np.testing.assert_allclose(figures, (one.expectation, one.spread, one.off_scale), atol=5e-4)
+    if suffix is None:
+        assert f"bad row: {reviews}, line 2: text: is empty" in done.err
+    else:
+        assert len((tmp_path / f"out.{suffix}.errors.jsonl").read_text().splitlines()) == 2
+
+
+def test_grades_are_resumed_on_the_same_scale_alone(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("the cat\n" * 300 + "a dog\n" * 300)
+    flags = ("judge", str(source), "--lines", "-o", str(out))
+    monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    write, parts = Journal.write, []
+
+    def stopping(self: Journal, *args: Any) -> None:
+        if parts:
+            raise KeyboardInterrupt
+        parts.append(args)
+        write(self, *args)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(Journal, "write", stopping)
+        assert run(*flags).code == 130
+    other = run(*flags, "--scale", "1-10", "--resume")
+    assert (other.code, "had another scale" in other.err) == (1, True)
+    assert run(*flags, "--scale", "1,2,3,4,5", "--resume").code == 0
+    assert [json.loads(line)["row"] for line in out.read_text().splitlines()] == [*range(600)]
+
+
 def test_documents_of_one_query_come_best_first(run: Any, documents: Path, tiny_llm: LLM) -> None:
     want = ranking(tiny_llm)
     order = sorted(range(len(want)), key=lambda place: -want[place])
@@ -215,6 +291,16 @@ def test_documents_with_queries_of_their_own_come_in_their_order(
         (("classify", "IN", "--labels", "a", "--prompt", "Is it?"), "--prompt"),
         (("classify", "IN", "--labels", "a", "--keep-columns", "mass"), "--keep-columns"),
         (("classify", "--text", "th " * 200, "--labels", "a"), "--text"),
+        (("judge", "--text", "a", "--scale", "5"), "--scale"),
+        (("judge", "--text", "a", "--scale", "5-1"), "--scale"),
+        (("judge", "--text", "a", "--scale", "1-100000"), "--scale"),
+        (("judge", "--text", "a", "--scale", "low,high"), "--scale"),
+        (("judge", "--text", "a", "--scale", "1,1"), "--scale"),
+        (("judge", "--text", "a", "--prompt", "Grade it."), "--prompt"),
+        (("judge", "--text", "a", "-o", "x.jsonl"), "--output"),
+        (("judge", "IN", "--text", "a"), "FILE"),
+        (("judge", "IN", "--keep-columns", "spread"), "--keep-columns"),
+        (("judge", "--text", "th " * 200), "--text"),
         (("rerank", "IN"), "--query"),
         (("rerank", "IN", "--query", "a", "--query-column", "b"), "--query"),
         (("rerank", "--query", "a"), "FILE"),

@@ -20,7 +20,7 @@ from logprobe.cli.compare import compare
 from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
-from logprobe.cli.labels import classify, rerank
+from logprobe.cli.labels import classify, judge, rerank
 from logprobe.cli.models import app as models
 from logprobe.cli.options import spread_names
 from logprobe.cli.score import score
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 app.command()(score)
 app.command()(classify)
+app.command()(judge)
 app.command()(rerank)
 app.command()(generate)
 app.command()(uncertainty)

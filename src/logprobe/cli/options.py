@@ -48,6 +48,7 @@ __all__ = [
     "takes_other_words",
     "takes_settings",
     "value_in",
+    "with_flags",
 ]
 
 
@@ -94,7 +95,7 @@ def takes_settings(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         flags = [flag for cls in classes for flag in _flags_of(cls) if flag.name not in without]
-        return _with_flags(command, [flag for flag in flags if only is None or flag.name in only])
+        return with_flags(command, [flag for flag in flags if only is None or flag.name in only])
 
     return decorate
 
@@ -105,7 +106,7 @@ def takes_other_words(command: Callable[..., None]) -> Callable[..., None]:
     `value_in` reads what comes, and `EngineConfig` takes it or refuses it.
     """
     known = set(inspect.signature(command).parameters)
-    return _with_flags(command, [flag for flag in _flags_of_words() if flag.name not in known])
+    return with_flags(command, [flag for flag in _flags_of_words() if flag.name not in known])
 
 
 def value_in(value: str | bool) -> Any:
@@ -131,7 +132,8 @@ def _flags_of_words() -> Iterator[inspect.Parameter]:
         )
 
 
-def _with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
+def with_flags(command: Callable[..., None], made: list[inspect.Parameter]) -> Callable[..., None]:
+    """Give a command parameters after its own, in the place of the keywords that it takes unnamed."""
     own = [
         parameter.replace(annotation=annotation)
         for parameter, annotation in _own_parameters(command)

@@ -3,106 +3,44 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
+from logprobe.cli.data import DataFlags, takes_data
 from logprobe.cli.inputs import STDIN, TextSource
-from logprobe.cli.options import (
-    DEFAULT_MODEL,
-    ENGINE_FLAGS,
-    JsonOption,
-    ModelOption,
-    flags_for,
-    open_llm,
-    settings_from,
-    takes_engine,
-    takes_settings,
-)
+from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
 from logprobe.cli.rows import info_dict, token_rows, totals, totals_of
 from logprobe.cli.shade import Shader, can_shade, legend
-from logprobe.cli.tables import (
-    console,
-    print_facts,
-    print_tokens,
-    refuse_vocabulary,
-    summary_lines,
-    totals_lines,
-)
+from logprobe.cli.tables import console, print_facts, print_tokens, refuse_vocabulary, totals_lines
 from logprobe.errors import PromptTooLongError, require
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.data.settings import DataSettings, RaySettings
-from logprobe.scoring.data.sources import SUFFIXES, Format, find_sources
+from logprobe.scoring.data.sources import SUFFIXES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
     from logprobe.records import LogprobsInfo
-    from logprobe.scoring.data.rows import BadRow
-    from logprobe.scoring.data.run import Workers
-    from logprobe.scoring.data.settings import RowSettings
-    from logprobe.scoring.data.sources import Source
 
-    Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
-
-FilesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="FILE", help="A text, or data: txt, jsonl, csv, Parquet, folders, patterns; - is stdin."
-    ),
-]
 _Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of a file.")]
 _Top = Annotated[
     int, typer.Option("--top", help="Show so many alternatives a token; -1: the whole vocabulary.")
-]
-OutputOption = Annotated[
-    str | None, typer.Option("--output", "-o", help="Write each row's numbers to a .parquet or .jsonl file.")
-]
-SummaryOption = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
-LinesOption = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
-FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="What the files are, whatever their names.")
-]
-ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")
 ]
 _Engine = Annotated[
     Literal["native", "ray"],
     typer.Option("--engine", help="Score a data set here, or on a Ray cluster, a model on each actor."),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
 NOT_SCORED = "not scored"
-MOST_BAD_ROWS = 20  # that are named on standard error; a side file has all
-RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
-"""Imported when `--engine ray` asks for it."""
 
 
 @takes_engine
 @takes_settings(DataSettings, RaySettings)
-def score(
-    files: FilesArgument = None,
-    *,
-    text: _Text = None,
-    top: _Top = 0,
-    output: OutputOption = None,
-    summary: SummaryOption = False,
-    lines: LinesOption = False,
-    format: FormatOption = None,  # noqa: A002 - the flag's name
-    resume: ResumeOption = False,
-    force: ForceOption = False,
-    engine: _Engine = "native",
-    model: ModelOption = DEFAULT_MODEL,
-    as_json: JsonOption = False,
-    **flags: Any,
-) -> None:
+@takes_data
+def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **flags: Any) -> None:
     """Print logprob, rank and entropy of every token of a text, and the totals.
 
     A terminal shows the text itself, each token in the shade of its surprisal; --tokens or --top show the
@@ -115,8 +53,8 @@ def score(
     Several files, files of rows, and -o make it a data set: a row of numbers for each of its rows, bad
     rows in a side file, and a summary; exit code 1 where a row was bad.
     """
-    names = files or []
-    loading = {name: flags.pop(name) for name in ENGINE_FLAGS}
+    data, loading = DataFlags.taken(flags)
+    names = data.files or []
     if flags["truncation"] == "error" and (flags["window"] or flags["stride"]):
         flags["truncation"] = "window"
     with flags_for(prompt_logprobs="--top"):
@@ -124,13 +62,11 @@ def score(
         for name in cluster.given if engine != "ray" else ():
             require(False, name, "comes with --engine ray")
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True)
-    if output is not None or lines or format is not None or _is_data(names, settings):
+    asks_for_rows = data.output is not None or data.lines or data.format is not None
+    if asks_for_rows or _is_data(names, settings):
         if text is not None or not names:
             raise typer.BadParameter("a data set is in files", param_hint="FILE")
-        sources = find_sources(names, kind=format, by_line=lines)
-        pool = cluster if engine == "ray" else None
-        with open_workers(model, sources, settings, pool, **loading) as workers:
-            print_data(workers, output, resume=resume, force=force, as_json=as_json, summary_only=summary)
+        data.run(settings, cluster if engine == "ray" else None, **loading)
         return
     if engine == "ray":
         raise typer.BadParameter(
@@ -139,13 +75,13 @@ def score(
     if (not names) == (text is None):
         raise typer.BadParameter("give either a file (- is standard input) or --text", param_hint="FILE")
     source = TextSource.of_file(names[0]) if names else TextSource.of_text("--text", text or "")
-    asks_windows = summary or settings.window or settings.stride or settings.bos is not None
+    asks_windows = data.summary or settings.window or settings.stride or settings.bos is not None
     refuse_vocabulary(top, "--top")
-    with open_llm(model, **loading) as llm:
+    with open_llm(data.model, **loading) as llm:
         whole = None if asks_windows or source.is_long else _fitting(llm, source.head, params)
-        has_bar = summary or as_json
-        scored = whole or TextInWindows(llm, source, settings, top, has_rows=not summary, has_bar=has_bar)
-        if as_json:
+        has_rows, has_bar = not data.summary, data.summary or data.as_json
+        scored = whole or TextInWindows(llm, source, settings, top, has_rows=has_rows, has_bar=has_bar)
+        if data.as_json:
             _print_json(scored)
         else:
             _print_text(scored, top, is_table=settings.tokens or top != 0)
@@ -310,89 +246,3 @@ def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
     if "window" in facts:
         note += f"; windows of {facts['window']}, {facts['stride']} apart"
     print_facts(totals_lines(facts["totals"], note))
-
-
-# -- a data set ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def open_workers(
-    model: str, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None, **loading: Any
-) -> Iterator[Workers]:
-    """What scores the rows: a model of this process, or the actors of a cluster, which load it themselves.
-
-    `loading` are settings of `EngineConfig`.
-
-    Raises:
-        ModelError: the model cannot be had or used here.
-        ParameterError: Ray is not installed, or a setting cannot be used.
-    """
-    if cluster is None:
-        from logprobe.scoring.data.run import OneModel
-
-        with open_llm(model, **loading) as llm:
-            with flags_for():
-                workers = OneModel(llm, sources, settings)
-            yield workers
-        return
-    with flags_for():
-        is_there = find_spec("ray") is not None
-        require(is_there, "engine", "'ray' needs Ray; pip install 'logprobe[ray]'")
-    from logprobe.llm import LLM
-
-    new_pool = resolve_name(RAY_POOL)
-    yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
-
-
-def print_data(
-    workers: Workers,
-    output: str | None,
-    *,
-    resume: bool,
-    force: bool,
-    as_json: bool,
-    summary_only: bool,
-    arrange: Arrange | None = None,
-) -> None:
-    """Write the rows to a file, or print them as JSON lines; then the summary.
-
-    Rows that are printed come as they are scored, or all at the end as `arrange` has them.
-
-    Raises:
-        Exit: with 1 where a row was bad.
-    """
-    from logprobe.scoring.data.journal import json_line
-    from logprobe.scoring.data.run import DatasetRun
-    from logprobe.scoring.progress import byte_bar
-
-    named = iter(range(MOST_BAD_ROWS))
-
-    def print_bad(bad: BadRow) -> None:
-        if next(named, None) is not None:
-            typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
-
-    def print_row(row: dict[str, Any]) -> None:
-        typer.echo(json_line(row))
-
-    prints_rows = not (output or summary_only)
-    waiting: list[dict[str, Any]] = []
-    on_row = print_row if arrange is None else waiting.append
-    sizes = [source.num_bytes for source in workers.sources]
-    num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
-        run = DatasetRun(workers, advance=advance)
-        if output:
-            summary = run.to_file(output, resume=resume, force=force)
-        else:
-            summary = run.stream(on_row if prints_rows else None, print_bad)
-    if arrange is not None:
-        for row in arrange(waiting):
-            print_row(row)
-    if as_json:
-        typer.echo(json.dumps(asdict(summary)))
-    else:
-        print_facts(summary_lines(summary), err=prints_rows)
-    if summary.num_bad:
-        where = f"{output}.errors.jsonl" if output else "standard error"
-        typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
-        raise typer.Exit(1)

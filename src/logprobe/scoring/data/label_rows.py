@@ -1,45 +1,53 @@
-"""What rows of a data set are asked where each is a text to label, or a document for a query.
+"""What rows of a data set are asked where each is a text to label or to grade, or a document for a query.
 
 `scoring.labels` lays their pairs out and sums their scores up, row by row.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
 from logprobe.errors import require
-from logprobe.scoring.data.settings import LABEL_COLUMNS, RERANK_COLUMNS, LabelSettings, RerankSettings
+from logprobe.scoring.data.settings import (
+    GRADE_COLUMNS,
+    LABEL_COLUMNS,
+    RERANK_COLUMNS,
+    JudgeSettings,
+    LabelSettings,
+    RerankSettings,
+)
 from logprobe.scoring.labels import (
     RERANK_TEMPLATE,
     Classification,
     calibrated,
     classify,
     classify_plan,
+    judge_plan,
     rerank_plan,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from logprobe.scoring.data.rows import Asked, Question, RowTask
-    from logprobe.scoring.labels import Pair
+    from logprobe.scoring.data.rows import Asked, Question
+    from logprobe.scoring.labels import Correction, Judgement, Pair, Plan
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
 
+    AnswerSettings: TypeAlias = LabelSettings | JudgeSettings | RerankSettings
+    LayOut: TypeAlias = Callable[[Question], Plan[list[Any]]]
 
-def label_columns(settings: LabelSettings | RerankSettings) -> dict[str, pa.DataType]:
-    """The columns that are computed; lists are in the order of the labels."""
+
+def label_columns(settings: AnswerSettings) -> dict[str, pa.DataType]:
+    """The columns that are computed; lists are in the order of the labels or of the scale."""
     real, lists = pa.float64(), pa.list_(pa.float64())
     if isinstance(settings, RerankSettings):
         return dict.fromkeys(RERANK_COLUMNS, real)
+    if isinstance(settings, JudgeSettings):
+        return dict(zip(GRADE_COLUMNS, (real, real, real, lists, lists), strict=True))
     return dict(zip(LABEL_COLUMNS, (pa.string(), lists, lists, lists, real, real), strict=True))
-
-
-def task_of(llm: Scorer, settings: LabelSettings | RerankSettings) -> RowTask:
-    """What is asked of each row."""
-    return RerankRows(llm, settings) if isinstance(settings, RerankSettings) else LabelRows(llm, settings)
 
 
 def label_values(found: Classification) -> dict[str, Any]:
@@ -54,67 +62,88 @@ def label_values(found: Classification) -> dict[str, Any]:
     }
 
 
-class LabelRows:
-    """Rows of texts to label; what a text without content gives is asked once for all of them."""
+def grade_values(found: Judgement) -> dict[str, Any]:
+    """What a row says of one grade."""
+    return {
+        "expectation": found.expectation,
+        "spread": found.spread,
+        "off_scale": found.off_scale,
+        "probs": list(found.grades.probabilities.values()),
+        "logprobs": found.grades.logprobs.tolist(),
+    }
 
-    def __init__(self, llm: Scorer, settings: LabelSettings) -> None:
-        self._llm, self._settings = llm, settings
-        self._base: Classification | None = None
-        if settings.empty is not None:
-            found = classify(llm, settings.empty, settings.labels)
-            assert isinstance(found, Classification), "one prompt was asked"
-            self._base = found
+
+class AnswerRows:
+    """Rows of which each asks how likely some answers to it are.
+
+    `lay_out` makes the plan of a row, and `values` columns of what it finds.
+    """
+
+    def __init__(self, llm: Scorer, lay_out: LayOut, values: Callable[[Any], dict[str, Any]]) -> None:
+        self._llm, self._lay_out, self._values = llm, lay_out, values
 
     def score(self, pairs: list[Pair]) -> list[Score]:
         """The scores of the pairs of some rows."""
         return self._llm.score(pairs)
 
     def asked(self, question: Question) -> Asked:
-        """The labels after its text.
+        """The answers after its text.
 
         Raises:
             ParameterError: it does not fit the context, or cannot be laid out.
         """
-        settings, base = self._settings, self._base
-        correction = settings.correction if base is None else "none"
-        prompts = [settings.asked(question.texts[0])]
-        plan = classify_plan(self._llm.text, prompts, settings.labels, correction=correction)
+        plan = self._lay_out(question)
         _check_fits(self._llm, plan.pairs)
-
-        def values(scores: list[Score]) -> dict[str, Any]:
-            [found] = plan.sum_up(scores)
-            return label_values(found if base is None else calibrated(found, base))
-
-        return [[pair] for pair in plan.pairs], values
+        return [[pair] for pair in plan.pairs], lambda scores: self._values(plan.sum_up(scores)[0])
 
 
-class RerankRows:
-    """Rows of documents, each with its query."""
+def task_of(llm: Scorer, settings: AnswerSettings) -> AnswerRows:
+    """What is asked of each row."""
+    if isinstance(settings, RerankSettings):
+        return AnswerRows(llm, _documents(llm, settings), lambda score: {"relevance_score": score})
+    if isinstance(settings, JudgeSettings):
+        return AnswerRows(llm, _grades(llm, settings), grade_values)
+    return _label_rows(llm, settings)
 
-    def __init__(self, llm: Scorer, settings: RerankSettings) -> None:
-        self._llm, self._settings = llm, settings
 
-    def score(self, pairs: list[Pair]) -> list[Score]:
-        """The scores of the pairs of some rows."""
-        return self._llm.score(pairs)
+def _label_rows(llm: Scorer, settings: LabelSettings) -> AnswerRows:
+    """What a text without content gives is asked once for all rows."""
+    if settings.empty is None:
+        return AnswerRows(llm, _labels(llm, settings, settings.correction), label_values)
+    base = classify(llm, settings.empty, settings.labels)
+    assert isinstance(base, Classification), "one prompt was asked"
+    return AnswerRows(
+        llm, _labels(llm, settings, "none"), lambda found: label_values(calibrated(found, base))
+    )
 
-    def asked(self, question: Question) -> Asked:
-        """Both answers after the document.
 
-        Raises:
-            ParameterError: it does not fit the context, or cannot be laid out.
-        """
-        settings = self._settings
-        plan = rerank_plan(
-            self._llm.text,
+def _labels(llm: Scorer, settings: LabelSettings, correction: Correction) -> LayOut:
+    def lay_out(question: Question) -> Plan[list[Any]]:
+        prompts = [settings.asked(question.texts[0])]
+        return classify_plan(llm.text, prompts, settings.labels, correction=correction)
+
+    return lay_out
+
+
+def _grades(llm: Scorer, settings: JudgeSettings) -> LayOut:
+    def lay_out(question: Question) -> Plan[list[Any]]:
+        return judge_plan(llm.text, [settings.asked(question.texts[0])], settings.scale)
+
+    return lay_out
+
+
+def _documents(llm: Scorer, settings: RerankSettings) -> LayOut:
+    def lay_out(question: Question) -> Plan[list[Any]]:
+        return rerank_plan(
+            llm.text,
             (settings.query or "") if question.context is None else question.context,
             question.texts,
             task=settings.task,
             template=settings.template or RERANK_TEMPLATE,
             labels=settings.labels,
         )
-        _check_fits(self._llm, plan.pairs)
-        return [[pair] for pair in plan.pairs], lambda scores: {"relevance_score": plan.sum_up(scores)[0]}
+
+    return lay_out
 
 
 def _check_fits(llm: Scorer, pairs: Sequence[Pair]) -> None:

@@ -202,8 +202,8 @@ def score_dataset(
         inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
         output: a name that ends in `.parquet` or `.jsonl`; bad rows go to the same name with
             `.errors.jsonl` after it.
-        settings: which columns hold what, and how rows are read; `LabelSettings` or `RerankSettings`: what is
-            asked of each.
+        settings: which columns hold what, and how rows are read; `LabelSettings`, `JudgeSettings` or
+            `RerankSettings`: what is asked of each.
         kind: the inputs' format where their names do not say it.
         by_line: a txt file's rows are its lines, not the whole of it.
         resume: go on with a run that was stopped, even killed; no row is lost or doubled.

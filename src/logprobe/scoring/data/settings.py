@@ -13,9 +13,11 @@ from logprobe.scoring.labels import (
     CORRECTIONS,
     RERANK_TASK,
     RERANK_TEMPLATE,
+    SCALE,
     YES_NO,
     Correction,
     check_layout,
+    grades_of,
     texts_of,
 )
 from logprobe.scoring.windows import TRUNCATIONS, Truncation
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 HITS = ("acc", "acc_norm", "acc_bytes")
 LABEL_COLUMNS = ("predicted", "probs", "logprobs", "corrected", "mass", "margin")
+GRADE_COLUMNS = ("expectation", "spread", "off_scale", "probs", "logprobs")
 RERANK_COLUMNS = ("relevance_score",)
 
 
@@ -120,8 +123,7 @@ class LabelSettings:
         require(
             is_calibrated or self.content_free is None, "content_free", "comes with correction='calibrated'"
         )
-        is_place = self.prompt.count("{text}") == 1
-        require(is_place, "prompt", "must hold {text} once, where each text is to stand")
+        _check_prompt(self.prompt)
         _check_kept(self.keep_columns, LABEL_COLUMNS)
 
     @property
@@ -131,8 +133,7 @@ class LabelSettings:
 
     def asked(self, text: str) -> Asked:
         """What the model is asked of a text."""
-        prompt = self.prompt.replace("{text}", text)
-        return [{"role": "user", "content": prompt}] if self.chat else prompt
+        return _asked(self.prompt, text, is_chat=self.chat)
 
     @property
     def empty(self) -> Asked | None:
@@ -140,6 +141,41 @@ class LabelSettings:
         if self.correction != "calibrated":
             return None
         return self.asked(CONTENT_FREE if self.content_free is None else self.content_free)
+
+
+@strict_keywords
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    """On which scale a model grades each text of a data set, and how it is asked for the grade.
+
+    Args:
+        scale: the grades, each as the model writes it.
+        prompt: what is asked of each text, which stands in it as {text}.
+        chat: lay the prompt out as a user's message, by the model's chat template.
+        text_column: the text.
+        keep_columns: columns copied to the output (what is no text as JSON).
+    """
+
+    scale: tuple[float, ...] = tuple(SCALE)
+    prompt: str = "{text}"
+    chat: bool = False
+    text_column: str = "text"
+    keep_columns: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Plain numbers, whatever they were: a run is resumed where they are the same.
+        object.__setattr__(self, "scale", tuple(grades_of(self.scale).values()))
+        _check_prompt(self.prompt)
+        _check_kept(self.keep_columns, GRADE_COLUMNS)
+
+    @property
+    def rows(self) -> DataSettings:
+        """How rows are read."""
+        return DataSettings(text_column=self.text_column, keep_columns=self.keep_columns)
+
+    def asked(self, text: str) -> Asked:
+        """What the model is asked of a text."""
+        return _asked(self.prompt, text, is_chat=self.chat)
 
 
 @strict_keywords
@@ -180,6 +216,16 @@ class RerankSettings:
         )
 
 
+def _check_prompt(prompt: str) -> None:
+    is_place = prompt.count("{text}") == 1
+    require(is_place, "prompt", "must hold {text} once, where each text is to stand")
+
+
+def _asked(prompt: str, text: str, *, is_chat: bool) -> Asked:
+    filled = prompt.replace("{text}", text)
+    return [{"role": "user", "content": filled}] if is_chat else filled
+
+
 def _check_kept(columns: Sequence[str], computed: Sequence[str]) -> None:
     taken = [name for name in columns if name in computed]
     require(
@@ -187,7 +233,7 @@ def _check_kept(columns: Sequence[str], computed: Sequence[str]) -> None:
     )
 
 
-RowSettings: TypeAlias = DataSettings | LabelSettings | RerankSettings
+RowSettings: TypeAlias = DataSettings | LabelSettings | JudgeSettings | RerankSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

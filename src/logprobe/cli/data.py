@@ -1,0 +1,177 @@
+"""What the commands on data sets share: their flags, who scores the rows, and how rows come out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+
+import typer
+
+from logprobe.cli.options import (
+    DEFAULT_MODEL,
+    ENGINE_FLAGS,
+    JsonOption,
+    ModelOption,
+    flags_for,
+    open_llm,
+    with_flags,
+)
+from logprobe.cli.tables import print_facts, summary_lines
+from logprobe.errors import require
+from logprobe.scoring.data.sources import Format, find_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from logprobe.scoring.data.rows import BadRow
+    from logprobe.scoring.data.run import Workers
+    from logprobe.scoring.data.settings import RaySettings, RowSettings
+    from logprobe.scoring.data.sources import Source
+
+    Arrange: TypeAlias = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+MOST_BAD_ROWS = 20  # that are named on standard error; a side file has all
+RAY_POOL: Final = "logprobe.integrations.ray:RayPool"
+"""Imported when `--engine ray` asks for it."""
+
+_Files = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE", help="A text, or data: txt, jsonl, csv, Parquet, folders, patterns; - is stdin."
+    ),
+]
+_Output = Annotated[
+    str | None, typer.Option("--output", "-o", help="Write each row's numbers to a .parquet or .jsonl file.")
+]
+_Summary = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
+_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
+_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+_Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")]
+_Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFlags:
+    """The flags of every command on data sets, and what it does with them."""
+
+    files: _Files = None
+    output: _Output = None
+    summary: _Summary = False
+    lines: _Lines = False
+    format: _Format = None
+    resume: _Resume = False
+    force: _Force = False
+    model: ModelOption = DEFAULT_MODEL
+    as_json: JsonOption = False
+
+    @classmethod
+    def taken(cls, flags: dict[str, Any]) -> tuple[DataFlags, dict[str, Any]]:
+        """These and the settings of `EngineConfig`, which are taken out of a command's flags."""
+        own = cls(**{field.name: flags.pop(field.name) for field in fields(cls)})
+        return own, {name: flags.pop(name) for name in ENGINE_FLAGS}
+
+    def run(
+        self,
+        settings: RowSettings,
+        cluster: RaySettings | None = None,
+        *,
+        arrange: Arrange | None = None,
+        **loading: Any,
+    ) -> None:
+        """Write the rows to a file, or print them as JSON lines; then the summary.
+
+        Rows that are printed come as they are scored, or all at the end as `arrange` has them.
+
+        Raises:
+            Exit: with 1 where a row was bad.
+        """
+        sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
+        with _open_workers(self.model, sources, settings, cluster, **loading) as workers:
+            self._print(workers, arrange)
+
+    def _print(self, workers: Workers, arrange: Arrange | None) -> None:
+        from logprobe.scoring.data.journal import json_line
+        from logprobe.scoring.data.run import DatasetRun
+        from logprobe.scoring.progress import byte_bar
+
+        named = iter(range(MOST_BAD_ROWS))
+
+        def print_bad(bad: BadRow) -> None:
+            if next(named, None) is not None:
+                typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
+
+        def print_row(row: dict[str, Any]) -> None:
+            typer.echo(json_line(row))
+
+        prints_rows = not (self.output or self.summary)
+        waiting: list[dict[str, Any]] = []
+        on_row = print_row if arrange is None else waiting.append
+        sizes = [source.num_bytes for source in workers.sources]
+        num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
+            run = DatasetRun(workers, advance=advance)
+            if self.output:
+                summary = run.to_file(self.output, resume=self.resume, force=self.force)
+            else:
+                summary = run.stream(on_row if prints_rows else None, print_bad)
+        if arrange is not None:
+            for row in arrange(waiting):
+                print_row(row)
+        if self.as_json:
+            typer.echo(json.dumps(asdict(summary)))
+        else:
+            print_facts(summary_lines(summary), err=prints_rows)
+        if summary.num_bad:
+            where = f"{self.output}.errors.jsonl" if self.output else "standard error"
+            typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
+            raise typer.Exit(1)
+
+
+def takes_data(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of `DataFlags`, which come as keywords."""
+    hints = get_type_hints(DataFlags, include_extras=True)
+    made = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(DataFlags)
+    ]
+    return with_flags(command, made)
+
+
+@contextmanager
+def _open_workers(
+    model: str, sources: Sequence[Source], settings: RowSettings, cluster: RaySettings | None, **loading: Any
+) -> Iterator[Workers]:
+    """What scores the rows: a model of this process, or the actors of a cluster, which load it themselves.
+
+    `loading` are settings of `EngineConfig`.
+
+    Raises:
+        ModelError: the model cannot be had or used here.
+        ParameterError: Ray is not installed, or a setting cannot be used.
+    """
+    if cluster is None:
+        from logprobe.scoring.data.run import OneModel
+
+        with open_llm(model, **loading) as llm:
+            with flags_for():
+                workers = OneModel(llm, sources, settings)
+            yield workers
+        return
+    with flags_for():
+        is_there = find_spec("ray") is not None
+        require(is_there, "engine", "'ray' needs Ray; pip install 'logprobe[ray]'")
+    from logprobe.llm import LLM
+
+    new_pool = resolve_name(RAY_POOL)
+    yield new_pool(partial(LLM, model, **loading), **asdict(cluster)).workers(sources, settings)
