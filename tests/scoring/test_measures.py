@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -143,7 +144,36 @@ def test_calibration_worked_by_hand() -> None:
     # |0.05 - 0| · 1 + |0.85 - 0.5| · 2 + |0.975 - 0.5| · 2, of five answers
     assert found.error == pytest.approx((0.05 + 0.7 + 0.95) / 5)
     assert math.isnan(found.accuracy[1])
+    assert found.brier == pytest.approx((0.05**2 + 0.05**2 + 0.15**2 + 0.85**2 + 1) / 5)
     assert found.edges.tolist() == pytest.approx([i / 10 for i in range(11)])
+    assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == ["1", "2", "2"]
+
+
+def test_calibration_is_drawn_where_there_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measures.calibration([0.05, 0.95, 0.85, 0.85, 1.0], [0, 1, 1, 0, 0])
+    (axes,) = found.plot().figure.axes
+    points = axes.collections[0].get_offsets()
+    np.testing.assert_allclose(points, [[0.05, 0], [0.85, 0.5], [0.975, 0.5]])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ParameterError, match="needs matplotlib"):
+        found.plot()
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "lowest"),
+    [(1.0, 0.9), (0.8, 0.6), (0.75, 0.2), (0.7, 0.1)],
+)
+def test_a_threshold_keeps_what_is_right_often_enough(accuracy: float, lowest: float) -> None:
+    confidences = [0.1, 0.9, 0.8, 0.6, 0.6, 0.9, 0.5, 0.4, 0.3, 0.2]
+    is_correct = [0, 1, 0, 1, 1, 1, 0, 1, 1, 1]
+    assert measures.threshold(confidences, is_correct, accuracy=accuracy) == lowest
+    kept = [hit for sure, hit in zip(confidences, is_correct, strict=True) if sure >= lowest]
+    assert sum(kept) / len(kept) >= accuracy
+
+
+def test_no_threshold_is_none() -> None:
+    assert measures.threshold([0.9, 0.8], [0, 1], accuracy=0.9) is None
+    assert measures.threshold([0.8, 0.8], [0, 1], accuracy=0.9) is None  # equals are taken together
 
 
 def test_importance_ratios_and_how_many_samples_they_are_worth() -> None:
@@ -163,6 +193,8 @@ def test_importance_ratios_and_how_many_samples_they_are_worth() -> None:
         (lambda: measures.calibration([1.5], [1]), "confidences"),
         (lambda: measures.calibration([0.5], [1, 0]), "is_correct"),
         (lambda: measures.calibration([0.5], [1], num_bins=0), "num_bins"),
+        (lambda: measures.threshold([0.5], [1], accuracy=0.0), "accuracy"),
+        (lambda: measures.threshold([-0.5], [1], accuracy=0.5), "confidences"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name(call: object, parameter: str) -> None:

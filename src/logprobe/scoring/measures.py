@@ -16,6 +16,8 @@ from logprobe.errors import require
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from logprobe.records.forms.picture import Picture
+
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 LARGEST_EXPONENT = 700.0  # beyond it no float holds the exponential
 
@@ -186,23 +188,42 @@ class Calibration:
     """Confidence against accuracy in bins of equal width; a bin without answers holds NaN."""
 
     error: float  # expected calibration error: mean |confidence - accuracy|, weighted by count
+    brier: float  # mean of (confidence - correct) squared: 0 is best, and 0.25 what "one half" always has
     edges: Floats  # (num_bins + 1,)
     counts: npt.NDArray[np.int64]  # (num_bins,)
     confidence: Floats  # (num_bins,), mean within
     accuracy: Floats  # (num_bins,), mean within
 
+    def __str__(self) -> str:
+        lines = [
+            f"{low:.2f} - {high:.2f}  {sure:6.3f}  {right:6.3f}  {count:7d}"
+            for low, high, sure, right, count in zip(
+                self.edges, self.edges[1:], self.confidence, self.accuracy, self.counts, strict=False
+            )
+            if count
+        ]
+        figures = f"calibration error {self.error:.3f}, Brier score {self.brier:.3f}"
+        return "\n".join([f"{'bin':11}  {'sure':>6}  {'right':>6}  answers", *lines, figures])
+
+    def plot(self) -> Picture:
+        """How often answers were right, by how sure they were, drawn (extra `plot`).
+
+        Raises:
+            ParameterError: matplotlib is not installed.
+        """
+        from logprobe.records.forms.picture import drawn_bins
+
+        return drawn_bins(self.counts, self.confidence, self.accuracy)
+
 
 def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bins: int = 10) -> Calibration:
-    """Expected calibration error and its bins (Naeini et al. 2015; Guo et al. 2017).
+    """Expected calibration error and its bins (Naeini et al. 2015; Guo et al. 2017), and the Brier score.
 
     Raises:
         ParameterError: no answers, confidences outside [0, 1], lengths that differ, no bin.
     """
-    values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
     require(num_bins >= 1, "num_bins", f"must be at least 1, got {num_bins}")
-    require(values.ndim == 1 and len(values) > 0, "confidences", "give at least one")
-    require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
-    require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must lie in [0, 1]")
+    values, hits = _answers(confidences, is_correct)
     bins = np.minimum((values * num_bins).astype(np.int64), num_bins - 1)
     counts = np.bincount(bins, minlength=num_bins)
     with np.errstate(invalid="ignore"):
@@ -211,6 +232,7 @@ def calibration(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, num_bi
     gaps = np.where(counts > 0, np.abs(confidence - accuracy), 0.0)
     return Calibration(
         error=float(np.sum(gaps * counts) / len(values)),
+        brier=float(np.mean((values - hits) ** 2)),
         edges=np.linspace(0, 1, num_bins + 1),
         counts=counts,
         confidence=confidence,
@@ -224,6 +246,33 @@ def group_means(values: npt.ArrayLike, window: int) -> Floats:
     size = min(window, len(numbers))
     sums = np.concatenate([np.zeros(1), np.cumsum(numbers)])
     return np.asarray((sums[size:] - sums[: len(sums) - size]) / size)
+
+
+def threshold(confidences: npt.ArrayLike, is_correct: npt.ArrayLike, *, accuracy: float) -> float | None:
+    """The lowest confidence from which on answers were right at a rate of `accuracy`; None where none is.
+
+    Answers of equal confidence are taken together. What held for few answers may not hold for others.
+
+    Raises:
+        ParameterError: no answers, confidences outside [0, 1], lengths that differ, no rate.
+    """
+    require(0 < accuracy <= 1, "accuracy", f"must lie in (0, 1], got {accuracy}")
+    values, hits = _answers(confidences, is_correct)
+    order = np.argsort(-values)
+    values, hits = values[order], hits[order]
+    is_last = np.append(np.diff(values) != 0, True)
+    rates = np.cumsum(hits) / np.arange(1, len(hits) + 1)
+    good = np.flatnonzero(is_last & (rates >= accuracy))
+    return float(values[good[-1]]) if len(good) else None
+
+
+def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Floats, Floats]:
+    """How sure each answer was, and 1 where it was right, 0 where not; errors as those of who asks."""
+    values, hits = np.asarray(confidences, np.float64), np.asarray(is_correct, np.float64)
+    require(values.ndim == 1 and len(values) > 0, "confidences", "give at least one")
+    require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
+    require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must lie in [0, 1]")
+    return values, hits
 
 
 # -- of two models' logprobs of the same tokens --------------------------------------------------------------

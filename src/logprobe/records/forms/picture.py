@@ -51,10 +51,6 @@ def drawn(record: FlatLogprobs) -> Picture:
     Raises:
         ParameterError: matplotlib is not installed, or no position has a token.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
     chosen = record.rows.chosen_entries(0, len(record))
     if not len(chosen.token_ids):
         raise ParameterError("record", "holds no token to draw; ask for logprobs=0 or more")
@@ -62,7 +58,7 @@ def drawn(record: FlatLogprobs) -> Picture:
     sure = _confidence(record, positions, chosen.token_ids)
     num_lines = min(-(-len(positions) // TOKENS_A_LINE), MAX_LINES)
     heights = [0.4 * num_lines + 0.4, 2.6]
-    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    figure = _new_figure(figsize=(10, sum(heights)), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=heights)
     strip, below = parts
     _draw_strip(strip.subplots(), record, positions, chosen.logprobs)
@@ -147,12 +143,39 @@ def _confidence(record: FlatLogprobs, positions: Array, token_ids: Array) -> tup
 
 
 def _draw_calibration(axes: Any, confidence: Array, is_hit: Array) -> None:
-    """How often the best token came, by its probability; the area of a point is how many there are."""
+    """How often the best token came, by its probability."""
     bins = np.minimum((confidence * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
     used = counts > 0
     sure = np.bincount(bins, confidence, NUM_BINS)[used] / counts[used]
     hits = np.bincount(bins, is_hit.astype(float), NUM_BINS)[used] / counts[used]
+    _draw_bins(axes, counts[used], sure, hits)
+    axes.set(xlabel="probability of the best token", ylabel="it came")
+
+
+def drawn_bins(counts: Array, confidence: Array, accuracy: Array) -> Picture:
+    """How often answers were right, by how sure they were; bins (num_bins,) without answers are left out.
+
+    Raises:
+        ParameterError: matplotlib is not installed.
+    """
+    figure, used = _new_figure(figsize=(4, 4), layout="constrained"), counts > 0
+    axes = figure.subplots()
+    _draw_bins(axes, counts[used], confidence[used], accuracy[used])
+    axes.set(xlabel="how sure", ylabel="how often right")
+    return Picture(figure)
+
+
+def _draw_bins(axes: Any, counts: Array, sure: Array, hits: Array) -> None:
+    """A point each beside the line of perfect calibration; its area is how many there are."""
     axes.plot([0, 1], [0, 1], linewidth=0.8, color="gray")
-    axes.scatter(sure, hits, s=20 + 180 * counts[used] / math.sqrt(len(bins) * counts.max()))
-    axes.set(xlim=(0, 1), ylim=(-0.05, 1.05), xlabel="probability of the best token", ylabel="it came")
+    axes.scatter(sure, hits, s=20 + 180 * counts / math.sqrt(counts.sum() * counts.max()))
+    axes.set(xlim=(0, 1), ylim=(-0.05, 1.05))
+
+
+def _new_figure(**layout: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ParameterError("plot", "needs matplotlib: pip install 'logprobe[plot]'") from error
+    return Figure(**layout)
