@@ -1,22 +1,32 @@
 """This measures prompt scoring: tokens a second on 512-token prompts, with the top 20 of each position.
 
-It also measures how far the resident memory grows over the loaded model while an 8,000-token prompt is
-scored, and how long scoring the same prompt again takes. The engine's pool for keys and values is part of
-the loaded model: it has just room for one such prompt, and an earlier one has been through it.
+It also measures what four labels to each of many texts cost beside scoring the texts once, and how far the
+resident memory grows over the loaded model while an 8,000-token prompt is scored, and how long scoring the
+same prompt again takes. The engine's pool for keys and values is part of the loaded model: it has just room
+for one such prompt, and an earlier one has been through it.
 """
 
 import json
+import random
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import OURS, Arena, Contestant, Figure, Target, alternate, parse_options, publish
+from harness import OURS, ROOT, Arena, Contestant, Figure, Options, Target, alternate, parse_options, publish
 from prompts import prompts
+
+from logprobe import LLM
 
 TOP = 20
 PROMPTS, PROMPT_LEN, LONG_LEN = 4, 512, 8000
+NUM_TEXTS, TEXT_CHARS, MOST_ROUNDS = 1000, 200, 3
+LABELS = (" positive", " negative", " neutral", " mixed")
+MOST_TIMES = 1.15  # that labels may take, of what scoring the texts takes
 MIB = 1 << 20
 WANTED = (OURS, "vllm", "transformers")
+SCORED = "scoring the texts once"
 
 
 def rate_figure(arena: Arena) -> Figure:
@@ -90,6 +100,48 @@ def long_prompt_figures(arena: Arena) -> list[Figure]:
     ]
 
 
+def texts_of(count: int, name: str) -> list[str]:
+    """Stretches of this repository's licence, none the beginning of another, each as a question."""
+    chance = random.Random(name)  # noqa: S311 - no secrets are made here
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    starts = [chance.randrange(len(text) - TEXT_CHARS) for _ in range(count)]
+    return [
+        f"{name}.{row}: {text[start : start + TEXT_CHARS]}\nSentiment:" for row, start in enumerate(starts)
+    ]
+
+
+def labels_figure(options: Options) -> Figure:
+    """Seconds for as many texts, labelled and scored; both begin with nothing cached."""
+    count = 8 if options.is_smoke else NUM_TEXTS
+    with LLM(options.model) as llm:
+
+        def classify(texts: Sequence[str]) -> None:
+            llm.classify(texts, LABELS)
+
+        def score(texts: Sequence[str]) -> None:
+            llm.score([("", text) for text in texts])
+
+        def measure(call: Any, name: str, number: int) -> float:
+            texts = texts_of(count, f"{name}{number}")
+            llm.engine.forget_prefixes()
+            began = time.perf_counter()
+            call(texts)
+            return time.perf_counter() - began
+
+        for call in (classify, score):
+            call(texts_of(8, "warm-up"))
+        contestants = {OURS: partial(measure, classify, "a"), SCORED: partial(measure, score, "b")}
+        samples, notes = alternate(contestants, min(options.rounds, MOST_ROUNDS))
+    return Figure(
+        name=f"{len(LABELS)} labels to each of {count} texts, classify beside score",
+        unit="s",
+        better="lower",
+        samples=samples,
+        targets=[Target(against=SCORED, at_least=round(1 / MOST_TIMES, 2))],
+        notes=notes,
+    )
+
+
 def main() -> None:
     """Run all figures."""
     options = parse_options(__doc__ or "")
@@ -97,6 +149,7 @@ def main() -> None:
         figures = [rate_figure(arena)]
         arena.close("vllm")  # its reserved memory is wanted back
         figures += long_prompt_figures(arena)
+    figures.append(labels_figure(options))
     publish(Path(__file__).stem, figures, options)
 
 
