@@ -101,6 +101,11 @@ test-lm-eval: $(VENV)/.test  ## lm-evaluation-harness, unchanged, over HTTP and 
 	$(BIN)/python benchmarks/rivals/install.py lm_eval
 	$(BIN)/python -m pytest -q tests/server/test_lm_eval.py tests/integrations/test_lm_eval.py
 
+.PHONY: test-clients
+test-clients: $(VENV)/.test  ## client libraries of the server, unchanged, each in an environment that has no part of this project
+	$(BIN)/python benchmarks/rivals/install.py clients clients_2 structured_logprobs
+	$(BIN)/python -m pytest -q -rP tests/clients
+
 # genlm-control by itself: its import sets how vLLM starts.
 ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/docs/test_next_token_page.py
 .PHONY: test-vllm

@@ -1,4 +1,4 @@
-"""Build each rival's environment in .rivals/<name>/, reusing what is there; one that fails stops no other.
+"""Build each environment of others in .rivals/<name>/, reusing what is there; one that fails stops no other.
 
 torch comes first and pinned everywhere: the CPU build of this release is small, while ranges that admit newer
 ones pull gigabytes of CUDA packages.
@@ -91,6 +91,32 @@ RECIPES = {
     "surprisal": Recipe(steps=((TORCH,), (TORCH, "surprisal[transformers]==0.1.7")), modules=("surprisal",)),
     "llama_cpp": Recipe(steps=(("xllamacpp", "numpy"),), modules=("xllamacpp",)),
 }
+# Clients of the server, which no benchmark needs: one environment for all that agree.
+CLIENTS = {
+    "clients": Recipe(
+        steps=(
+            (
+                "openai==3.57.0",
+                "langchain-openai==1.7.4",
+                "openai-agents==0.24.0",
+                "pydantic-ai-slim[openai]==2.68.0",
+                "llm-structured-confidence==0.4.5",
+            ),
+        ),
+        modules=("openai", "langchain_openai", "agents", "pydantic_ai", "llm_structured_confidence"),
+        is_shared=True,
+    ),
+    "clients_2": Recipe(
+        steps=(("instructor==1.17.0", "litellm==1.110.2", "dspy==3.4.1"),),
+        modules=("instructor", "litellm", "dspy"),
+        is_shared=True,
+    ),
+    "structured_logprobs": Recipe(
+        steps=(("structured-logprobs==0.1.5",),),
+        modules=("structured_logprobs",),
+        is_shared=True,
+    ),
+}
 
 
 def run(*command: str) -> str:
@@ -152,7 +178,7 @@ def shared_folder(name: str, recipe: Recipe) -> Path:
 
 def build(name: str) -> str:
     """Make or reuse one environment; return what happened in a few words."""
-    recipe = RECIPES[name]
+    recipe = (RECIPES | CLIENTS)[name]
     folder = shared_folder(name, recipe) if recipe.is_shared else ROOT / name
     python, stamp = folder / "bin" / "python", folder / ".recipe"
     if stamp.exists() and stamp.read_text() == recipe.fingerprint:
@@ -174,12 +200,13 @@ def build(name: str) -> str:
 
 
 def main() -> int:
-    """Build the named rivals (all by default); exit 1 if any failed."""
+    """Build the named environments, by default those of all rivals; exit 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"rivals to build; all by default: {', '.join(RECIPES)}")
+    known = ", ".join(RECIPES | CLIENTS)
+    parser.add_argument("names", nargs="*", help=f"of {known}; by default all but {', '.join(CLIENTS)}")
     names: list[str] = parser.parse_args().names or list(RECIPES)
-    if unknown := [name for name in names if name not in RECIPES]:
-        parser.error(f"unknown rivals {unknown}; there are {list(RECIPES)}")
+    if unknown := [name for name in names if name not in RECIPES | CLIENTS]:
+        parser.error(f"unknown environments {unknown}; there are {known}")
     failures = 0
     for name in names:
         try:
