@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from logprobe.server import reply
+from logprobe.server import reply, rows
 from logprobe.server.app import OPERATORS
 from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
@@ -185,7 +185,7 @@ def test_a_prompt_that_each_choice_begins_with_counts_once_for_each_and_is_made_
 
     def counted(*args: Any) -> Any:
         made.append(args)
-        return reply.completion_rows(*args)
+        return rows.completion_rows(*args)
 
     monkeypatch.setattr(completions, "completion_rows", counted)
     monkeypatch.setattr("logprobe.server.http.workers.QUICK_ENTRIES", MOST)

@@ -12,15 +12,13 @@ from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_messages, layout_of
-from logprobe.server.reply import (
-    Generation,
-    answer,
+from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.rows import (
     chat_logprobs,
     choice_extensions,
     ending_extensions,
     prompt_extensions,
     reply_extensions,
-    usage,
 )
 
 if TYPE_CHECKING:

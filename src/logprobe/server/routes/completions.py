@@ -10,16 +10,14 @@ from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import CompletionBody
 from logprobe.server.openai.fields import completion_params, named_as_asked
 from logprobe.server.openai.prompts import read_prompts
-from logprobe.server.reply import (
-    Generation,
-    answer,
+from logprobe.server.reply import Generation, answer, usage
+from logprobe.server.rows import (
     choice_extensions,
     completion_rows,
     ending_extensions,
     legacy_logprobs,
     prompt_extensions,
     reply_extensions,
-    usage,
 )
 from logprobe.text.pieces import TextWalk
 

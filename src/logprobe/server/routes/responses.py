@@ -17,7 +17,8 @@ from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import responses_params
 from logprobe.server.openai.prompts import encode_messages
-from logprobe.server.reply import Generation, answer, chat_rows, num_top, reply_extensions
+from logprobe.server.reply import Generation, answer
+from logprobe.server.rows import chat_rows, num_top, reply_extensions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
