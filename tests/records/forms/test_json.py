@@ -118,3 +118,17 @@ def test_what_has_no_chat_form_is_refused(positions: Any, num_top: Any, paramete
     with pytest.raises(ParameterError) as error:
         ChatEncoder(Table()).content(FlatLogprobs(positions), num_top)
     assert error.value.parameter == parameter
+
+
+def test_a_position_that_stands_for_a_part_of_its_token_has_those_bytes_alone(step: Any) -> None:
+    ids, logprobs, ranks = step(23, 5, 60)
+    record, encoder = FlatLogprobs(), ChatEncoder(Table())
+    record.append_rows(ids, logprobs, ranks)
+    rows = [0, 1, 2, 3, 7, 8, 20, 21, 22]
+    parts = {0: b"", 3: b"\xff", 7: b"ab", 22: b"c"}
+    whole, cut = (json.loads(bytes(encoder.rows(record, rows, 2, parts=one))) for one in (None, parts))
+    assert cut == [
+        entry | ({"bytes": list(parts[row])} if row in parts else {})
+        for row, entry in zip(rows, whole, strict=True)
+    ]
+    assert json.loads(bytes(encoder.rows(record, rows, 2))) == whole, "nothing was kept of it"

@@ -7,7 +7,8 @@ Before it: `FlatLogprobs`. After it: replies, chunks of a stream, `--json`.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
 from math import copysign, inf, isinf
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import numpy as np
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -67,17 +68,32 @@ class ChatEncoder:
         num_top: int | None = None,
         *,
         has_impossible: bool = True,
+        parts: Mapping[int, bytes] | None = None,
     ) -> msgspec.Raw:
         """A JSON array of the positions named, in order, as `content` writes them.
+
+        `parts` has the bytes of positions of which not all of a token counts; the encoder has a table.
 
         Raises:
             ParameterError: a position without a chosen token, or a negative num_top.
         """
-        parts = [
-            self.entries(record, start, stop, num_top, has_impossible=has_impossible)
-            for start, stop in _runs(rows)
-        ]
-        return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+        write = partial(self.entries, record, num_top=num_top, has_impossible=has_impossible)
+        if not parts:
+            return _array(write(start, stop) for start, stop in runs(rows))
+        written: list[bytes] = []
+        for is_part, group in groupby(rows, parts.__contains__):
+            if is_part:
+                written += [self._of_part(write(row, row + 1), record, row, parts[row]) for row in group]
+            else:
+                written += [write(start, stop) for start, stop in runs([*group])]
+        return _array(written)
+
+    def _of_part(self, entry: bytes, record: FlatLogprobs, row: int, own_bytes: bytes) -> bytes:
+        """The entry of a position with these bytes in place of its token's."""
+        lists, parts = record.rows.top_lists(row), self._parts
+        assert lists is not None, "it has an entry"
+        assert parts is not None, "the token's bytes are a table's"
+        return parts.head(lists.chosen_id, own_bytes) + entry.removeprefix(parts[lists.chosen_id])
 
     def entries(
         self,
@@ -181,13 +197,15 @@ class _Parts(dict[int, bytes]):
         self._has_bytes = has_bytes
 
     def __missing__(self, token_id: int) -> bytes:
-        text = msgspec.json.encode(self._table.token_text(token_id))
-        part = b'{"token":%b,"logprob":' % text
-        if self._has_bytes:
-            own_bytes = msgspec.json.encode(list(self._table.token_bytes(token_id)))
-            part = b'{"token":%b,"bytes":%b,"logprob":' % (text, own_bytes)
-        self[token_id] = part
+        self[token_id] = part = self.head(token_id, self._table.token_bytes(token_id))
         return part
+
+    def head(self, token_id: int, own_bytes: bytes) -> bytes:
+        """A token's own part, where these are its bytes."""
+        text = msgspec.json.encode(self._table.token_text(token_id))
+        if not self._has_bytes:
+            return b'{"token":%b,"logprob":' % text
+        return b'{"token":%b,"bytes":%b,"logprob":' % (text, msgspec.json.encode(list(own_bytes)))
 
 
 # -- plain values --------------------------------------------------------------------------------------------
@@ -291,7 +309,7 @@ def _text_map(row: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return numbers
 
 
-def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     """Consecutive numbers as half-open ranges."""
     if not rows:
         return []
@@ -300,3 +318,7 @@ def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     breaks = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
     edges = [0, *breaks, len(rows)]
     return [(rows[start], rows[stop - 1] + 1) for start, stop in pairwise(edges)]
+
+
+def _array(entries: Iterable[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(entries) + b"]")
