@@ -186,6 +186,16 @@ def tiny_llm(tiny_model_folder: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
+def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The tiny Llama with a longer context, for conversations with tools."""
+    from logprobe import LLM
+
+    folder = save_tiny_llama(tmp_path_factory.mktemp("long-llama"), max_position_embeddings=2048)
+    with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
     return save_adapters(tiny_model_folder, tmp_path_factory)

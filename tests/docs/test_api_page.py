@@ -29,9 +29,9 @@ PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
-    """The tiny Llama served."""
-    with new_serving(tiny_llm, ServerSettings(model_name="tiny")) as (address, _):
+def url(long_llm: LLM, new_serving: Any) -> Iterator[str]:
+    """The tiny Llama served, with room for tools."""
+    with new_serving(long_llm, ServerSettings(model_name="tiny")) as (address, _):
         yield address
 
 

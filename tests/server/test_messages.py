@@ -109,7 +109,7 @@ def test_tools_go_to_templates_that_take_them(takes_tools: Any, client: openai.O
     assert "assistant: <look>\ntool: a dog\n" in prompt_of(takes_tools, messages=said, tools=[TOOL])
     reply = client.chat.completions.create(model="default", messages=said, tools=[TOOL], max_tokens=2)
     assert reply.choices[0].message.tool_calls is None
-    for choice in ("none", "required", {"type": "function", "function": {"name": "look"}}):
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
         error = refused(takes_tools, messages=[ASK], tools=[TOOL], tool_choice=choice)
         assert error["param"] == "tool_choice"
     error = refused(takes_tools, messages=[ASK], tools=[TOOL], parallel_tool_calls=False)
@@ -148,7 +148,7 @@ def test_an_assistants_message_is_continued(server: Any, client: openai.OpenAI) 
         ({"input": [ASK | {"name": "Ann"}]}, "input[0].name"),
         ({"input": [ASK, {"role": "user", "content": 5}], "instructions": "be short"}, "input[1].content"),
         ({"input": [ASK, {"content": "a"}]}, "input[1].role"),
-        ({"input": [{"type": "function_call", "name": "look"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "look"}]}, "input[0].call_id"),
         ({"input": []}, "input"),
         ({"input": "the cat " * 2000}, "input"),
         ({"input": [ASK | {"content": "the cat " * 2000}]}, "input"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from logprobe.server.http.gate import FACTS
-from logprobe.server.openai.bodies import ChatBody, CompletionBody, ResponsesBody, StreamOptions
+from logprobe.server.openai.bodies import ChatBody, CompletionBody, ResponsesBody
 from logprobe.server.openai.no_effect import NO_EFFECT, warning
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -19,6 +19,9 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     RESPONSES: (ResponsesBody, {"input": "the cat", "max_output_tokens": 3, "seed": 1}),
 }
 SCHEMA = {"type": "object", "properties": {"cat": {"enum": ["a", "b"]}}, "required": ["cat"]}
+TOOL = {"name": "look", "parameters": {"type": "object"}}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a dog"}]}
+TALK: Any = [*MESSAGES, {"role": "assistant", "content": "a"}, *MESSAGES]
 FORMS = {"json": SCHEMA, "regex": "(the|and) dog", "choice": ["a dog"], "grammar": 'start: "cat" | "dog"'}
 GIVEN: dict[str, dict[str, Any]] = {
     "user": {"user": 'Ann "\\\r\n\u20ac'},
@@ -34,23 +37,48 @@ GIVEN: dict[str, dict[str, Any]] = {
     "guided_decoding_backend": {"guided_decoding_backend": "xgrammar"},
     "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
     "top_logprobs": {"logprobs": False, "top_logprobs": 0},
+    "reasoning.summary": {"reasoning": {"summary": "auto"}},
+    "reasoning.generate_summary": {"reasoning": {"generate_summary": "auto"}},
+    "include.reasoning.encrypted_content": {"include": ["reasoning.encrypted_content"]},
+    "reasoning_effort": {"reasoning_effort": "none"},
+    "reasoning.effort": {"reasoning": {"effort": "high"}},
+    "enable_thinking": {"enable_thinking": False},
+    "chat_template_kwargs.enable_thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "messages.reasoning_content": {
+        "messages": [MESSAGES[0], TALK[1] | {"reasoning_content": "a"}, MESSAGES[0]]
+    },
+    "input.reasoning": {"input": [TALK[0], THOUGHT, *TALK[1:]]},
+    "tools.strict": {"tools": [{"type": "function", "strict": True, **TOOL}]},
+    "tools.function.strict": {"tools": [{"type": "function", "function": TOOL | {"strict": True}}]},
 }
 GIVEN |= {
     f"guided_{form}": {f"guided_{form}": value, "structured_outputs": {form: value}}
     for form, value in FORMS.items()
+}
+# What is asked beside a field, where that is within another one.
+BESIDE: dict[str, dict[str, Any]] = {
+    "messages.reasoning_content": {"messages": TALK},
+    "input.reasoning": {"input": TALK},
+    "tools.strict": {"tools": [{"type": "function", **TOOL}]},
+    "tools.function.strict": {"tools": [{"type": "function", "function": TOOL}]},
 }
 EFFECTS = {(RESPONSES, "metadata"), (RESPONSES, "store")}
 WARNING = re.compile(r'299 - "[ !#-\[\]-~]+"')  # RFC 7234, section 5.5; nothing to be escaped in it
 
 
 def has_fields(path: str, name: str) -> bool:
-    kind = BODIES[path][0]
-    fields = {*kind.__struct_fields__, *(f"stream_options.{one}" for one in StreamOptions.__struct_fields__)}
-    is_chats = name == "top_logprobs"
-    return name in fields and (path == CHAT or not is_chats)
+    only = {"top_logprobs": CHAT, "tools.function.strict": CHAT, "tools.strict": RESPONSES}
+    return name.partition(".")[0] in BODIES[path][0].__struct_fields__ and path == only.get(name, path)
 
 
 ASKED = [(path, name) for path in BODIES for name in NO_EFFECT if has_fields(path, name)]
+
+
+@pytest.fixture(scope="module")
+def server(long_llm: Any, serve_llm: Any) -> Any:
+    """A model with room for tools, whose chat template reads nothing of reasoning."""
+    with serve_llm(long_llm) as running:
+        yield running
 
 
 def told(reply: Any) -> list[str]:
@@ -78,7 +106,8 @@ def test_a_field_that_changes_nothing_is_named_and_changes_nothing(server: Any, 
     body, fields = BODIES[path][1], GIVEN[name]
     if "stream_options" in fields:
         fields = fields | {"stream": True}
-    without = {one: value for one, value in fields.items() if one not in {name, "stream_options"}}
+    root = name.partition(".")[0]
+    without = {one: value for one, value in fields.items() if one != root} | BESIDE.get(name, {})
     plain, reply = (server.post(path, **body | given) for given in (without, fields))
     assert told(plain) == []
     if (path, name) in EFFECTS:

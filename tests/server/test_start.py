@@ -105,3 +105,19 @@ def test_a_server_whose_port_is_taken_ends_with_one_line(tiny_model_folder: Path
     [*_, line] = ended.stderr.splitlines()
     assert f"127.0.0.1:{server.port} cannot be listened on" in line
     assert json.dumps("Traceback") not in ended.stderr
+
+
+@pytest.mark.parametrize("data", [b"{", b'{"fields": 5}'])
+def test_a_response_template_that_cannot_be_used_ends_it_with_one_line(
+    tiny_model_folder: Path, tmp_path: Path, data: bytes
+) -> None:
+    path = tmp_path / "template.json"
+    path.write_bytes(data)
+    command = [sys.executable, "-m", "logprobe", "serve", str(tiny_model_folder), "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--response-template", str(path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    [*_, line] = ended.stderr.splitlines()
+    assert line.startswith("error: response_template: ")
+    assert "Traceback" not in ended.stderr

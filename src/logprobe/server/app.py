@@ -42,6 +42,7 @@ from logprobe.server.routes.responses import (
 )
 from logprobe.server.routes.score import score
 from logprobe.server.routes.uncertainty import uncertainty
+from logprobe.server.said import read_response_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -190,6 +191,8 @@ def serve(
     """
     Keys(settings)  # what cannot be used is told before a model is loaded
     check_certificate(settings)
+    for one in (settings, *(model.settings for model in (further or {}).values())):
+        read_response_template(one.response_template)
     with ExitStack() as stack:
         listeners = [stack.enter_context(_listen(settings.host, settings.port, "port"))]
         host, port = listeners[0].getsockname()[:2]

@@ -176,6 +176,7 @@ FREE_FIELDS: Final = (
     "text",
     "logits_processors_args",
     "tools",
+    "tool_choice",
     "guided_json",
     "structured_outputs",
     "chat_template_kwargs",

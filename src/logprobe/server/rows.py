@@ -6,6 +6,11 @@ one by one, as raw JSON.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import partial, reduce
+from itertools import compress
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,19 +23,22 @@ from logprobe.records.forms.json import (
     finite_fields,
     legacy_rows,
     position_rows,
+    runs,
 )
-from logprobe.scoring.fields import Field, fields_of
+from logprobe.scoring.fields import Field, Spelt
+from logprobe.server.said import text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from logprobe.engine.request import CompletionPiece, RequestOutput
+    from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
     from logprobe.models import Vocabulary
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.sampling import SamplingParams
     from logprobe.server.openai.bodies import GenerationBody, ResponsesBody
     from logprobe.server.reply import Generation
+    from logprobe.server.said import Said, Told
     from logprobe.server.service import Service
 
 
@@ -40,25 +48,55 @@ def num_top(generation: Generation) -> int | None:
     return None if k == -1 else k
 
 
-def chat_logprobs(service: Service, generation: Generation, piece: CompletionPiece) -> dict[str, Any] | None:
-    """OpenAI's chat object for the tokens of a piece that gave text, with the extensions asked for."""
-    record = piece.completion.logprobs
-    if record is None:
+def chat_logprobs(
+    service: Service, generation: Generation, completion: CompletionOutput, told: Told
+) -> dict[str, Any] | None:
+    """OpenAI's chat object for what was said, with the other channels and the extensions asked for."""
+    if completion.logprobs is None:
         return None
-    rows, top = piece.text_tokens, num_top(generation)
-    fields: dict[str, Any] = {"content": chat_rows(service, record, rows, top), "refusal": None}
-    other = piece.completion.processed_logprobs
+    table = partial(_table, service, num_top(generation), completion)
+    fields: dict[str, Any] = {"refusal": None} | _named("content", table(told.content))
+    if told.reasoning:
+        fields |= _named("reasoning", table(told.reasoning))
+    if told.calls:
+        calls = [table([call]) for call in told.calls]
+        fields |= _named("tool_calls", {name: [call[name] for call in calls] for name in calls[0]})
+    return fields
+
+
+def _table(
+    service: Service, num_top: int | None, completion: CompletionOutput, said: Sequence[Said]
+) -> dict[str, Any]:
+    """The rows of some parts, of each distribution that was asked for, and what stands beside them."""
+    record, other = completion.logprobs, completion.processed_logprobs
+    assert record is not None, "who asks for rows has some"
+    positions = [row for one in said for row in one.rows]
+    table: dict[str, Any] = {"rows": chat_rows(service, record, said, num_top)}
     if other is not None:
-        fields["processed_content"] = chat_rows(service, other, rows, top)
-        fields |= _extras(other, rows)
-    return fields | _further_columns(record, rows, service)
+        table |= {"processed": chat_rows(service, other, said, num_top)} | _extras(other, positions)
+    return table | _further_columns(record, positions, service)
+
+
+def _named(channel: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """A channel's rows by its name; what stands beside them has that before its own, but of content."""
+    names = {"rows": channel, "processed": f"processed_{channel}"}
+    before = "" if channel == "content" else f"{channel}_"
+    return {names.get(name, f"{before}{name}"): values for name, values in table.items()}
 
 
 def chat_rows(
-    service: Service, record: FlatLogprobs, rows: Sequence[int], num_top: int | None
+    service: Service, record: FlatLogprobs, said: Sequence[Said], num_top: int | None
 ) -> msgspec.Raw:
-    """The chat entries of some positions of a record."""
-    return service.encoder.rows(record, rows, num_top, has_impossible=not is_processed(record))
+    """The chat entries of the tokens that gave some parts."""
+    has_impossible = not is_processed(record)
+    arrays = [
+        service.encoder.rows(record, one.rows, num_top, has_impossible=has_impossible, parts=one.parts)
+        for one in said
+    ]
+    if len(arrays) == 1:
+        return arrays[0]
+    entries = [bytes(array)[1:-1] for array in arrays]
+    return msgspec.Raw(b"[" + b",".join(filter(None, entries)) + b"]")
 
 
 def is_processed(record: FlatLogprobs) -> bool:
@@ -107,32 +145,87 @@ def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str,
     return fields
 
 
-def ending_extensions(service: Service, body: GenerationBody, piece: CompletionPiece) -> dict[str, Any]:
-    """What is told of a completion once it has ended, where it was asked for."""
+def ending_extensions(
+    service: Service, body: GenerationBody, piece: CompletionPiece, told: Told | None = None
+) -> dict[str, Any]:
+    """What is told of a completion once it has ended, where it was asked for; `told` is what it said.
+
+    Without it the completion is one text.
+    """
     if not body.field_logprobs or piece.finish_reason is None:
         return {}
     completion = piece.completion
-    assert completion.logprobs is not None, "they come beside logprobs"
-    text, other = (
-        service.text.text_of(completion.token_ids, completion.num_text_bytes),
-        completion.processed_logprobs,
-    )
+    if told is None:
+        text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
+        return {"fields": _written(_values(_records(completion), text))}
+    fields: dict[str, Any] = {"fields": said_fields(completion, told.content)}
+    if told.calls:
+        fields["tool_call_fields"] = [call_fields(completion, call) for call in told.calls]
+    return fields
+
+
+def said_fields(completion: CompletionOutput, said: Sequence[Said]) -> list[dict[str, Any]] | None:
+    """The values of the JSON that some parts are, by their rows; None where they are no whole JSON."""
+    return _written(_said_values(completion, said))
+
+
+def call_fields(completion: CompletionOutput, said: Said) -> list[dict[str, Any]] | None:
+    """The values of a call's arguments, by pointers into these; None where the model wrote them otherwise."""
+    values = _said_values(completion, [said])
+    assert said.call is not None, "a part of this channel is a call"
+    arguments = json.loads(said.call.arguments)
+    wholes = [field.pointer for field, *_ in values or () if field.value == arguments]
+    if values is None or not wholes:
+        return None
+    whole = wholes[0]
+    is_within = [f"{field.pointer}/".startswith(f"{whole}/") for field, *_ in values]
+    within = [
+        tuple(replace(field, pointer=field.pointer.removeprefix(whole)) for field in value)
+        for value in compress(values, is_within)
+    ]
+    return _written(within)
+
+
+def _said_values(completion: CompletionOutput, said: Sequence[Said]) -> list[tuple[Field, ...]] | None:
+    rows = [row for one in said for row in one.rows]
+    places = {row: place for place, row in enumerate(rows)}
+    parts = {places[row]: data for one in said for row, data in one.parts.items()}
+    records = [
+        reduce(add, [record[start:stop] for start, stop in runs(rows) or [(0, 0)]])
+        for record in _records(completion)
+    ]
+    return _values(records, text_of(said), parts)
+
+
+def _records(completion: CompletionOutput) -> list[FlatLogprobs]:
+    """Those of a completion's numbers; of both distributions where both were asked."""
+    assert completion.logprobs is not None, "fields come beside logprobs"
+    return [record for record in (completion.logprobs, completion.processed_logprobs) if record is not None]
+
+
+def _values(
+    records: Sequence[FlatLogprobs], text: str, parts: Mapping[int, bytes] | None = None
+) -> list[tuple[Field, ...]] | None:
+    """The values of a JSON text, each by all records; `parts` are tokens of which not all bytes count."""
+    record, own = records[0], parts or {}
+    assert record.table is not None, "records of replies have one"
+    whole = map(record.table.token_bytes, record.chosen_entries().token_ids.tolist())
     try:
-        fields = fields_of(completion.logprobs, text)
-        others = None if other is None else fields_of(other, text)
+        spelt = Spelt([own.get(position, piece) for position, piece in enumerate(whole)], text)
     except ParameterError:
-        return {"fields": None}  # it ended before its JSON did, or wrote none
-    rows = [_field(field) for field in fields]
-    for row, field in zip(rows, others or (), strict=others is not None):
-        row |= {"processed_logprob": field.logprob, "processed_upper": field.upper}
-    return {"fields": [finite_fields(row) for row in rows]}
+        return None  # it ended before its JSON did, or wrote none
+    return list(zip(*(spelt.fields(record) for record in records), strict=True))
 
 
-def _field(field: Field) -> dict[str, Any]:
+def _written(values: Sequence[tuple[Field, ...]] | None) -> list[dict[str, Any]] | None:
+    return None if values is None else [_field(*value) for value in values]
+
+
+def _field(field: Field, processed: Field | None = None) -> dict[str, Any]:
     """A field with its numbers; an object's or array's value stands in its parts."""
     value = field.value
     is_large = isinstance(value, int) and not -(2**63) <= value < 2**64  # which no encoder writes
-    return {
+    row = {
         "pointer": field.pointer,
         **({} if is_large or isinstance(value, dict | list) else {"value": value}),
         "logprob": field.logprob,
@@ -140,6 +233,9 @@ def _field(field: Field) -> dict[str, Any]:
         "tokens": [field.tokens.start, field.tokens.stop],
         "least_sure": field.least_sure,
     }
+    if processed is not None:
+        row |= {"processed_logprob": processed.logprob, "processed_upper": processed.upper}
+    return finite_fields(row)
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.gate import Call
 from logprobe.server.http.replies import Documents
 from logprobe.server.limits import Cost, Limits
+from logprobe.server.said import read_response_template
+from logprobe.text.channels import template_of
+from logprobe.text.chat import chat_template_of, variables_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from logprobe.server.limits import Ticket
     from logprobe.server.models import Models
     from logprobe.server.settings import ServerSettings
+    from logprobe.text.channels import ResponseForm
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
 
@@ -84,6 +88,8 @@ class Service:
         self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
+        self._response_template = read_response_template(settings.response_template)
+        self.reply_form()  # one that cannot be used is told at the start
         self.limits = Limits(settings)
         # Of one request: who asks, what it comes to, and what it was admitted for.
         self._caller = ""
@@ -170,6 +176,26 @@ class Service:
     def new_id(prefix: str) -> str:
         """An id that no other reply has, and that nobody can guess: who knows it may read what is stored."""
         return f"{prefix}-{secrets.token_hex(16)}"
+
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the model's chat template reads; none where it has no template."""
+        template = chat_template_of(self.text.tokenizer)
+        if template is None:
+            return frozenset()
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            return variables_of(template)
+        except TemplateSyntaxError:
+            return frozenset()  # whoever lays something out by it is told
+
+    def reply_form(self) -> ResponseForm | None:
+        """How the model writes its replies; None where that is not known, and all of one is content.
+
+        Raises:
+            ParameterError: the settings' response template is none.
+        """
+        return template_of(self.text, self._response_template)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None is the one that is, LoRA weights go by their name.

@@ -43,6 +43,8 @@ class ServerSettings:
         max_models_bytes: what further models may hold together, by the bytes of their files and of their
             pools of keys and values; for one more the one that is unused longest leaves. None: the memory
             that is free once the first model is loaded.
+        response_template: a JSON file, in the format of transformers' `response_template`, of the marks that
+            set reasoning and calls of tools apart; None: what the chat template shows.
         logprobs_mode: which numbers a reply has where its request names none: raw_logprobs, of the model's
             own distribution, processed_logprobs, of the one that tokens are drawn from, or both.
         max_logprobs: most alternatives a token that a request may ask; -1 sets no cap.
@@ -92,6 +94,7 @@ class ServerSettings:
     also_model: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     max_models_bytes: int | None = None
+    response_template: str | None = None
     logprobs_mode: str = "raw_logprobs"
     max_logprobs: int = 20
     max_body_bytes: int = 8 << 20
@@ -176,7 +179,7 @@ class FurtherModel:
         Raises:
             ParameterError: one that cannot be.
         """
-        names = {"model_name": name, "served_model_name": (), "lora": ()}
+        names = {"model_name": name, "served_model_name": (), "lora": (), "response_template": None}
         return cls(config, replace(settings, **names | own))
 
     @property
@@ -193,6 +196,7 @@ class FurtherModel:
 OWN_SETTINGS: Final = (
     "served_model_name",
     "lora",
+    "response_template",
     "logprobs_mode",
     "max_logprobs",
     "max_requests",

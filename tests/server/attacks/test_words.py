@@ -29,6 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/next_token_logprobs": {"prompts": ["the cat"]},
 }
 LONG = "w" * 200_000
+NAMED = {"type": "function", "function": {"name": "b"}}
 MOST_BYTES = 4096  # of a refusal
 RUBBISH = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 no request\r\n\r\n"
 TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")  # as each line of the log begins
@@ -74,6 +75,14 @@ def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", LONG: 1}]}]}),
         (CHAT, {"chat_template_kwargs": {LONG: 1}}),
         (CHAT, {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": LONG}}] * 2}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a"}, LONG: 1}]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": LONG}}}]}),
+        (CHAT, {"tools": [{"type": LONG}]}),
+        (CHAT, {"tool_choice": LONG}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": LONG}}], "tool_choice": {"name": LONG}}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": LONG}}], "tool_choice": NAMED}),
+        (CHAT, {"reasoning_effort": LONG}),
         (COMPLETIONS, {"logprobs_mode": LONG}),
         (COMPLETIONS, {"response_format": {"type": LONG}}),
         (COMPLETIONS, {"response_format": {"type": "regex", "regex": f"({LONG}"}}),
@@ -88,6 +97,17 @@ def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
         (RESPONSES, {"previous_response_id": LONG}),
         (RESPONSES, {"input": [MESSAGES[0] | {LONG: 1}]}),
         (RESPONSES, {"input": [MESSAGES[0] | {"type": LONG}]}),
+        (RESPONSES, {"input": [{"type": "function_call", LONG: 1}]}),
+        (RESPONSES, {"input": [{"type": "function_call", "call_id": LONG, "name": LONG, "arguments": LONG}]}),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": LONG, "output": "a"}]}),
+        (RESPONSES, {"input": [{"type": "reasoning", "content": [{"type": LONG}]}]}),
+        (RESPONSES, {"tools": [{"type": "function", "name": "a", LONG: 1}]}),
+        (
+            RESPONSES,
+            {"tools": [{"type": "function", "name": "a"}], "tool_choice": {"type": "function", "name": LONG}},
+        ),
+        (RESPONSES, {"reasoning": {"effort": LONG}}),
+        (RESPONSES, {"reasoning": {LONG: 1}}),
         (RESPONSES, {"text": {"format": {"type": LONG}}}),
         ("/v1/next_token_logprobs", {"dtype": LONG}),
         ("/v1/classify", {"correction": LONG}),

@@ -106,7 +106,7 @@ def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
     check_values(service.settings, data)
     body = decode_body(data, body_type)
     check_body(service.settings, body)
-    service.call.without_effect = fields_without_effect(body)
+    service.call.without_effect = fields_without_effect(body, service.template_variables)
     return body
 
 

@@ -17,6 +17,7 @@ Ids = list[int]
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Within OpenAI's bounds: replies repeat it.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -28,6 +29,14 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a response is to reason."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -110,20 +119,21 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     response_format: dict[str, Any] | None = None
 
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     # Extensions: where the reply begins.
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
     # OpenAI's, taken only with the value that changes nothing.
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: Any = None
 
@@ -254,7 +264,7 @@ class NextTokenBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`: text in, text out."""
+    """`POST /v1/responses`: items in, items out."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -270,6 +280,10 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     store: bool | None = None
     metadata: Metadata | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
 
     # Extensions, as in `GenerationBody`.
     seed: int | None = None
@@ -282,11 +296,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
     logprobs_mode: LogprobsMode | None = None
+    field_logprobs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
 
     # OpenAI's, taken only with the value that changes nothing.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    reasoning: dict[str, Any] | None = None
     background: bool | None = None
     truncation: str | None = None
     max_tool_calls: int | None = None
@@ -294,7 +308,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: Any = None
 
     # Without effect here (`no_effect`).
-    parallel_tool_calls: bool | None = None
     user: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

@@ -14,6 +14,7 @@ import msgspec
 from logprobe.errors import ParameterError, shortened
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
+from logprobe.server.openai.bodies import ResponsesBody
 from logprobe.server.openai.no_effect import has_effect
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         ChatBody,
         CompletionBody,
         GenerationBody,
-        ResponsesBody,
         UncertaintyBody,
     )
     from logprobe.server.settings import ServerSettings
@@ -61,16 +61,13 @@ SAMPLING_FIELDS: Final = (
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}),
     "background": (False,),
     "truncation": ("disabled",),
     "max_tool_calls": (),
@@ -84,6 +81,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 MAX_BIAS: Final = 100
 
 LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")
 
 LOGPROBS_FIELDS: Final = (
     "chat/completions top_logprobs",
@@ -102,39 +100,48 @@ STRUCTURED: Final = "structured_outputs."
 GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def chat_params(body: ChatBody, settings: ServerSettings, *, room: int) -> SamplingParams:
-    """What a chat body asks for; `room` is the number of tokens that still fit after the prompt."""
+def chat_params(
+    body: ChatBody, settings: ServerSettings, calls: dict[str, Any] | None, *, room: int
+) -> SamplingParams:
+    """What a chat body asks for.
+
+    `calls` is the response format of a reply that is to call tools, `room` the number of tokens that fit
+    after the prompt.
+    """
     if body.top_logprobs is not None and not body.logprobs and has_effect(body, "top_logprobs"):
         raise bad_request("top_logprobs", "comes with logprobs: true")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
     is_twice = body.max_tokens is not None and body.max_completion_tokens is not None
     if is_twice and body.max_tokens != body.max_completion_tokens:
         raise bad_request("max_tokens", "differs from max_completion_tokens; give one of them")
-    _check_tools(body)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = max(room, 1) if limit is None else limit
     fixed: dict[str, Any] = {"logprobs": logprobs, "max_tokens": max_tokens}
-    return _params(body, settings, {"logprobs": "top_logprobs"}, **fixed | _structured(body))
+    form = _with_calls(structured_format(body), _form_fields(body), calls)
+    return _params(body, settings, {"logprobs": "top_logprobs"}, **fixed | form)
 
 
-def responses_params(body: ResponsesBody, settings: ServerSettings, *, room: int) -> SamplingParams:
-    """What a responses body asks for; `room` is the number of tokens that still fit after the prompt."""
-    unknown = [name for name in body.include or () if name != LOGPROBS]
+def responses_params(
+    body: ResponsesBody, settings: ServerSettings, calls: dict[str, Any] | None, *, room: int
+) -> SamplingParams:
+    """What a responses body asks for; see `chat_params`."""
+    unknown = [name for name in body.include or () if name not in INCLUDED]
     if unknown:
-        raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {LOGPROBS!r} is")
+        known = " and ".join(map(repr, INCLUDED))
+        raise bad_request("include", f"{shortened(unknown[0])!r} is not known here; {known} are")
     check_max_logprobs("top_logprobs", body.top_logprobs, settings)
-    if body.top_logprobs and not body.include:
+    has_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not has_logprobs:
         raise bad_request("top_logprobs", f"comes with include: [{LOGPROBS!r}]")
-    if body.tools:
-        raise bad_request("tools", "are taken by chat alone; leave them out", code="unsupported_parameter")
     if body.prompt is not None:
         raise bad_request("prompt", "templates are not stored here; send input", code="unsupported_parameter")
     max_tokens = body.max_output_tokens or max(room, 1)
-    logprobs = (body.top_logprobs or 0) if body.include else None
-    names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens", "response_format": "text"}
+    logprobs = (body.top_logprobs or 0) if has_logprobs else None
+    names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
     form = _response_format(body.text)
-    return _params(body, settings, names, logprobs=logprobs, max_tokens=max_tokens, response_format=form)
+    given = _with_calls(form, [] if form is None else ["text"], calls)
+    return _params(body, settings, names, logprobs=logprobs, max_tokens=max_tokens, **given)
 
 
 def _response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -178,6 +185,24 @@ def uncertainty_params(body: UncertaintyBody) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def _form_fields(body: ChatBody) -> list[str]:
+    """The fields of a chat that give the form of its text."""
+    is_given = body.response_format is not None and body.response_format not in NEUTRAL["response_format"]
+    return [name for name, _ in _forms_of(body)] + ["response_format"] * is_given
+
+
+def _with_calls(
+    form: dict[str, Any] | None, given_by: list[str], calls: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The form that a body gives its text, or the one of the calls that it asks for."""
+    if calls is None:
+        return {} if form is None else {"response_format": form}
+    if given_by:
+        message = f"and {given_by[0]} both give the form of the reply; give one of them"
+        raise bad_request("tool_choice", message)
+    return {"response_format": calls}
+
+
 def _structured(body: GenerationBody) -> dict[str, Any]:
     form = structured_format(body)
     return {} if form is None else {"response_format": form}
@@ -189,16 +214,6 @@ def _check_bias(bias: dict[str, float] | None) -> None:
     if beyond:
         remedy = "logits_processors_args of LogitBiasLogitsProcessor take any"
         raise bad_request("logit_bias", f"must lie in [-{MAX_BIAS}, {MAX_BIAS}], got {beyond[0]}; {remedy}")
-
-
-def _check_tools(body: ChatBody) -> None:
-    """Refuse what is asked beyond telling the model of its tools: its calls are text, as it writes them."""
-    if not body.tools:
-        return
-    if body.tool_choice not in {None, "auto"} if isinstance(body.tool_choice, str | None) else True:
-        raise bad_request("tool_choice", "must be auto: what the model writes is not constrained to calls")
-    if body.parallel_tool_calls is False:
-        raise bad_request("parallel_tool_calls", "cannot be promised: calls are text, as the model writes it")
 
 
 def check_max_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
@@ -276,16 +291,23 @@ def structured_format(body: GenerationBody) -> dict[str, Any] | None:
 
 
 @contextmanager
-def named_as_asked(body: GenerationBody) -> Iterator[None]:
-    """Errors of the form of the text by the field that gave it."""
+def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = False) -> Iterator[None]:
+    """Errors of the form of the text by the field that gave it, which are the tools of a call."""
     try:
         yield
     except (ParameterError, ApiError) as error:
-        refusal, forms = as_api_error(error), _forms_of(body)
-        if refusal.param != "response_format" or not forms:
+        refusal, field = as_api_error(error), "tools" if is_call else _form_field(body)
+        if refusal.param != "response_format" or field is None:
             raise
         message = refusal.message.removeprefix("response_format: ")
-        raise bad_request(forms[0][0], message, code=refusal.code) from error
+        raise bad_request(field, message, code=refusal.code) from error
+
+
+def _form_field(body: GenerationBody | ResponsesBody) -> str | None:
+    """The field that gave a form in other words than `response_format`."""
+    if isinstance(body, ResponsesBody):
+        return "text"
+    return next((name for name, _ in _forms_of(body)), None)
 
 
 def _forms_of(body: GenerationBody) -> list[tuple[str, Any]]:

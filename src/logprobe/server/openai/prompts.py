@@ -13,10 +13,11 @@ import numpy as np
 
 from logprobe.server.http.errors import bad_request
 from logprobe.server.limits import check_count
-from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout, lay_out
+from logprobe.server.openai.thinking import lay_out_reasoning, template_variables
+from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from logprobe.records.values import IntArray
     from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
@@ -124,24 +125,42 @@ def encode_messages(messages: Conversation, service: Service, layout: Layout = A
         ApiError: more text than a request may have, or than the model can take.
         ParameterError: what the model's chat template refuses or passes over.
     """
-    return service.text.encode(render_messages(messages, service, layout), add_special_tokens=False)
+    return encode_laid_out(render_messages(messages, service, layout), service)
 
 
-def render_messages(messages: Conversation, service: Service, layout: Layout = ANSWER) -> str:
-    """A conversation as the model's chat template writes it; raises as `encode_messages` does."""
+def encode_laid_out(text: str, service: Service) -> IntArray:
+    """The ids of a conversation that is laid out."""
+    return service.text.encode(text, add_special_tokens=False)
+
+
+def render_messages(
+    messages: Conversation,
+    service: Service,
+    layout: Layout = ANSWER,
+    *,
+    reasoning_field: str = "messages.reasoning_content",
+) -> str:
+    """A conversation as the model's chat template writes it; raises as `encode_messages` does.
+
+    Where the template leaves reasoning out, that of earlier turns or all of it, the reply names the field.
+    """
     check_fields(messages)
-    text = lay_out(messages, service.text, layout)
+    text, is_whole = lay_out_reasoning(messages, service.text, layout)
+    if not is_whole:
+        service.call.without_effect.append(reasoning_field)
     check_texts([text], "messages", service)
     return text
 
 
-def layout_of(body: ChatBody | ScoreBody | TokenizeBody) -> Layout:
-    """How a body's conversation is to be laid out."""
+def layout_of(
+    body: ChatBody | ScoreBody | TokenizeBody, service: Service, functions: Sequence[Mapping[str, Any]] | None
+) -> Layout:
+    """How a body's conversation is to be laid out, with these tools."""
     return Layout(
-        tools=body.tools,
+        tools=functions,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=template_variables(body, service.template_variables()),
     )
 
 

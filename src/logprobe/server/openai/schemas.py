@@ -16,7 +16,7 @@ from logprobe.records.forms.json import IMPOSSIBLE
 Logprob = Annotated[float, Meta(ge=IMPOSSIBLE, le=1e-4)]  # nats
 Bytes: TypeAlias = list[Annotated[int, Meta(ge=0, le=255)]]
 Ids: TypeAlias = list[int]
-FinishReason: TypeAlias = Literal["stop", "length"]
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +104,7 @@ class _ChoiceExtras(Shape, kw_only=True):
     token_ids: Ids | UnsetType = UNSET
     explain: list[Any] | UnsetType = UNSET
     fields: list[FieldLogprob] | UnsetType | None = UNSET
+    tool_call_fields: list[list[FieldLogprob] | None] | UnsetType = UNSET
 
 
 class _ChatFrame(_PromptExtras, kw_only=True):
@@ -112,20 +113,60 @@ class _ChatFrame(_PromptExtras, kw_only=True):
     model: str
 
 
-class ChatLogprobs(_FurtherColumns, kw_only=True):
-    """Rows of a choice, or of a chunk's text."""
+class _ReasoningColumns(_FurtherColumns, kw_only=True):
+    reasoning_log_kept_mass: list[float | None] | UnsetType = UNSET
+    reasoning_entropy: list[float | None] | UnsetType = UNSET
+    reasoning_given: list[list[TokenRow] | None] | UnsetType = UNSET
+
+
+class _CallColumns(_ReasoningColumns, kw_only=True):
+    tool_calls_log_kept_mass: list[list[float | None]] | UnsetType = UNSET
+    tool_calls_entropy: list[list[float | None]] | UnsetType = UNSET
+    tool_calls_given: list[list[list[TokenRow] | None]] | UnsetType = UNSET
+
+
+class ChatLogprobs(_CallColumns, kw_only=True):
+    """Rows of a choice, or of what a chunk adds; the columns of each channel are parallel to its rows."""
 
     content: list[ChatTokenLogprob] | None
     refusal: list[ChatTokenLogprob] | None
     processed_content: list[ChatTokenLogprob] | UnsetType = UNSET
+    reasoning: list[ChatTokenLogprob] | UnsetType = UNSET
+    processed_reasoning: list[ChatTokenLogprob] | UnsetType = UNSET
+    tool_calls: list[list[ChatTokenLogprob]] | UnsetType = UNSET
+    processed_tool_calls: list[list[ChatTokenLogprob]] | UnsetType = UNSET
+
+
+class CalledFunction(Shape, kw_only=True):
+    """What is called; the arguments are the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(ToolCall, kw_only=True):
+    """A call in a stream, whole."""
+
+    index: int
 
 
 class ChatMessage(Shape, kw_only=True):
-    """What the assistant said."""
+    """What the assistant said; content is null where there are calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(_ChoiceExtras, kw_only=True):
@@ -150,6 +191,9 @@ class ChatDelta(Shape, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(_ChoiceExtras, kw_only=True):
@@ -217,30 +261,61 @@ class OutputText(Shape, kw_only=True):
     annotations: list[Any]
     logprobs: list[ChatTokenLogprob]
     processed_logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    fields: list[FieldLogprob] | UnsetType | None = UNSET
 
 
-class OutputMessage(Shape, kw_only=True):
-    """The one item of a response's output."""
+class OutputMessage(Shape, kw_only=True, tag_field="type", tag="message"):
+    """A text of a response."""
 
     id: str
-    type: Literal["message"]
     role: Literal["assistant"]
     status: str
     content: list[OutputText]
 
 
-class Item(msgspec.Struct, kw_only=True):
-    """A message that a response answered; other fields are those that it was given."""
+class ReasoningText(Shape, kw_only=True):
+    """Reasoning with its rows, where they were asked for."""
+
+    type: Literal["reasoning_text"]
+    text: str
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    processed_logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class OutputReasoning(Shape, kw_only=True, tag_field="type", tag="reasoning"):
+    """What a response thought before."""
 
     id: str
-    type: Literal["message"]
-    role: str
+    status: str
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+class OutputCall(Shape, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a tool."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    processed_logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+    fields: list[FieldLogprob] | UnsetType | None = UNSET
+
+
+class Item(msgspec.Struct, kw_only=True):
+    """An item that a response answered; a message's other fields are those that it was given."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "function_call_output"]
+    role: str | UnsetType = UNSET
     status: Literal["completed"]
-    content: list[dict[str, Any]]
+    content: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class Items(Shape, kw_only=True):
-    """A page of such messages."""
+    """A page of such items."""
 
     object: Literal["list"]
     data: list[Item]
@@ -267,10 +342,10 @@ class Response(msgspec.Struct, kw_only=True):
     instructions: str | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputReasoning | OutputCall]
     parallel_tool_calls: bool
     temperature: float
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     tools: list[Any]
     top_logprobs: int
     top_p: float

@@ -5,13 +5,15 @@ Before it: HTTP. After it: a generation and its pieces.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from logprobe.server.http.decode import read
 from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
-from logprobe.server.openai.prompts import encode_messages, layout_of
+from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
+from logprobe.server.openai.tools import tools_of
 from logprobe.server.reply import Generation, answer, usage
 from logprobe.server.rows import (
     chat_logprobs,
@@ -20,6 +22,7 @@ from logprobe.server.rows import (
     prompt_extensions,
     reply_extensions,
 )
+from logprobe.server.said import Splitter, Told, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,25 +32,39 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import CompletionPiece
     from logprobe.server.http.errors import ApiError
+    from logprobe.server.said import Said
     from logprobe.server.service import Service
 
 
 async def chat_completions(request: HttpRequest, service: Service) -> Response:
     """Answer one chat request."""
-    body, generation = await read(request, service, ChatBody, prepare)
-    shape = ChatShape(service, body, generation)
-    return await answer(request, service, generation, shape, is_stream=bool(body.stream))
+    chat = await read(request, service, ChatBody, prepare)
+    shape = ChatShape(service, chat)
+    return await answer(request, service, chat.generation, shape, is_stream=bool(chat.body.stream))
 
 
-def prepare(body: ChatBody, service: Service) -> tuple[ChatBody, Generation]:
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A checked and admitted request."""
+
+    body: ChatBody
+    generation: Generation
+    splitter: Splitter
+
+
+def prepare(body: ChatBody, service: Service) -> ChatRequest:
     """Check and admit what is asked."""
     service.choose_weights(body)
     service.log_body("chat", body)
-    ids = encode_messages(body.messages, service, layout_of(body))
+    tools = tools_of(body, service.reply_form())
+    prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
+    ids = encode_laid_out(prompt, service)
     room = service.capabilities.max_model_len + 1 - len(ids)
-    with named_as_asked(body):
-        params = chat_params(body, service.settings, room=room)
-        return body, Generation(service, service.new_id("chatcmpl"), [(ids, params)])
+    calls = tools.call_format(prompt)
+    with named_as_asked(body, is_call=calls is not None):
+        params = chat_params(body, service.settings, calls, room=room)
+        generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
+    return ChatRequest(body, generation, Splitter(service, prompt, tools.functions))
 
 
 class ChatShape:
@@ -56,11 +73,12 @@ class ChatShape:
     terminator = DONE
     closing_repeats_all = False
 
-    def __init__(self, service: Service, body: ChatBody, generation: Generation) -> None:
+    def __init__(self, service: Service, request: ChatRequest) -> None:
         self._service = service
-        self._body = body
-        self._generation = generation
-        options = body.stream_options
+        self._body = request.body
+        self._generation = request.generation
+        self._splitter = request.splitter
+        options = request.body.stream_options
         self._has_usage = bool(options and options.include_usage)
         self._has_sent_prompt = False
 
@@ -78,16 +96,19 @@ class ChatShape:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
-        """Text with its rows, then the reason where it has ended."""
+        """What is said with its rows, a chunk a part, then the reason where it has ended."""
         extras = choice_extensions(self._body, piece)
-        if piece.text or piece.text_tokens or (extras and piece.num_rows):
-            delta = {"content": piece.text}
-            logprobs = chat_logprobs(self._service, self._generation, piece)
-            yield self._chunk(piece.index, delta, logprobs, **extras) | self._prompt()
+        num_calls = self._splitter.num_calls(piece.index)
+        parts = [[said] for said in self._splitter.take(piece)]
+        for part in parts or [[]] * bool(extras and piece.num_rows):
+            told = Told.of(part)
+            logprobs = chat_logprobs(self._service, self._generation, piece.completion, told)
+            yield self._chunk(piece.index, _delta(told, num_calls), logprobs, **extras) | self._prompt()
+            num_calls += len(told.calls)
+            extras = {}  # of the whole piece
         if piece.finish_reason:
-            ending = ending_extensions(self._service, self._body, piece)
-            chunk = self._chunk(piece.index, {}, finish_reason=piece.finish_reason, **ending)
-            yield chunk | self._prompt()
+            reason, ending = self._end(piece)
+            yield self._chunk(piece.index, {}, finish_reason=reason, **ending) | self._prompt()
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Usage, where it was asked for."""
@@ -100,14 +121,24 @@ class ChatShape:
         return error.to_dict()
 
     def _choice(self, piece: CompletionPiece) -> dict[str, Any]:
+        told = Told.of(self._splitter.take(piece))
+        reason, ending = self._end(piece)
         return {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
-            "logprobs": chat_logprobs(self._service, self._generation, piece),
-            "finish_reason": piece.finish_reason,
+            "message": _message(told),
+            "logprobs": chat_logprobs(self._service, self._generation, piece.completion, told),
+            "finish_reason": reason,
             **choice_extensions(self._body, piece),
-            **ending_extensions(self._service, self._body, piece),
+            **ending,
         }
+
+    def _end(self, piece: CompletionPiece) -> tuple[str | None, dict[str, Any]]:
+        """Why a choice has ended, and what is told of it then."""
+        told = Told.of(self._splitter.all_of(piece.index))
+        has_called = bool(told.calls) and piece.finish_reason == "stop"
+        reason = "tool_calls" if has_called else piece.finish_reason
+        is_split = self._splitter.is_split
+        return reason, ending_extensions(self._service, self._body, piece, told if is_split else None)
 
     def _chunk(
         self,
@@ -138,3 +169,32 @@ class ChatShape:
         output = self._generation.outputs[0]
         extensions = prompt_extensions(self._service, self._body, output)
         return extensions | reply_extensions(self._body, self._generation.params, output)
+
+
+def _message(told: Told) -> dict[str, Any]:
+    """What the assistant says; without content beside calls it is null, as OpenAI has it."""
+    text = text_of(told.content)
+    content = None if told.calls and not text else text
+    calls = {"tool_calls": [_call(said) for said in told.calls]} if told.calls else {}
+    return {"role": "assistant", "content": content, "refusal": None, **_reasoning(told), **calls}
+
+
+def _delta(told: Told, num_calls: int) -> dict[str, Any]:
+    """What a part adds to a message that has so many calls."""
+    calls = [{"index": number, **_call(said)} for number, said in enumerate(told.calls, num_calls)]
+    if calls or told.reasoning:
+        return _reasoning(told) | ({"tool_calls": calls} if calls else {})
+    return {"content": text_of(told.content)}
+
+
+def _reasoning(told: Told) -> dict[str, str]:
+    """It by both names that clients know."""
+    return (
+        dict.fromkeys(("reasoning_content", "reasoning"), text_of(told.reasoning)) if told.reasoning else {}
+    )
+
+
+def _call(said: Said) -> dict[str, Any]:
+    assert said.call is not None, "a part of this channel is a call"
+    function = {"name": said.call.name, "arguments": said.call.arguments}
+    return {"id": said.call_id, "type": "function", "function": function}

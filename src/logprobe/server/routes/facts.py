@@ -16,6 +16,7 @@ from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
 from logprobe.server.openai.fields import ENGINE_FIELDS, LOGPROBS_FIELDS, NEUTRAL, SAMPLING_FIELDS
 from logprobe.server.openai.no_effect import NO_EFFECT
 from logprobe.server.openai.prompts import check_texts, encode_messages, layout_of
+from logprobe.server.openai.tools import functions_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -64,12 +65,21 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
             "fields": sorted(set(SAMPLING_FIELDS) & ENGINE_FIELDS),
             "unsupported_fields": sorted({*SAMPLING_FIELDS, *NEUTRAL} - ENGINE_FIELDS),
             "fields_without_effect": sorted(
-                name for name, field in NO_EFFECT.items() if field.beside is None
+                name for name, field in NO_EFFECT.items() if field.beside is None and not field.is_templates
             ),
+            "reply_form": _reply_form(service),
             "limits": limit_table(service.settings),
             "in_use": service.limits.in_use(),
         }
     )
+
+
+def _reply_form(service: Service) -> dict[str, Any] | None:
+    """By which form replies are split, and who lays tools out; None where they are not split."""
+    form = service.reply_form()
+    if form is None:
+        return None
+    return {"name": form.name, "has_reasoning": form.has_reasoning, "tools": form.tools}
 
 
 async def logits_processors(request: HttpRequest, service: Service) -> Response:
@@ -103,7 +113,7 @@ def _tokenized(body: TokenizeBody, service: Service) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt", "give either prompt or messages")
     if body.messages is not None:
-        ids = encode_messages(body.messages, service, layout_of(body))
+        ids = encode_messages(body.messages, service, layout_of(body, service, functions_of(body.tools)))
     else:
         assert body.prompt is not None
         check_texts([body.prompt], "prompt", service, is_whole=False)

@@ -18,6 +18,7 @@ from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
+from logprobe.server.openai.tools import functions_of
 from logprobe.server.reply import encode
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
     if isinstance(body.context, str):
         return None, body.context
     if body.messages is not None:
-        text = render_messages(body.messages, service, layout_of(body))
+        text = render_messages(body.messages, service, layout_of(body, service, functions_of(body.tools)))
         check_texts([text] * num_times, "messages", service)  # it is tokenised with each continuation
         return text, service.text.encode(text, add_special_tokens=False)
     ids, limit = as_ids(body.context or [], "context"), service.capabilities.max_model_len

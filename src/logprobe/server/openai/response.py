@@ -1,0 +1,303 @@
+"""OpenAI's `response` object and the events that build it, item by item.
+
+Before it: pieces of one completion. After it: the events of a stream, or the response as a whole. Reasoning,
+text and calls are items of their own, in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from logprobe.server.rows import call_fields, chat_rows, num_top, reply_extensions, said_fields
+from logprobe.server.said import Said, Splitter, Told, segments, text_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from logprobe.engine.request import CompletionOutput, CompletionPiece
+    from logprobe.server.http.errors import ApiError
+    from logprobe.server.openai.bodies import ResponsesBody
+    from logprobe.server.reply import Generation
+    from logprobe.server.service import Service
+    from logprobe.server.stored import Messages
+
+ROWS: Final = ("logprobs", "processed_logprobs")
+"""Fields that hold the rows of what was said, named as the records of a completion."""
+NO_ROWS: Final = msgspec.Raw(b"[]")
+PREFIXES: Final = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
+"""With which an item's id begins, by its channel."""
+TEXTS: Final = {"content": "response.output_text", "reasoning": "response.reasoning_text"}
+"""Events of an item that is a text, by its channel."""
+CALL: Final = "response.function_call_arguments"
+NOTHING: Final = Said("content", "", [])
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A checked and admitted request, with the conversation so far."""
+
+    owner: bytes
+    body: ResponsesBody
+    messages: Messages
+    generation: Generation
+    splitter: Splitter
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item of the output, as far as it was said."""
+
+    id: str
+    index: int
+    channel: str
+    said: list[Said] = field(default_factory=list)
+
+
+class ResponseShape:
+    """One response, whole or as events."""
+
+    terminator = b""  # the last event says that it is the last
+    closing_repeats_all = True
+
+    def __init__(self, service: Service, request: ResponsesRequest) -> None:
+        self._service = service
+        self._request = request
+        self._body = request.body
+        self._generation = request.generation
+        self._splitter = request.splitter
+        self._created_at = service.now()
+        self._said: list[Said] = []
+        self._piece: CompletionPiece | None = None  # the last one
+        self._item: _Item | None = None  # that is being told
+        self._output: list[dict[str, Any]] = []  # items that are whole
+        self._num_events = 0
+
+    def whole(self, pieces: Sequence[CompletionPiece]) -> dict[str, Any]:
+        """The response, stored unless the client asked not to."""
+        (piece,) = pieces
+        self._piece = piece
+        self._said += self._splitter.take(piece)
+        groups = segments(self._said) or [[NOTHING]]
+        for number, said in enumerate(groups, start=1):
+            item = self._new_item(said[0])
+            item.said += said
+            self._output.append(self._written(item, "completed" if number < len(groups) else self._status()))
+        return self._ended()
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """What is known before any text."""
+        yield self._event("response.created", response=self._response("in_progress", []))
+        yield self._event("response.in_progress", response=self._response("in_progress", []))
+        if not self._splitter.is_split:
+            yield from self._begin(NOTHING)
+
+    def chunks(self, piece: CompletionPiece) -> Iterator[dict[str, Any]]:
+        """What is said with its rows; an item ends where another begins."""
+        self._piece = piece
+        for said in self._splitter.take(piece):
+            self._said.append(said)
+            if self._item is not None and (said.call is not None or said.channel != self._item.channel):
+                yield from self._end("completed")
+            if self._item is None:
+                yield from self._begin(said)
+            yield from self._go_on(said)
+            if said.call is not None:
+                yield from self._end("completed")
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """The end of what is open, then everything once more, whole."""
+        if self._item is None and not self._output:
+            yield from self._begin(NOTHING)
+        if self._item is not None:
+            yield from self._end(self._status())
+        response = self._ended()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The error event of this interface."""
+        return self._event("error", code=error.code, message=error.message, param=error.param)
+
+    # -- events ----------------------------------------------------------------------------------------------
+
+    def _begin(self, said: Said) -> Iterator[dict[str, Any]]:
+        """An item that what is said belongs to."""
+        self._item = item = self._new_item(said)
+        begun = self._written(_Item(item.id, item.index, item.channel, [said] if said.call else []))
+        yield self._event("response.output_item.added", output_index=item.index, item=begun)
+        if said.call is None:
+            part = self._part(item)
+            yield self._item_event("response.content_part.added", content_index=0, part=part)
+
+    def _go_on(self, said: Said) -> Iterator[dict[str, Any]]:
+        assert self._item is not None, "it has begun"
+        self._item.said.append(said)
+        if said.call is not None:
+            yield self._item_event(f"{CALL}.delta", delta=said.call.arguments, **self._rows([said]))
+        else:
+            kind, rows = f"{TEXTS[said.channel]}.delta", self._text_rows(said.channel, [said])
+            yield self._item_event(kind, content_index=0, delta=said.text, **rows)
+
+    def _end(self, status: str) -> Iterator[dict[str, Any]]:
+        """The end of the open item."""
+        assert self._item is not None, "there is one"
+        item = self._item
+        item.said = item.said or [NOTHING]
+        written = self._written(item, status)
+        if item.channel == "tool_call":
+            rows = {name: written[name] for name in ROWS if name in written}
+            yield self._item_event(
+                f"{CALL}.done", name=written["name"], arguments=written["arguments"], **rows
+            )
+        else:
+            (part,) = written["content"]
+            rows = {name: part[name] for name in ROWS if name in part}
+            yield self._item_event(f"{TEXTS[item.channel]}.done", content_index=0, text=part["text"], **rows)
+            yield self._item_event("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=item.index, item=written)
+        self._output.append(written)
+        self._item = None
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number = self._num_events
+        self._num_events += 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._item is not None, "it is of the open item"
+        return self._event(kind, item_id=self._item.id, output_index=self._item.index, **fields)
+
+    # -- items -----------------------------------------------------------------------------------------------
+
+    def _new_item(self, said: Said) -> _Item:
+        index = len(self._output)
+        own_id = self._generation.reply_id.replace("resp", PREFIXES[said.channel], 1)
+        return _Item(f"{own_id}-{index}" if index else own_id, index, said.channel)
+
+    def _written(self, item: _Item, status: str | None = None) -> dict[str, Any]:
+        """An item as it ends with a status, or as it begins."""
+        label = {"id": item.id, "status": status or "in_progress"}
+        if item.channel == "tool_call":
+            return self._written_call(item.said[0], label, has_ended=status is not None)
+        parts = [] if status is None else [self._part(item, has_ended=True)]
+        if item.channel == "reasoning":
+            return {**label, "type": "reasoning", "summary": [], "content": parts}
+        return {**label, "type": "message", "role": "assistant", "content": parts}
+
+    def _written_call(self, said: Said, label: dict[str, str], *, has_ended: bool) -> dict[str, Any]:
+        assert said.call is not None, "a part of this channel is a call"
+        call = {"type": "function_call", "call_id": said.call_id, "name": said.call.name}
+        if not has_ended:
+            return {**label, **call, "arguments": ""}
+        # It comes whole, whatever becomes of the rest.
+        done = {
+            **label,
+            **call,
+            "status": "completed",
+            "arguments": said.call.arguments,
+            **self._rows([said]),
+        }
+        return done | ({"fields": call_fields(self._completion, said)} if self._body.field_logprobs else {})
+
+    def _part(self, item: _Item, *, has_ended: bool = False) -> dict[str, Any]:
+        """The text of an item, with its rows."""
+        text, rows = text_of(item.said), self._text_rows(item.channel, item.said)
+        if item.channel == "reasoning":
+            return {"type": "reasoning_text", "text": text, **rows}
+        has_fields = has_ended and self._body.field_logprobs
+        fields = {"fields": said_fields(self._completion, item.said)} if has_fields else {}
+        return {"type": "output_text", "text": text, "annotations": [], **rows, **fields}
+
+    def _text_rows(self, channel: str, said: Sequence[Said]) -> dict[str, msgspec.Raw]:
+        """The rows of a text; of content an empty list where none were asked, as OpenAI has it."""
+        return ({"logprobs": NO_ROWS} if channel == "content" else {}) | self._rows(said)
+
+    def _rows(self, said: Sequence[Said]) -> dict[str, msgspec.Raw]:
+        """The rows of what was said, of each distribution that was asked for."""
+        records = {name: getattr(self._completion, name) for name in ROWS} if said else {}
+        return {
+            name: chat_rows(self._service, record, said, num_top(self._generation))
+            for name, record in records.items()
+            if record is not None
+        }
+
+    @property
+    def _completion(self) -> CompletionOutput:
+        assert self._piece is not None, "something was said"
+        return self._piece.completion
+
+    # -- the response ----------------------------------------------------------------------------------------
+
+    def _status(self) -> str:
+        assert self._piece is not None, "it has ended"
+        return "completed" if self._piece.finish_reason == "stop" else "incomplete"
+
+    def _ended(self) -> dict[str, Any]:
+        response = self._response(self._status(), self._output) | {"usage": self._usage()}
+        output = self._generation.outputs[0]
+        response |= reply_extensions(self._body, self._generation.params, output)
+        if self._body.store is not False:
+            messages = [*self._request.messages, _message(Told.of(self._said))]
+            self._service.stored.keep(self._request.owner, response, messages)
+        return response
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        body, is_cut = self._body, status == "incomplete"
+        asked = (
+            {}
+            if body.reasoning is None
+            else {"reasoning": {"effort": body.reasoning.effort, "summary": None}}
+        )
+        return {
+            "id": self._generation.reply_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._service.name_of(self._body),
+            "output": output,
+            "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store is not False,
+            "temperature": self._generation.params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": self._generation.params.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            **asked,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        num_input, num_output = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
+        num_reasoning = sum(len(said.rows) for said in self._said if said.channel == "reasoning")
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": num_input + num_output,
+        }
+
+
+def _message(told: Told) -> dict[str, Any]:
+    """What was said as a message of the conversation that goes on."""
+    message: dict[str, Any] = {"role": "assistant", "content": text_of(told.content)}
+    if told.reasoning:
+        message["reasoning_content"] = text_of(told.reasoning)
+    calls = [(said.call_id, said.call) for said in told.calls if said.call is not None]
+    if calls:
+        message["tool_calls"] = [
+            {"id": own_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for own_id, call in calls
+        ]
+    return message

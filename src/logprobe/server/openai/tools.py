@@ -1,0 +1,136 @@
+"""Tools as clients of either interface give them, and which calls a request insists on.
+
+Before it: a typed body. After it: what the chat template is told, and a response format where a call is
+wanted in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.errors import ParameterError, shortened
+from logprobe.server.http.errors import as_api_error, bad_request
+from logprobe.server.openai.bodies import ResponsesBody
+from logprobe.server.said import end_of
+from logprobe.text.channels import call_format
+from logprobe.text.tools import read_tools
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from logprobe.server.openai.bodies import ChatBody
+    from logprobe.text.channels import ResponseForm
+
+FLAT_FIELDS: Final = frozenset({"type", "name", "description", "parameters", "strict"})
+"""Fields of a tool in the interface of responses, which has no object `function`."""
+ANY: Final = "required"
+CHOICES: Final = "none, auto, required or {type: function, function: {name: ...}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that a request tells its model of, and whether its reply is to call one."""
+
+    functions: Sequence[Mapping[str, Any]] | None = None  # {type, function}, as chat templates take them
+    form: ResponseForm | None = None  # of a reply that is to call
+    wanted: str = ANY  # or the name of the function that is called once
+    is_single: bool = False
+
+    def call_format(self, prompt: str) -> dict[str, Any] | None:
+        """The response format of a reply to a prompt, where it is to call.
+
+        Raises:
+            ParameterError: what is asked cannot be put as a grammar.
+        """
+        if self.form is None or self.functions is None:
+            return None
+        parallel = not self.is_single
+        prefix = end_of(prompt)
+        return call_format(self.form, self.functions, self.wanted, parallel=parallel, prefix=prefix)
+
+
+def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:
+    """The tools of a body; with `tool_choice: none` the model is told of none.
+
+    Raises:
+        ApiError: 400, a tool without a name, a choice that names none of them, or that cannot be promised.
+    """
+    functions = functions_of(body.tools, is_flat=isinstance(body, ResponsesBody))
+    choice, is_single = _choice(body.tool_choice), body.parallel_tool_calls is False
+    if not isinstance(choice, Named) and choice in {"none", "auto"}:
+        if choice == "none" or not functions:
+            return Tools()
+        if is_single:
+            remedy = "give tool_choice: required, or name the function"
+            message = f"cannot be promised where the model is free to call or not; {remedy}"
+            raise bad_request("parallel_tool_calls", message)
+        return Tools(functions)
+    names = [function["function"]["name"] for function in functions]
+    if not functions:
+        raise bad_request("tool_choice", "asks for a call, and there are no tools; give tools")
+    if isinstance(choice, Named) and choice.name not in names:
+        known = shortened(", ".join(map(repr, names)))
+        message = f"names no tool of this request, {shortened(choice.name)!r}; there is {known}"
+        raise bad_request("tool_choice", message)
+    if form is None or form.tools is None:
+        remedy = "give auto, or start the server with --response-template"
+        message = f"cannot be promised: how this model writes calls is not known; {remedy}"
+        raise bad_request("tool_choice", message)
+    wanted = choice.name if isinstance(choice, Named) else choice
+    return Tools(functions, form, wanted, is_single)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A function that is to be called."""
+
+    name: str
+
+
+def _choice(choice: str | Mapping[str, Any] | None) -> str | Named:
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str):
+        if choice not in {"none", "auto", ANY}:
+            raise bad_request("tool_choice", f"must be {CHOICES}, got {shortened(choice)!r}")
+        return choice
+    function = choice.get("function", {"name": choice.get("name")})
+    others = choice.keys() - {"type", "function", "name"}
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str) or others:
+        raise bad_request("tool_choice", f"must be {CHOICES}")
+    return Named(name)
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]] | None, *, is_flat: bool = False) -> list[dict[str, Any]]:
+    """Tools as chat templates take them; those of responses, which are flat, too.
+
+    Raises:
+        ApiError: 400, one is no function with a name of its own and a schema of an object.
+    """
+    functions = [_function(tool, f"tools[{number}]", is_flat) for number, tool in enumerate(tools or ())]
+    try:
+        read_tools(functions)
+    except ParameterError as error:
+        refusal = as_api_error(error)
+        field = error.parameter.replace(".function", "") if is_flat else error.parameter
+        raise bad_request(field, refusal.message.removeprefix(f"{error.parameter}: ")) from error
+    return functions
+
+
+def _function(tool: Mapping[str, Any], where: str, is_flat: bool) -> dict[str, Any]:
+    """A tool as chat templates take it; `strict` is for the server, and not told to the model."""
+    if tool.get("type") != "function":
+        message = "must be function: other tools are not run here"
+        raise bad_request(f"{where}.type", message, code="unsupported_parameter")
+    known = FLAT_FIELDS if is_flat else {"type", "function"}
+    for name in sorted(tool.keys() - known):
+        if tool[name] is not None:
+            raise bad_request(f"{where}.{name}", "is no field that is read here; leave it out")
+    function = tool if is_flat else tool.get("function")
+    if not isinstance(function, dict):
+        raise bad_request(f"{where}.function", "must be an object {name, description, parameters}")
+    untold = {"strict", "type"} if is_flat else {"strict"}
+    said = {name: value for name, value in function.items() if name not in untold and value is not None}
+    return {"type": "function", "function": said}
