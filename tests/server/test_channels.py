@@ -536,6 +536,26 @@ def test_tools_calls_and_results_are_texts_where_the_template_takes_none(plain: 
     assert laid_out.count("<tool_response>") == 2
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_form_is_the_contents_where_the_prompt_has_opened_a_reasoning(
+    path: str, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = TALKS.replace("assistant:", "assistant:<think>")
+    monkeypatch.setattr(plain.llm.text.tokenizer, "chat_template", opened)
+    schema = {"enum": ["the cat"]}
+    if path == CHAT:
+        form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        asked: Any = {"messages": [ASK], "max_tokens": 40, "logprobs": True, "response_format": form}
+        message = ok(plain.post(path, **asked))["choices"][0]["message"]
+        assert (message["content"], "reasoning" in message) == ('"the cat"', False)
+        thought = ok(plain.post(path, messages=[ASK], max_tokens=5))["choices"][0]["message"]
+        assert thought["reasoning"], "without a form it goes on"
+    else:
+        text = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        [item] = ok(plain.post(path, input="the cat", max_output_tokens=40, text=text))["output"]
+        assert (item["type"], item["content"][0]["text"]) == ("message", '"the cat"')
+
+
 # -- responses -----------------------------------------------------------------------------------------------
 
 INPUT: dict[str, Any] = {

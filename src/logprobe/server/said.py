@@ -53,14 +53,23 @@ class Splitter:
     """Says of the pieces of a reply's choices what they are; all of them go through it in order."""
 
     def __init__(
-        self, service: Service, prompt: str, functions: Sequence[Mapping[str, Any]] | None = None
+        self,
+        service: Service,
+        prompt: str,
+        functions: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        is_formed: bool = False,
     ) -> None:
-        """`prompt` is the text that the reply follows, and `functions` are the tools that it may call."""
+        """`prompt` is the text that the reply follows, and `functions` are the tools that it may call.
+
+        A reply that `is_formed` keeps to a form of the client's from its first token on: a reasoning that the
+        prompt has opened is not gone on with.
+        """
         form = service.reply_form()
         may_call = bool(functions) and form is not None and form.tools is not None
         self._form = form if form is not None and (form.has_reasoning or may_call) else None
         self._text = service.text
-        self._prompt = end_of(prompt)
+        self._prompt = "" if is_formed else end_of(prompt)
         self._functions = functions
         self._channels: dict[int, Channels] = {}  # by choice
         self._said: defaultdict[int, list[Said]] = defaultdict(list)

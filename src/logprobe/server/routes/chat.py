@@ -64,7 +64,9 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     with named_as_asked(body, is_call=calls is not None):
         params = chat_params(body, service.settings, calls, room=room)
         generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
-    return ChatRequest(body, generation, Splitter(service, prompt, tools.functions))
+    is_formed = calls is None and params.response_format is not None
+    splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
+    return ChatRequest(body, generation, splitter)
 
 
 class ChatShape:

@@ -56,7 +56,9 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     with named_as_asked(body, is_call=calls is not None):
         params = responses_params(body, service.settings, calls, room=room)
         generation = Generation(service, service.new_id("resp"), [(ids, params)])
-    return ResponsesRequest(owner, body, messages, generation, Splitter(service, prompt, tools.functions))
+    is_formed = calls is None and params.response_format is not None
+    splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
+    return ResponsesRequest(owner, body, messages, generation, splitter)
 
 
 def read_conversation(
