@@ -13,12 +13,15 @@ from report import machine, newest_results
 
 from logprobe.config import EngineConfig
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
+from logprobe.next_token.fields import MEMBERS_A_ROW
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
+from logprobe.scoring.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
 from logprobe.server import ServerSettings
 from logprobe.server.http.gate import PIECE_BYTES
 from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS
 from logprobe.server.limits import limit_table
+from logprobe.server.members import ROWS_AT_ONCE
 from logprobe.server.openai.bodies import MAX_LISTED
 from logprobe.server.routes.score import SCORE_ENTRIES
 
@@ -324,6 +327,21 @@ AUDIT = (
             "test_workers.py::test_a_prompt_that_each_choice_begins_with_counts_once_for_each_and_is_made_once",
             "test_workers.py::test_the_end_of_a_long_response_is_written_in_a_worker",
             "test_workers.py::test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_them",
+        ),
+    ),
+    Audited(
+        ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
+        'with `field_logprobs: "members"`, once a choice has ended: the values that its schema names, looked '
+        "up in a worker, and a next-token row, as wide as the vocabulary, for each way to spell them",
+        f"`max_field_rows` of all choices and values of a reply, {ROWS_AT_ONCE} of them at once, "
+        f"{MEMBERS_A_ROW} members looked at for each; they count in `max_requests`, `max_tokens_in_flight` "
+        f"and `max_logprob_bytes` before the reply begins; {MOST_WAYS:,} alternatives of a place of the "
+        f"schema, {MOST_WAYS_IN_ALL:,} in all; a client that leaves ends them",
+        (
+            "test_fields.py::test_rows_of_a_reply_are_capped_for_all_of_its_values_and_choices",
+            "test_fields.py::test_rows_are_counted_before_the_reply_begins",
+            "test_fields.py::test_members_need_raw_rows_and_a_schema_that_can_be_followed",
+            "test_fields.py::test_a_client_that_leaves_gives_its_rows_up",
         ),
     ),
     Audited(

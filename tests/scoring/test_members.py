@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from logprobe import RequestOutput
+    from logprobe.engine.backends.start import LoadedModel
     from logprobe.scoring.members import FieldDistribution, Members
 
 # Of several bytes each: of names, of values, and of both.
@@ -59,6 +60,7 @@ class Fake:
     """A fake engine, the numbers of its forward pass, and a grammar of which it knows nothing."""
 
     forward: FakeForward
+    model: LoadedModel
     lm: AsyncLM
     pieces: list[bytes]
     client: Client
@@ -81,7 +83,7 @@ def fake() -> Iterator[Fake]:
     model = fake_model(forward, tokens=TOKENS, max_batch_rows=16)
     pieces = [model.text.vocabulary.token_bytes(i) for i in range(forward.vocab_size)]
     with AsyncLM(model) as lm:
-        yield Fake(forward, lm, pieces, Client(model.engine, model.text))
+        yield Fake(forward, model, lm, pieces, Client(model.engine, model.text))
     model.engine.close()
 
 
@@ -472,6 +474,52 @@ def test_the_weights_that_wrote_a_reply_answer(tiny_llm: LLM, adapter_folders: d
         assert len(tiny_llm.fields(output)) == 2
     finally:
         tiny_llm.remove_lora("wide")
+
+
+# -- rows that are too few -----------------------------------------------------------------------------------
+
+
+def summed(fake: Fake, output: RequestOutput, max_rows_in_all: int) -> tuple[list[FieldDistribution], int]:
+    """The fields by rows that all values share, and how many were asked."""
+    loaded = fake.model
+    sums = FieldSums(loaded, SpellingTools(loaded), output, None, 0, MANY, max_rows_in_all=max_rows_in_all)
+    count = 0
+    while asks := sums.next_asks():
+        count += len(asks)
+        sums.take(asks, [fake.row(ask.token_ids.tolist()).astype(np.float32) for ask in asks])
+    return sums.answer(), count
+
+
+def test_values_share_few_rows_fairly(fake: Fake) -> None:
+    names = object_of(a={"enum": ["ab", "c"]}, b={"enum": ["true", "v"]}, c={"enum": [10, 1, -1]})
+    output = fake.reply(asking(names))
+    whole = fake.fields(output)
+    for most in (1, 7, 30, MANY):
+        found, count = summed(fake, output, most)
+        assert count <= most
+        exact = most >= 30
+        for field in found:
+            other = whole[field.pointer]
+            assert field.raw.logprob <= field.raw.upper
+            if exact:
+                assert field.raw.logprob == pytest.approx(other.raw.logprob, abs=1e-4)
+            if field.members is None or other.members is None:
+                assert other.members is None
+                continue
+            # Whatever was not followed is all that may be missing.
+            missing = np.exp(other.members.logprobs) - np.exp(field.members.logprobs)
+            assert np.all(missing < field.members.unresolved + 1e-6)
+    unresolved = [field.members.unresolved for field in summed(fake, output, 30)[0] if field.members]
+    assert max(unresolved) < 1, "each had some"
+
+
+def test_values_that_name_too_many_members_for_their_rows_have_none(fake: Fake) -> None:
+    many = {"enum": [f"ab{number}" for number in range(150)] + ["c"]}
+    output = fake.reply(asking(object_of(a=many, b=many)))
+    members = {field.pointer: field.members for field in summed(fake, output, 2)[0]}
+    assert (members["/a"] is None, members["/b"] is None) == (False, True)
+    members = {field.pointer: field.members for field in summed(fake, output, 1)[0]}
+    assert (members["/a"] is None, members["/b"] is None) == (True, True)
 
 
 # -- what cannot be asked ------------------------------------------------------------------------------------

@@ -81,3 +81,30 @@ def test_a_schema_that_cannot_be_followed_is_told(schema: Any) -> None:
 
 def test_a_schema_without_values_is_known() -> None:
     assert not Schema({"type": "object", "properties": {"a": {"type": "string"}}}).has_members()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"items": {"$ref": "#/$defs/none"}}}},
+        {"additionalProperties": {"$ref": "#/$defs/none"}},
+        {"prefixItems": [{"const": 1}, {"$ref": "elsewhere"}]},
+        {"anyOf": [{"properties": {"a": {"allOf": [{"$ref": "#/properties/b"}]}}}]},
+        {"$defs": {"a": {"$ref": "#/$defs/a"}}, "items": {"$ref": "#/$defs/a"}},
+        {"properties": {"a": {"properties": {"b": {"allOf": [{"anyOf": [{}, {}]}] * 12}}}}},
+        {"properties": {str(i): {"allOf": [{"anyOf": [{"const": 1}, {"const": 2}]}] * 9} for i in range(20)}},
+    ],
+)
+def test_a_schema_with_a_place_that_cannot_be_followed_is_found_out(schema: dict[str, Any]) -> None:
+    with raises(ParameterError, parameter="schema"):
+        Schema(schema).check()
+
+
+def test_a_schema_that_refers_to_itself_is_followed_to_its_end() -> None:
+    tree = {
+        "properties": {"kind": {"enum": ["leaf", "node"]}, "parts": {"items": {"$ref": "#"}}},
+        "anyOf": [{"required": ["kind"]}, {"properties": {"more": {"$ref": "#"}}}],
+        "additionalProperties": {"prefixItems": [{"$ref": "#"}]},
+    }
+    Schema(tree).check()
+    assert Schema(tree).members("/parts/0/parts/3/kind") == ["leaf", "node"]

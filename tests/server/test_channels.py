@@ -307,6 +307,30 @@ def test_fields_of_arguments_are_the_rows_of_their_tokens(talks: Any) -> None:
 # -- which calls ---------------------------------------------------------------------------------------------
 
 
+def test_members_of_a_reply_that_may_hold_more_than_content(talks: Any) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"the": {"enum": ["dog", "cat"]}},
+        "required": ["the"],
+    }
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"field_logprobs": "members", "response_format": form}
+    choice = choice_of(talks, **asked)
+    assert "reasoning" not in choice["message"]
+    said = json.loads(choice["message"]["content"])["the"]
+    whole, field = choice["fields"]
+    assert whole["members"] is None
+    assert [member["value"] for member in field["members"]] == ["dog", "cat"]
+    assert field["value"] == said != field["runner_up"]["value"]
+    told = folded(events(talks, CHAT, ASKED | asked))["fields"]
+    assert [one["pointer"] for one in told] == ["", "/the"]
+    assert [one["value"] for one in told[1]["members"]] == ["dog", "cat"]
+    wanted = {"field_logprobs": "members", "tool_choice": "required", "response_format": None}
+    refused = talks.post(CHAT, **ASKED | wanted)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "field_logprobs")
+
+
 @pytest.mark.parametrize("template", ["plain", "talks"])
 @pytest.mark.parametrize(
     ("asked", "names"),

@@ -5,6 +5,8 @@ Before it: `NextTokenLM.fields`, which has the rows. After it: `scoring.members`
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     Allowed = npt.NDArray[np.bool_]
 
 ROWS_AT_ONCE: Final = 64  # of all values
+MEMBERS_A_ROW: Final = 100  # that are looked at for each row that may be asked
 REMEDY: Final = "generate it anew with logprobs=0"
 
 
@@ -96,6 +99,9 @@ class FieldSums:
         schema: what the reply follows; None: that of the request's `response_format`.
         index: of the completion.
         max_rows: rows that the members of one value may take.
+        max_rows_in_all: rows that all values may take; where the tokens that values share want more than half
+            of them, `raw` and `processed` keep their bounds, and values at the end of a reply that names very
+            many members have none.
 
     Raises:
         ParameterError: a completion without log-probabilities, or of other weights; a text that is no JSON; a
@@ -110,12 +116,14 @@ class FieldSums:
         schema: dict[str, Any] | None,
         index: int,
         max_rows: int,
+        max_rows_in_all: int = sys.maxsize,
     ) -> None:
         is_count = isinstance(max_rows, int) and max_rows > 0
         require(is_count, "max_rows", "must be a positive number of rows", got=max_rows)
         self._params = _params_of(output)
         self._completion = _completion_of(output, index)
         self._loaded, self._weights_number = loaded, output.weights_number
+        self._max_len = loaded.engine.capabilities().max_model_len
         require(self._has_weights, "output", f"was written by weights that have been replaced; {REMEDY}")
         grammar = None if self._params.response_format is None else format_args(self._params.response_format)
         self._has_grammar = grammar is not None
@@ -125,14 +133,22 @@ class FieldSums:
         pieces = [loaded.text.vocabulary.token_bytes(token_id) for token_id in token_ids]
         self._spelt = Spelt(pieces, self._completion.text)
         self._sums: dict[int, MemberSum] = {}  # by the number of the value
+        members_left = MEMBERS_A_ROW * max_rows_in_all
         for number, node in enumerate(self._spelt.nodes):
-            if (members := known.members(node.pointer)) is not None:
+            members = known.members(node.pointer) if members_left > 0 else None
+            if members is not None and len(members) <= members_left:
                 self._sums[number] = MemberSum(
                     self._spelt, node, members, tools.index, max_rows=max_rows, has_grammar=self._has_grammar
                 )
+            members_left -= len(members or ())
+        self._turn = deque(self._sums.values())
+        self._rows_left = max_rows_in_all
         self._splits = self._spelt.splits()
         self._masses: tuple[dict[Split, float], dict[Split, float]] = ({}, {})
         self._asks = self._split_asks()
+        self._is_exact = len(self._asks) <= max_rows_in_all // 2
+        if not self._is_exact:
+            self._asks = []
         self._matchers = self._matchers_at(
             {split.token for split in self._splits} | {one.token for one in self._sums.values()}, grammar
         )
@@ -142,12 +158,18 @@ class FieldSums:
         """The LoRA weights that wrote the reply."""
         return self._params.lora
 
-    def next_asks(self) -> list[RowAsk]:
+    def next_asks(self, most: int = ROWS_AT_ONCE) -> list[RowAsk]:
         """The rows that are wanted now; none where all is known, or as many were asked as may be."""
-        asks, self._asks = self._asks[:ROWS_AT_ONCE], self._asks[ROWS_AT_ONCE:]
-        for one in self._sums.values():
-            paths = one.paths.next_paths(ROWS_AT_ONCE - len(asks))
-            asks += [self._member_ask(one, path) for path in paths]
+        most = min(most, self._rows_left)
+        asks, self._asks = self._asks[:most], self._asks[most:]
+        for num_waiting in range(len(self._turn), 0, -1):
+            if len(asks) >= most:
+                break
+            # Values take turns: where rows are few, none waits until another has had all it wants.
+            one = self._turn.popleft()
+            self._turn.append(one)
+            asks += self._member_asks(one, -(-(most - len(asks)) // num_waiting))
+        self._rows_left -= len(asks)
         return asks
 
     def take(self, asks: Sequence[RowAsk], rows: Sequence[Row]) -> None:
@@ -167,10 +189,10 @@ class FieldSums:
         assert raw is not None, "it was checked"
         sums = {number: one.members() for number, one in self._sums.items()}
         members = [sums.get(number, (None, None)) for number in range(len(self._spelt.nodes))]
-        fields = self._spelt.fields(raw, self._masses[0])
+        fields = self._spelt.fields(raw, self._masses[0] if self._is_exact else None)
         others: Sequence[Field | None] = [None] * len(fields)
         if processed is not None:
-            masses = self._masses[1] if self._has_grammar_alone else None
+            masses = self._masses[1] if self._is_exact and self._has_grammar_alone else None
             others = self._spelt.fields(processed, masses)
         return [
             FieldDistribution(
@@ -236,9 +258,15 @@ class FieldSums:
                 share = logsumexp(row[like]) - np.float64(row[self._completion.token_ids[token]])
                 masses[split] = float(own + share)
 
-    def _member_ask(self, one: MemberSum, path: Path) -> RowAsk:
-        token_ids = np.concatenate([self._prefix(one.token), np.array(path.token_ids, np.int32)])
-        return RowAsk(token_ids, partial(self._take_path, one, path))
+    def _member_asks(self, one: MemberSum, most: int) -> list[RowAsk]:
+        prefix, asks = self._prefix(one.token), []
+        for path in one.paths.next_paths(most):
+            token_ids = np.concatenate([prefix, np.array(path.token_ids, np.int32)])
+            if len(token_ids) <= self._max_len:
+                asks.append(RowAsk(token_ids, partial(self._take_path, one, path)))
+            else:  # it goes beyond the model's context
+                one.paths.give_up(path)
+        return asks
 
     def _take_path(self, one: MemberSum, path: Path, row: Row) -> None:
         one.paths.take(path, row, self._allowed_after(one.token, path))

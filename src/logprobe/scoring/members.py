@@ -81,8 +81,9 @@ class Members:
 class FieldDistribution:
     """One value of a JSON reply: what it was given, and what else might stand in its place.
 
-    The two bounds of `Field` are one here: of a token that a value shares with the text around it, `logprob`
-    counts what all tokens that begin as it does up to there leave to the value.
+    The two bounds of `Field` are one here, unless rows were too few for that: of a token that a value shares
+    with the text around it, `logprob` counts what all tokens that begin as it does up to there leave to the
+    value.
     """
 
     pointer: str  # RFC 6901

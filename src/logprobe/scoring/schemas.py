@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 MOST_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
+MOST_WAYS_IN_ALL: Final = 10_000  # to read all places of one that is checked
 MOST_DEPTH: Final = 100  # of references and alternatives within each other
 MOST_INTEGERS: Final = 1_000  # between two bounds
 _TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
@@ -53,6 +54,24 @@ class Schema:
                 return True
             level = [inner for part in level for inner in _parts(part)]
         return False
+
+    def check(self) -> None:
+        """Follow the schema to all of its places, so that `members` can go to each.
+
+        Raises:
+            ParameterError: as `members`, or too many alternatives in all.
+        """
+        pending, count, seen = [self._ways(self._root)], 0, set[frozenset[tuple[int, ...]]]()
+        while pending:
+            ways = pending.pop()
+            own_parts = frozenset(tuple(id(part) for part in way if part.keys() != {"allOf"}) for way in ways)
+            if own_parts in seen:  # a reference led there before
+                continue
+            seen.add(own_parts)
+            count += len(ways)
+            what = f"has more than {MOST_WAYS_IN_ALL:,} alternatives in all"
+            require(count <= MOST_WAYS_IN_ALL, "schema", what)
+            pending += [self._further(ways, key) for key in _keys(ways)]
 
     def members(self, pointer: str) -> list[Any] | None:
         """The values that may stand at a place (RFC 6901), in the schema's order; None: it names none.
@@ -143,6 +162,25 @@ def _children(way: Way, key: str) -> Iterator[Any]:
             yield items
         elif isinstance(schema.get("additionalProperties"), dict):
             yield schema["additionalProperties"]
+
+
+def _keys(ways: list[Way]) -> set[str]:
+    """Names of values within one that may be read in these ways, and one of those that it does not name."""
+    schemas = [schema for way in ways for schema in way]
+    named = {
+        key
+        for schema in schemas
+        if isinstance(schema.get("properties"), dict)
+        for key in schema["properties"]
+    }
+    items = [max(map(len, (_list(one.get("prefixItems")), _list(one.get("items"))))) for one in schemas]
+    places = {str(place) for place in range(max(items, default=0))}
+    further: set[str] = set()
+    if any(isinstance(schema.get("items"), dict) for schema in schemas):
+        further.add(str(max(items)))
+    if any(isinstance(schema.get("additionalProperties"), dict) for schema in schemas):
+        further.add(max(named, key=len, default="") + "x")
+    return named | places | further
 
 
 def _members_of_all(way: Way) -> list[Any] | None:

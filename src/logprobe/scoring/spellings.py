@@ -186,6 +186,10 @@ class PathSum:
             for token_id in ids.tolist():
                 self._open.append(Path((*path.token_ids, token_id), spelt, before + stages[:, token_id]))
 
+    def give_up(self, path: Path) -> None:
+        """Count a path that was to be gone on with, and whose row cannot be had, as not followed."""
+        self._given_up = np.logaddexp(self._given_up, path.logprobs)
+
     def logprobs(self, stage: int) -> Floats:
         """Of each text after what stands before it, (T,) nats; off by `unresolved` at most."""
         begun = self._begun[stage]

@@ -54,6 +54,7 @@ LIMITS: Final = (
     "max_requests",
     "max_tokens_in_flight",
     "max_logprob_bytes",
+    "max_field_rows",
     "max_stored",
     "max_stored_bytes",
     "header_timeout_s",
@@ -223,6 +224,18 @@ class Cost:
             requests=samples,
             tokens=tokens,
             logprob_bytes=sum(_logprob_bytes(request, vocab_size, num_echoes) for request in requests),
+        )
+
+    @classmethod
+    def of_rows(cls, num_rows: int, at_once: int, vocab_size: int) -> Cost:
+        """The most that so many next-token rows take: each a pass of one token, some of them at once."""
+        return cls(requests=at_once, tokens=num_rows, logprob_bytes=at_once * vocab_size * WHOLE_ROW_BYTES)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            requests=self.requests + other.requests,
+            tokens=self.tokens + other.tokens,
+            logprob_bytes=self.logprob_bytes + other.logprob_bytes,
         )
 
 

@@ -18,10 +18,11 @@ from starlette.responses import Response
 from logprobe.server.http.errors import as_api_error
 from logprobe.server.http.replies import EVENT_HEADERS, JSON_TYPE, StreamedReply, event, while_connected
 from logprobe.server.limits import row_entries
+from logprobe.server.members import field_members
 from logprobe.text.pieces import Cutter, TextWalk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
     from starlette.requests import Request as HttpRequest
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.sampling import SamplingParams
     from logprobe.server.http.errors import ApiError
+    from logprobe.server.members import FoundFields
     from logprobe.server.service import Service
 
 T = TypeVar("T")
@@ -45,10 +47,13 @@ class Generation:
         reply_id: str,
         prompts: Sequence[tuple[IntArray, SamplingParams]],
         echoes: Sequence[bytes] = (),
+        *,
+        wants_members: bool = False,
     ) -> None:
         """Check all prompts; `n`, stops and reports are the same for all of them.
 
-        `echoes` are the prompts' texts where each choice begins with its own.
+        `echoes` are the prompts' texts where each choice begins with its own. With `wants_members` rows are
+        asked of what else might have stood in the values of each choice.
 
         Raises:
             ParameterError: one of them can never be served; nothing was started.
@@ -71,7 +76,10 @@ class Generation:
         self._prompt_row_entries = row_entries(self.params, self.params.prompt_logprobs, vocab_size) or 1
         stages = 2 if self.params.logprobs_mode == "both" else 1
         self._row_entries = stages * (row_entries(self.params, self.params.logprobs, vocab_size) or 1)
-        service.admit(self.requests, self._num_echoes)
+        num_choices = len(prompts) * self.params.n
+        self._members = field_members(service, self.params, num_choices) if wants_members else None
+        self.found: dict[int, FoundFields | None] = {}  # by choice
+        service.admit(self.requests, self._num_echoes, None if self._members is None else self._members.cost)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,16 +96,22 @@ class Generation:
     @property
     def num_entries(self) -> int:
         """Prompt tokens, as often as they are written, and those generated so far, with alternatives."""
-        return self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
+        num_entries = self._num_entries(self.num_prompt_tokens * self._num_echoes, self.num_completion_tokens)
+        return num_entries + self._num_found(self.found)
 
     def num_entries_of(self, pieces: Sequence[CompletionPiece]) -> int:
         """Tokens of these pieces with their alternatives; the first of a choice has its prompt's as well."""
         requests = [self.requests[self.prompt_of(piece)] for piece in pieces if not piece.start]
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        return self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
+        num_entries = self._num_entries(num_prompt_tokens, sum(piece.num_rows for piece in pieces))
+        return num_entries + self._num_found(piece.index for piece in pieces if piece.finish_reason)
 
     def _num_entries(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         return num_prompt_tokens * self._prompt_row_entries + num_completion_tokens * self._row_entries
+
+    def _num_found(self, choices: Iterable[int]) -> int:
+        found = (self.found.get(index) for index in choices)
+        return sum(one.num_entries for one in found if one is not None)
 
     def prompt_of(self, piece: CompletionPiece) -> int:
         """Number of the prompt that a choice belongs to."""
@@ -110,6 +124,8 @@ class Generation:
             LogprobeError: a request failed; the others were given up.
         """
         self.outputs = dict(enumerate(await self._service.run_all(self._admitted)))
+        for number in self.outputs:
+            await self._find_members(number)
 
     def whole(self) -> list[CompletionPiece]:
         """One piece a choice, in the order of their numbers; any thread may ask."""
@@ -139,9 +155,20 @@ class Generation:
                     service.ended(output)
                 if output.error is not None:
                     raise output.error
+                await self._find_members(number)
                 if pieces := self._cut(number):
                     service.call.note_token()
                     yield pieces
+
+    async def _find_members(self, number: int) -> None:
+        """Ask for the members of the values of each choice that has ended, before that is told."""
+        if self._members is None:
+            return
+        output = self.outputs[number]
+        for place, completion in enumerate(output.outputs):
+            index = number * self.params.n + completion.index
+            if completion.finish_reason is not None and index not in self.found:
+                self.found[index] = await self._members.found(output, place, self._admitted[number])
 
     def _cut(self, number: int) -> list[CompletionPiece]:
         pieces = []

@@ -21,11 +21,13 @@ from logprobe.records.forms.json import (
     entry_rows,
     finite,
     finite_fields,
+    finite_value,
     legacy_rows,
     position_rows,
     runs,
 )
 from logprobe.scoring.fields import Field, Spelt
+from logprobe.scoring.schemas import json_text
 from logprobe.server.said import text_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
     from logprobe.sampling import SamplingParams
+    from logprobe.scoring.members import FieldDistribution
+    from logprobe.server.members import FoundFields
     from logprobe.server.openai.bodies import GenerationBody, ResponsesBody
     from logprobe.server.reply import Generation
     from logprobe.server.said import Said, Told
@@ -146,26 +150,39 @@ def choice_extensions(body: GenerationBody, piece: CompletionPiece) -> dict[str,
 
 
 def ending_extensions(
-    service: Service, body: GenerationBody, piece: CompletionPiece, told: Told | None = None
+    service: Service,
+    body: GenerationBody,
+    piece: CompletionPiece,
+    found: FoundFields | None = None,
+    told: Told | None = None,
 ) -> dict[str, Any]:
     """What is told of a completion once it has ended, where it was asked for; `told` is what it said.
 
-    Without it the completion is one text.
+    Without it the completion is one text. `found` are its values, where their members were asked for.
     """
     if not body.field_logprobs or piece.finish_reason is None:
         return {}
     completion = piece.completion
+    if told is None and found is not None:
+        return {"fields": list(map(_found_field, found.fields))}
     if told is None:
         text = service.text.text_of(completion.token_ids, completion.num_text_bytes)
         return {"fields": _written(_values(_records(completion), text))}
-    fields: dict[str, Any] = {"fields": said_fields(completion, told.content)}
+    fields: dict[str, Any] = {"fields": said_fields(completion, told.content, found)}
     if told.calls:
         fields["tool_call_fields"] = [call_fields(completion, call) for call in told.calls]
     return fields
 
 
-def said_fields(completion: CompletionOutput, said: Sequence[Said]) -> list[dict[str, Any]] | None:
-    """The values of the JSON that some parts are, by their rows; None where they are no whole JSON."""
+def said_fields(
+    completion: CompletionOutput, said: Sequence[Said], found: FoundFields | None = None
+) -> list[dict[str, Any]] | None:
+    """The values of the JSON that some parts are, by their rows; None where they are no whole JSON.
+
+    `found` are those of the completion's whole text, and hold where these parts are all of it.
+    """
+    if found is not None and text_of(said) == found.text:
+        return list(map(_found_field, found.fields))
     return _written(_said_values(completion, said))
 
 
@@ -236,6 +253,32 @@ def _field(field: Field, processed: Field | None = None) -> dict[str, Any]:
     if processed is not None:
         row |= {"processed_logprob": processed.logprob, "processed_upper": processed.upper}
     return finite_fields(row)
+
+
+def _found_field(one: FieldDistribution) -> dict[str, Any]:
+    """A field with what else might have stood there."""
+    other = one.runner_up
+    is_known = other is not None and finite_value(other[1]) is not None
+    row = _field(one.raw, one.processed)
+    row["runner_up"] = {"value": _value(other[0]), "share": other[1]} if other and is_known else None
+    raw, grammar = one.members, one.grammar_members
+    if raw is None:
+        return row | {"members": None}
+    columns = {"logprob": finite(raw.logprobs), "share": finite(raw.shares)}
+    row |= {"rest": raw.rest, "unresolved": raw.unresolved}
+    if grammar is not None:
+        columns |= {"grammar_logprob": finite(grammar.logprobs), "grammar_share": finite(grammar.shares)}
+        row["grammar_unresolved"] = grammar.unresolved
+    members = [
+        {"value": _value(value), **dict(zip(columns, numbers, strict=True))}
+        for value, *numbers in zip(raw.values, *columns.values(), strict=True)
+    ]
+    return row | {"members": members}
+
+
+def _value(value: Any) -> Any:
+    """A member for JSON; no encoder writes large integers."""
+    return value if isinstance(value, float) else msgspec.Raw(json_text(value).encode())
 
 
 def prompt_extensions(service: Service, body: GenerationBody, output: RequestOutput) -> dict[str, Any]:

@@ -9,12 +9,15 @@ import math
 import secrets
 import time
 from collections import deque
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from logprobe.engine.client import Client
 from logprobe.errors import require, shortened
+from logprobe.next_token.fields import SpellingTools
+from logprobe.next_token.rows import row_params
 from logprobe.records.forms.json import ChatEncoder
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Follow
     from logprobe.engine.request import RequestOutput, Requests
+    from logprobe.next_token.rows import Row
+    from logprobe.records.values import IntArray
     from logprobe.server.limits import Ticket
     from logprobe.server.models import Models
     from logprobe.server.settings import ServerSettings
@@ -75,6 +80,7 @@ class Service:
         self.keys, self.lifetime, self.metrics = models.keys, models.lifetime, models.metrics
         self.stored, self.workers = models.stored, models.workers
         self.processors = processors
+        self.loaded = model
         self.engine = model.engine
         self.text = model.text
         self.client = Client(model.engine, model.text)
@@ -88,6 +94,7 @@ class Service:
         self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
         self.encoder = ChatEncoder(model.text.vocabulary)
+        self.spelling_tools = cache(lambda: SpellingTools(model))  # which take a while
         self._response_template = read_response_template(settings.response_template)
         self.reply_form()  # one that cannot be used is told at the start
         self.limits = Limits(settings)
@@ -139,13 +146,16 @@ class Service:
         """A maker of engine requests that count as one call of whoever asks."""
         return self.client.requests.of_one_call(self._caller)
 
-    def admit(self, requests: Sequence[Request], num_echoes: int = 1) -> None:
+    def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
         """Take requests, whose reply has each prompt so often, into the server's limits; any thread may ask.
+
+        `beside` is what the reply costs but for them.
 
         Raises:
             ApiError: 400 beyond a limit, 429 no room now.
         """
-        self._tickets.append(self.limits.admit(Cost.of(requests, self.vocab_size, num_echoes), self._caller))
+        cost = Cost.of(requests, self.vocab_size, num_echoes)
+        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self._caller))
 
     def hold(self, num_bytes: int) -> None:
         """Take a reply of so many bytes into the limits, where nothing else of its request counts.
@@ -303,6 +313,18 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def rows(self, requests: Requests, prefixes: Sequence[IntArray], lora: str | None) -> list[Row]:
+        """The next-token rows (V,) after some prefixes, nats; no tokens of the reply, whatever that is.
+
+        Raises:
+            LogprobeError: one failed; the others were given up.
+        """
+        admitted = [requests.admit(ids, row_params(lora), wants_row=True) for ids in prefixes]
+        uncounted = copy.copy(self)
+        uncounted.call = Call("")
+        outputs = await uncounted.run_all(admitted)
+        return [row for output in outputs if (row := output.outputs[0].row) is not None]
 
     def ended(self, output: RequestOutput) -> None:
         """Count an engine request that has ended."""

@@ -63,6 +63,8 @@ class ServerSettings:
             little may have an eighth more, so that one that fills it shuts out none.
         max_tokens_in_flight: prompt tokens and tokens to generate of those.
         max_logprob_bytes: bytes that the logprobs of those may come to, as records and replies hold them.
+        max_field_rows: next-token rows that `field_logprobs: "members"` may take for one reply, all of its
+            choices and values together; what is not followed then is told as `unresolved`.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
         max_stored: replies of `/v1/responses` kept for later; the oldest go first.
         max_stored_bytes: bytes of JSON that stored replies and their conversations may come to, together.
@@ -109,6 +111,7 @@ class ServerSettings:
     max_requests: int = 512
     max_tokens_in_flight: int = 4 << 20
     max_logprob_bytes: int = 2 << 30
+    max_field_rows: int = 1024
     buffer_rows: int = 100
     max_stored: int = 256
     max_stored_bytes: int = 64 << 20
@@ -202,6 +205,7 @@ OWN_SETTINGS: Final = (
     "max_requests",
     "max_tokens_in_flight",
     "max_logprob_bytes",
+    "max_field_rows",
     "buffer_rows",
     "stall_s",
 )
@@ -223,6 +227,7 @@ POSITIVE: Final = (
     "max_requests",
     "max_tokens_in_flight",
     "max_logprob_bytes",
+    "max_field_rows",
     "max_stored_bytes",
     "buffer_rows",
     "header_timeout_s",

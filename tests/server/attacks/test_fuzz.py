@@ -107,7 +107,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "echo": st.booleans(),
     "entropy": st.booleans(),
     "explain": st.booleans(),
-    "field_logprobs": st.booleans(),
+    "field_logprobs": st.sampled_from([False, True, "members"]),
     "stream": st.booleans(),
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),

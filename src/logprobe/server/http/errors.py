@@ -12,6 +12,7 @@ from logprobe.errors import (
     ParameterError,
     ProcessorError,
     PromptTooLongError,
+    WeightsReplacedError,
     shortened,
 )
 
@@ -92,6 +93,9 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return bad_request(field, str(error).removeprefix(f"{error.parameter}: "), code=code)
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code="engine_closed")
+    if isinstance(error, WeightsReplacedError):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, str(error), code="weights_replaced", headers=headers)
     if isinstance(error, LogprobeError):
         return ApiError(500, str(error), code="engine_error")
     return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")

@@ -17,6 +17,7 @@ Ids = list[int]
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
+FieldLogprobs = bool | Literal["members"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # Within OpenAI's bounds: replies repeat it.
 Metadata = Annotated[
@@ -79,7 +80,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     entropy: bool | None = None
     explain: bool | None = None
     return_token_ids: bool | None = None
-    field_logprobs: bool | None = None
+    field_logprobs: FieldLogprobs | None = None
 
     # Without effect here (`no_effect`), or taken only with the value that changes nothing.
     user: str | None = None
@@ -296,7 +297,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
     logprobs_mode: LogprobsMode | None = None
-    field_logprobs: bool | None = None
+    field_logprobs: FieldLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
 

@@ -207,7 +207,8 @@ class ResponseShape:
         if item.channel == "reasoning":
             return {"type": "reasoning_text", "text": text, **rows}
         has_fields = has_ended and self._body.field_logprobs
-        fields = {"fields": said_fields(self._completion, item.said)} if has_fields else {}
+        found = self._generation.found.get(0)
+        fields = {"fields": said_fields(self._completion, item.said, found)} if has_fields else {}
         return {"type": "output_text", "text": text, "annotations": [], **rows, **fields}
 
     def _text_rows(self, channel: str, said: Sequence[Said]) -> dict[str, msgspec.Raw]:

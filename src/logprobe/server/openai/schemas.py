@@ -87,6 +87,23 @@ class _PromptExtras(Shape, kw_only=True):
     logprobs_info: dict[str, Any] | UnsetType = UNSET
 
 
+class Member(Shape, kw_only=True):
+    """A value that a schema lets stand at a place of a reply."""
+
+    value: Any
+    logprob: Logprob
+    share: float | None
+    grammar_logprob: Logprob | UnsetType = UNSET
+    grammar_share: float | UnsetType | None = UNSET
+
+
+class RunnerUp(Shape, kw_only=True):
+    """The likeliest member but the value."""
+
+    value: Any
+    share: float
+
+
 class FieldLogprob(Shape, kw_only=True):
     """One value of a JSON text; nats."""
 
@@ -98,6 +115,11 @@ class FieldLogprob(Shape, kw_only=True):
     least_sure: int | None
     processed_logprob: Logprob | UnsetType = UNSET
     processed_upper: Logprob | UnsetType = UNSET
+    runner_up: RunnerUp | UnsetType | None = UNSET
+    members: list[Member] | UnsetType | None = UNSET
+    rest: float | UnsetType = UNSET
+    unresolved: float | UnsetType = UNSET
+    grammar_unresolved: float | UnsetType = UNSET
 
 
 class _ChoiceExtras(Shape, kw_only=True):

@@ -63,7 +63,8 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     calls = tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = chat_params(body, service.settings, calls, room=room)
-        generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)])
+        members = body.field_logprobs == "members"
+        generation = Generation(service, service.new_id("chatcmpl"), [(ids, params)], wants_members=members)
     is_formed = calls is None and params.response_format is not None
     splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
     return ChatRequest(body, generation, splitter)
@@ -140,7 +141,8 @@ class ChatShape:
         has_called = bool(told.calls) and piece.finish_reason == "stop"
         reason = "tool_calls" if has_called else piece.finish_reason
         is_split = self._splitter.is_split
-        return reason, ending_extensions(self._service, self._body, piece, told if is_split else None)
+        found = self._generation.found.get(piece.index)
+        return reason, ending_extensions(self._service, self._body, piece, found, told if is_split else None)
 
     def _chunk(
         self,

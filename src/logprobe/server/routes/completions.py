@@ -54,7 +54,8 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []
     with named_as_asked(body):
-        return body, prompts, Generation(service, service.new_id("cmpl"), requests, echoes)
+        base, members = service.new_id("cmpl"), body.field_logprobs == "members"
+        return body, prompts, Generation(service, base, requests, echoes, wants_members=members)
 
 
 def _fitting(params: SamplingParams, body: CompletionBody, prompt: Prompt, limit: int) -> SamplingParams:
@@ -123,7 +124,7 @@ class CompletionShape:
             "logprobs": legacy_logprobs(self._service, piece),
             "finish_reason": piece.finish_reason,
             **choice_extensions(self._body, piece),
-            **ending_extensions(self._service, self._body, piece),
+            **ending_extensions(self._service, self._body, piece, self._generation.found.get(piece.index)),
         }
 
     def _begin(self, piece: CompletionPiece) -> dict[str, Any]:

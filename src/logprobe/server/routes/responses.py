@@ -55,7 +55,8 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     calls = tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = responses_params(body, service.settings, calls, room=room)
-        generation = Generation(service, service.new_id("resp"), [(ids, params)])
+        members = body.field_logprobs == "members"
+        generation = Generation(service, service.new_id("resp"), [(ids, params)], wants_members=members)
     is_formed = calls is None and params.response_format is not None
     splitter = Splitter(service, prompt, tools.functions, is_formed=is_formed)
     return ResponsesRequest(owner, body, messages, generation, splitter)
