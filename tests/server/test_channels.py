@@ -560,6 +560,18 @@ def test_tools_calls_and_results_are_texts_where_the_template_takes_none(plain: 
     assert laid_out.count("<tool_response>") == 2
 
 
+def test_a_call_without_arguments_may_have_no_row(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = TALKS.replace("assistant:", "assistant:{# <arg_key> #}")
+    monkeypatch.setattr(plain.llm.text.tokenizer, "chat_template", opened)
+    asked = {**ASKED, **forced("<tool_call>wait\n</tool_call>\n<tool_call>wait\n</tool_call>")}
+    whole = choice_of(plain, **asked)
+    calls = [call["function"] for call in whole["message"]["tool_calls"]]
+    assert calls == [{"name": "wait", "arguments": "{}"}] * 2
+    assert whole["logprobs"]["tool_calls"] == [[], []]
+    streamed = folded(events(plain, CHAT, asked))
+    assert without_ids(streamed)["message"] == without_ids(whole)["message"]
+
+
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_a_form_is_the_contents_where_the_prompt_has_opened_a_reasoning(
     path: str, plain: Any, monkeypatch: pytest.MonkeyPatch

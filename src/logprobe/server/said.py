@@ -124,7 +124,9 @@ def in_order(parts: Sequence[Part]) -> Iterator[tuple[Part, Rows]]:
         if part.call is None:
             bits += [(row[0], number, [row]) for row in part.rows]
         else:
-            bits.append((part.rows[0][0] if part.rows else bits[-1][0], number, part.rows))
+            # The body of a call without arguments may have no token: it stays behind what was read before.
+            before = bits[-1][0] if bits else 0
+            bits.append((part.rows[0][0] if part.rows else before, number, part.rows))
     bits.sort(key=lambda bit: bit[0])  # where two have one token they stay as they are
     for number, run in groupby(bits, lambda bit: bit[1]):
         yield parts[number], [row for _, _, rows in run for row in rows]
