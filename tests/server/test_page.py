@@ -49,5 +49,5 @@ def test_the_pictures_are_of_this_page() -> None:
         pytest.fail(
             "the page has changed since its pictures were made: run `make screenshots` and look at them"
         )
-    for name in ("page", "page-dark", "page-768", "page-380"):
+    for name in ("page", "page-dark", "page-768", "page-380", "page-json"):
         assert (PICTURES / f"{name}.png").stat().st_size > 10_000

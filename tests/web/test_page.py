@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 
 TEXT = "the cat and the dog"
 KEY = "a key of the test"
+SCHEMA = {
+    "type": "object",
+    "properties": {"mood": {"enum": ["good", "bad"]}, "is_sure": {"type": "boolean"}},
+    "required": ["mood", "is_sure"],
+    "additionalProperties": False,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 MINUS = "\N{MINUS SIGN}"  # as the page writes it
 
 
@@ -36,6 +49,16 @@ def served(tiny_model_folder: Path) -> Iterator[Attacked]:
 def locked(tiny_model_folder: Path) -> Iterator[Attacked]:
     """The tiny model, to who has the key."""
     with serving_process(tiny_model_folder, "--api-key", KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def thinking(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """The tiny model with a chat template that has reasoning."""
+    folder = tmp_path_factory.mktemp("thinking") / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving_process(folder) as server:
         yield server
 
 
@@ -251,6 +274,77 @@ def test_no_width_scrolls_sideways(new_tab: Any, served: Attacked, width: int) -
     seen.ask(TEXT, max_tokens="20")
     seen.tab.locator(".token").nth(4).focus()
     assert seen.tab.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_a_json_answer_shows_each_value_with_its_own_probability(seen: Seen, tmp_path: Path) -> None:
+    seen.tab.wait_for_selector("body[data-ready]")
+    seen.tab.click("#form summary")
+    seen.tab.fill("#schema", json.dumps(SCHEMA))
+    seen.ask(TEXT, max_tokens="60", seed="3")
+    found = json.loads(seen.export("#json", tmp_path).read_text())["texts"][0]
+    values = {field["pointer"]: field for field in found["fields"] if "value" in field}
+    assert list(values) == ["/mood", "/is_sure"]
+    rows = seen.tab.locator(".fields > div")
+    for place, (pointer, field) in enumerate(values.items()):
+        name, value, share = (rows.nth(place).locator(tag).first for tag in ("code", "button b", "button em"))
+        assert name.text_content() == pointer
+        assert json.loads(value.text_content()) == field["value"]
+        assert share.text_content() == as_percent(field["logprob"])
+        bars = rows.nth(place).locator(".bars em").all_text_contents()
+        assert bars == [f"{100 * member['share']:.2f} %" for member in field["members"]]
+        assert sum(member["share"] for member in field["members"]) == pytest.approx(1, abs=1e-6)
+        # All tokens of a value have the shade of the whole value.
+        shade = f"s{min(8, int(-field['logprob']))}"
+        tokens = [seen.tab.locator(".token").nth(at) for at in range(*field["tokens"])]
+        assert all(shade in token.get_attribute("class").split() for token in tokens)
+    rows.nth(0).locator("button").click()
+    assert seen.tab.evaluate("document.activeElement.className").startswith("token")
+    seen.tab.select_option("#stage", "processed")
+    bars = rows.nth(0).locator(".bars em").all_text_contents()
+    assert bars == [f"{100 * member['grammar_share']:.2f} %" for member in values["/mood"]["members"]]
+    assert seen.complaints == []
+
+
+def test_a_schema_that_is_no_json_is_said_in_words(seen: Seen) -> None:
+    seen.tab.wait_for_selector("body[data-ready]")
+    seen.tab.click("#form summary")
+    seen.tab.fill("#schema", "{mood:")
+    seen.ask(TEXT)
+    assert "JSON schema" in seen.tab.inner_text("#error")
+
+
+def test_reasoning_is_folded_with_its_own_surprisal(new_tab: Any, thinking: Attacked, tmp_path: Path) -> None:
+    seen = Seen(new_tab(), f"http://127.0.0.1:{thinking.port}/")
+
+    def forced(route: Any) -> None:
+        # A tiny model never ends a reasoning by itself.
+        form = {"type": "choice", "choice": ["<think>the cat</think>the dog"]}
+        route.continue_(post_data=json.dumps(route.request.post_data_json | {"response_format": form}))
+
+    seen.tab.route("**/v1/chat/completions", forced)
+    seen.tab.wait_for_selector("body[data-ready]")
+    seen.tab.check("#chat")
+    seen.ask("cat", max_tokens="60", seed="1")
+    tokens = json.loads(seen.export("#json", tmp_path).read_text())["texts"][0]["tokens"]
+    folded = seen.tab.locator(".reasoning")
+    assert not folded.evaluate("element => element.open")
+    thought = folded.locator(".token").all_text_contents()
+    assert "".join(thought) == "the cat"
+    assert "".join(seen.tokens()) == "the catthe dog"
+    own, rest = tokens[: len(thought)], tokens[len(thought) :]
+    total = -sum(token["logprob"] for token in own)
+    assert f"{len(own)} tokens, {total:.3f} nats" in folded.locator("summary").text_content()
+    said = sum(token["logprob"] for token in rest)
+    assert f"{said:.3f} nats".replace("-", MINUS) in seen.tab.inner_text(".totals")
+    seen.tab.locator(".token").last.hover()
+    assert {"logprob", "surprisal", "processed"} <= set(seen.facts())
+    assert seen.complaints == []
+
+
+def as_percent(logprob: float) -> str:
+    """A probability as the page writes it."""
+    share = 100 * math.exp(logprob)
+    return f"{share:.2f} %" if share >= 0.01 else f"{share:.1e} %".replace("e-0", "e-")
 
 
 def test_texts_are_never_taken_for_html(seen: Seen) -> None:

@@ -38,7 +38,7 @@
   }
 
   async function* events(body, signal) {
-    const response = await fetch("/v1/completions", {
+    const response = await fetch(body.messages ? "/v1/chat/completions" : "/v1/completions", {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal,
     });
     if (!response.ok) throw await failureOf(response);
@@ -60,15 +60,32 @@
 
   function question(prompt, maxTokens) {
     const top = Number(byId("top").value);
-    const asked = {
-      model: byId("model").value || undefined, prompt, max_tokens: maxTokens, stream: true,
-      prompt_logprobs: top, entropy: true, return_token_ids: true,
+    const asked = { model: byId("model").value || undefined, max_tokens: maxTokens, stream: true };
+    const ofPrompt = { prompt, prompt_logprobs: top, entropy: true, return_token_ids: true };
+    if (maxTokens === 0) return { ...asked, ...ofPrompt };
+    const drawn = {
+      logprobs_mode: "both", temperature: Number(byId("temperature").value), top_p: Number(byId("top-p").value),
+      seed: byId("seed").value === "" ? undefined : Number(byId("seed").value), ...formOf(byId("schema").value),
     };
-    if (maxTokens === 0) return asked;
-    return {
-      ...asked, logprobs: top, logprobs_mode: "both", temperature: Number(byId("temperature").value),
-      top_p: Number(byId("top-p").value), seed: byId("seed").value === "" ? undefined : Number(byId("seed").value),
-    };
+    if (!isChat(prompt)) return { ...asked, ...ofPrompt, ...drawn, logprobs: top };
+    return { ...asked, ...drawn, messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: top };
+  }
+
+  // A branch goes on from token ids, whoever wrote what stands before them.
+  const isChat = (prompt) => byId("chat").checked && typeof prompt === "string";
+
+  function formOf(schema) {
+    if (!schema.trim()) return {};
+    const form = { type: "json_schema", json_schema: { name: "answer", schema: parsed(schema) } };
+    return { response_format: form, field_logprobs: "members" };
+  }
+
+  function parsed(schema) {
+    try {
+      return JSON.parse(schema);
+    } catch (cause) {
+      throw new Error(`JSON schema: ${cause.message}`);
+    }
   }
 
   // ---- tokens ----------------------------------------------------------------------------------------------
@@ -97,6 +114,19 @@
     }));
   }
 
+  function chatTokens(choice) {
+    const rows = choice.logprobs;
+    if (!rows) return [];
+    const calls = (rows.tool_calls ?? []).map((call, place) => [call, rows.processed_tool_calls?.[place], "call"]);
+    const channels = [[rows.reasoning, rows.processed_reasoning, "reasoning"], [rows.content, rows.processed_content], ...calls];
+    return channels.flatMap(([raw, processed, channel]) => (raw ?? []).map((row, place) => ({
+      text: row.token, bytes: row.bytes, logprob: row.logprob, rank: null, entropy: null, top: named(row), isNew: true, channel,
+      processed: processed && { logprob: processed[place].logprob, top: named(processed[place]) },
+    })));
+  }
+
+  const named = (row) => row.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
+
   async function nameFirst(tokens, signal) {
     // Nothing predicts the first token, so no row tells its text.
     if (!tokens.length || tokens[0].text !== null) return;
@@ -110,7 +140,7 @@
   }
 
   async function fill(panel, prompt, maxTokens, signal) {
-    const version = { tokens: [], label: "" };
+    const version = { tokens: [], label: "", fields: null };
     panel.versions.push(version);
     panel.current = version;
     for await (const event of events(question(prompt, maxTokens), signal)) {
@@ -119,12 +149,18 @@
           version.tokens = promptTokens(choice);
           await nameFirst(version.tokens, signal);
         }
-        version.tokens.push(...newTokens(choice));
+        version.tokens.push(...(isChat(prompt) ? chatTokens(choice) : newTokens(choice)));
+        if (choice.fields) version.fields = fieldsOf(choice.fields, version.tokens);
       }
       draw(panel);
     }
-    if (maxTokens > 0) await nameRanks(panel, version, signal);
+    if (maxTokens > 0 && !isChat(prompt)) await nameRanks(panel, version, signal);
     draw(panel);
+  }
+
+  function fieldsOf(fields, tokens) {
+    const first = tokens.findIndex((token) => token.isNew);
+    return fields.map((field) => ({ ...field, tokens: field.tokens.map((place) => first + place) }));
   }
 
   async function nameRanks(panel, version, signal) {
@@ -235,10 +271,11 @@
     panel.strip.setAttribute("class", "strip");
     panel.strip.setAttribute("role", "img");
     panel.strip.setAttribute("preserveAspectRatio", "none");
+    panel.fields = make("div", { className: "fields" });
     panel.totals = make("dl", { className: "totals" });
     panel.branches = make("ul", { className: "branches", "aria-label": "Branches" });
     const head = title ? [make("h2", { textContent: `Text ${title}` })] : [];
-    panel.box = make("section", { className: "panel" }, ...head, panel.text, panel.strip, panel.totals, panel.branches);
+    panel.box = make("section", { className: "panel" }, ...head, panel.text, panel.strip, panel.fields, panel.totals, panel.branches);
     panel.text.addEventListener("keydown", (event) => walk(panel, event));
     byId("panels").append(panel.box);
     return panel;
@@ -249,19 +286,37 @@
     if (panel.shown !== panel.current) {
       panel.text.replaceChildren();
       panel.spans = [];
+      panel.reasoning = null;
       panel.shown = panel.current;
     }
+    const shades = fieldShades(panel.current);
     tokens.forEach((token, position) => {
-      const span = panel.spans[position] ?? addSpan(panel, position);
+      const span = panel.spans[position] ?? addSpan(panel, position, token.channel);
       const logprob = logprobOf(token);
+      const shade = shades && token.isNew ? shades.get(position) ?? null : logprob;
       span.textContent = token.text ?? "";
-      span.className = `token ${logprob === null ? "" : `s${shadeOf(logprob)}`} ${token.isNew ? "new" : ""}`;
+      span.className = `token ${shade === null ? "" : `s${shadeOf(shade)}`} ${token.isNew ? "new" : ""}`;
       span.setAttribute("aria-label", spoken(token, logprob));
     });
     if (hand && hand.panel === panel) mark(panel, hand.position);
     drawStrip(panel);
+    drawFields(panel);
     drawTotals(panel);
+    drawReasoning(panel);
     drawBranches(panel);
+  }
+
+  // Of a JSON answer each value is one shade, by the sum of its tokens, and what stands between has none.
+  const isLeaf = (field) => "value" in field;
+  const logprobOfField = (field) => (isProcessed() ? field.processed_logprob ?? field.logprob : field.logprob);
+
+  function fieldShades({ fields }) {
+    if (!fields) return null;
+    const shades = new Map();
+    for (const field of fields.filter(isLeaf)) {
+      for (let place = field.tokens[0]; place < field.tokens[1]; place += 1) shades.set(place, logprobOfField(field));
+    }
+    return shades;
   }
 
   function spoken(token, logprob) {
@@ -269,14 +324,20 @@
     return `${visible(token.text)}, surprisal ${number(-logprob, 2)} nats`;
   }
 
-  function addSpan(panel, position) {
+  function addSpan(panel, position, channel) {
     const span = make("span", { role: "button", tabIndex: position ? -1 : 0, "data-position": position });
     span.addEventListener("mouseenter", () => take(panel, position, false));
     span.addEventListener("focus", () => take(panel, position, false));
     span.addEventListener("click", () => take(panel, position, true));
-    panel.text.append(span);
+    (channel === "reasoning" ? reasoningOf(panel) : panel.text).append(span);
     panel.spans.push(span);
     return span;
+  }
+
+  function reasoningOf(panel) {
+    panel.reasoning ??= make("details", { className: "reasoning" }, make("summary"));
+    if (!panel.reasoning.isConnected) panel.text.prepend(panel.reasoning);
+    return panel.reasoning;
   }
 
   function walk(panel, event) {
@@ -331,7 +392,8 @@
       if (token.rank !== null) fact("rank", String(token.rank));
       if (token.entropy !== null) fact("entropy", `${number(token.entropy)} nats`);
     }
-    fact("token id", String(token.id));
+    if (token.id !== undefined) fact("token id", String(token.id));
+    if (token.channel) fact("channel", token.channel === "call" ? "tool call" : token.channel);
     fact("position", String(position));
     if (token.bytes) fact("bytes", token.bytes.map((byte) => byte.toString(16).padStart(2, "0")).join(" ") || "none");
     const stages = make("div", { className: "stages" });
@@ -386,6 +448,47 @@
     panel.strip.replaceChildren(...shapes);
   }
 
+  function drawReasoning(panel) {
+    if (!panel.reasoning) return;
+    const totals = totalsOf(panel.current.tokens.filter((token) => token.channel === "reasoning"));
+    const said = `reasoning: ${totals.tokens} tokens, ${number(-totals.sum)} nats, ${number(totals.mean)} a token`;
+    panel.reasoning.querySelector("summary").textContent = said;
+  }
+
+  function drawFields(panel) {
+    const { fields } = panel.current;
+    panel.fields.replaceChildren(...(fields ?? []).filter(isLeaf).map((field) => {
+      const logprob = logprobOfField(field);
+      const name = make("code", { textContent: field.pointer || "the whole" });
+      const value = make("b", { className: `s${shadeOf(logprob)}`, textContent: JSON.stringify(field.value) });
+      const row = make("button", { type: "button", title: `${number(logprob, 4)} nats; go to its least sure token` },
+        name, value, make("em", { textContent: percent(logprob) }));
+      row.addEventListener("click", () => take(panel, leastSure(panel, field), true));
+      return make("div", {}, row, ...drawMembers(field));
+    }));
+  }
+
+  function leastSure(panel, field) {
+    const places = Array.from({ length: field.tokens[1] - field.tokens[0] }, (_, place) => field.tokens[0] + place);
+    return places.reduce((least, place) =>
+      (logprobOf(panel.current.tokens[place]) < logprobOf(panel.current.tokens[least]) ? place : least), places[0]);
+  }
+
+  function drawMembers(field) {
+    if (!field.members?.length) return [];
+    const list = make("ul", { className: "bars", "aria-label": `All that ${field.pointer || "the whole"} could be` });
+    for (const member of field.members) {
+      const isSaid = JSON.stringify(member.value) === JSON.stringify(field.value);
+      const [logprob, share] = isProcessed() && "grammar_share" in member
+        ? [member.grammar_logprob, member.grammar_share] : [member.logprob, member.share];
+      const bar = make("span", { className: `bar ${isSaid ? "chosen" : ""}`, title: `${number(logprob, 4)} nats` },
+        make("b", { textContent: JSON.stringify(member.value) }), make("em", { textContent: `${(100 * share).toFixed(2)} %` }));
+      bar.style.setProperty("--p", `${100 * share}%`);
+      list.append(make("li", {}, bar));
+    }
+    return [list];
+  }
+
   function totalsOf(tokens) {
     const scored = tokens.filter((token) => token.logprob !== null);
     const sum = scored.reduce((total, token) => total + logprobOf(token), 0);
@@ -398,7 +501,7 @@
   }
 
   function drawTotals(panel) {
-    const totals = totalsOf(panel.current.tokens);
+    const totals = totalsOf(panel.current.tokens.filter((token) => token.channel !== "reasoning"));
     const entries = [["tokens", String(totals.tokens)]];
     if (totals.scored) {
       entries.push(["logprob", `${number(totals.sum)} nats`], ["perplexity", number(totals.perplexity)]);
@@ -442,7 +545,7 @@
 
   function rowsOf(panel) {
     return panel.current.tokens.map((token, position) => ({
-      text: panel.title || "A", position, token_id: token.id, token: token.text, bytes: token.bytes,
+      text: panel.title || "A", position, token_id: token.id ?? null, token: token.text, bytes: token.bytes,
       logprob: token.logprob, rank: token.rank, entropy: token.entropy, is_generated: Boolean(token.isNew),
       processed_logprob: token.processed ? token.processed.logprob : null,
       top_logprobs: token.top.map((entry) => ({ token_id: idOf(entry) ?? null, token: entry.token ?? entry.text, logprob: entry.logprob })),
@@ -463,7 +566,7 @@
   function saveJson() {
     const found = {
       model: byId("model").value, unit: "nats", stage: byId("stage").value,
-      texts: panels.map((panel) => ({ text: panel.title || "A", totals: totalsOf(panel.current.tokens), tokens: rowsOf(panel) })),
+      texts: panels.map((panel) => ({ text: panel.title || "A", totals: totalsOf(panel.current.tokens), fields: panel.current.fields, tokens: rowsOf(panel) })),
     };
     save("logprobe.json", "application/json", JSON.stringify(found, null, 1));
   }
