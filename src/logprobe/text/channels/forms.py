@@ -7,6 +7,7 @@ marks of calls. A model's name decides nothing: a row is a template's where its 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -107,6 +108,28 @@ def _mistral(first: str) -> _Calls:
 
 # Names and white space in the marks are bounded: a mark that may still come true is held, and looked for anew
 # with each token.
+def _deepseek(name: str, before: str, after: str, *, between: str, marks: tuple[str, ...] = ()) -> _Calls:
+    """`before` and `after` stand around a call's arguments, within its two marks."""
+    first, call, end = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    last = "<｜tool▁calls▁end｜>"
+    opened = re.escape(call + before).replace(r"\{name\}", r"(?P<name>[^\n<]{1,128})")
+    listed = {
+        "open_pattern": rf"(?:{first}\s{{0,4}})?{opened}",
+        "close": after + end,
+        "repeats": True,
+        "content": "json",
+        "transform": _NAMED,
+    }
+    return _Calls(
+        name=name,
+        marks=(call, *marks),
+        fields={CALLS: listed, "content": {"close": last, "content": "text"}},
+        calls=CallMarks(
+            first=first, open=call + before, close=after + end, between=between, last=last, arguments=None
+        ),
+    )
+
+
 _START: Final = r"(?:<\|start\|>assistant)?"
 _TO: Final = r" to=functions\.(?P<name>[\w.-]{1,128})"
 CALL_ROWS: Final = (
@@ -161,52 +184,10 @@ CALL_ROWS: Final = (
         },
         calls=None,
     ),
-    _Calls(
-        name="deepseek",
-        marks=("<｜tool▁call▁begin｜>", "```json"),
-        fields={
-            CALLS: {
-                "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s{0,4})?<｜tool▁call▁begin｜>"
-                r"function<｜tool▁sep｜>(?P<name>[^\n<]{1,128})\n```json\n",
-                "close": "\n```<｜tool▁call▁end｜>",
-                "repeats": True,
-                "content": "json",
-                "transform": _NAMED,
-            },
-            "content": {"close": "<｜tool▁calls▁end｜>", "content": "text"},
-        },
-        calls=CallMarks(
-            first="<｜tool▁calls▁begin｜>",
-            open="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-            close="\n```<｜tool▁call▁end｜>",
-            between="\n",
-            last="<｜tool▁calls▁end｜>",
-            arguments=None,
-        ),
+    _deepseek(
+        "deepseek", "function<｜tool▁sep｜>{name}\n```json\n", "\n```", between="\n", marks=("```json",)
     ),
-    _Calls(
-        name="deepseek-v3.1",
-        marks=("<｜tool▁call▁begin｜>",),
-        fields={
-            CALLS: {
-                "open_pattern": r"(?:<｜tool▁calls▁begin｜>\s{0,4})?<｜tool▁call▁begin｜>"
-                r"(?P<name>[^\n<]{1,128})<｜tool▁sep｜>",
-                "close": "<｜tool▁call▁end｜>",
-                "repeats": True,
-                "content": "json",
-                "transform": _NAMED,
-            },
-            "content": {"close": "<｜tool▁calls▁end｜>", "content": "text"},
-        },
-        calls=CallMarks(
-            first="<｜tool▁calls▁begin｜>",
-            open="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-            close="<｜tool▁call▁end｜>",
-            between="",
-            last="<｜tool▁calls▁end｜>",
-            arguments=None,
-        ),
-    ),
+    _deepseek("deepseek-v3.1", "{name}<｜tool▁sep｜>", "", between=""),
     _Calls(
         name="mistral-named",
         marks=("[TOOL_CALLS]", "[ARGS]"),
