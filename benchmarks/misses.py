@@ -30,6 +30,14 @@ REASONS = {
         "scales and summands in float32. A step of one row waits for the weights' bytes, one of 32 rows "
         "and a prompt for their multiply-adds, in float32 (see `bench_decode`)."
     ),
+    "bench_real --model llama-1b --rivals llama_cpp": (
+        "bfloat16 weights are multiplied as they are read. Blocks of Q8_0, Q4_K and Q6_K are widened to "
+        "float32 at each step: one row of them computes and does not wait for memory, the more so the fewer "
+        "bits there are, while llama.cpp multiplies small integers, rows rounded to 8 bits included, which "
+        "is faster and no longer exact. Panels of Q4_K and Q6_K hold scales and summands in float32, hence "
+        "their size on disk and in memory. The peak of a first load counts the pages of the file and of its "
+        "panels, both of which are mapped, beside the memory that nothing else could use."
+    ),
     "bench_records": (
         "A row alone is kept as it comes and packed with others later: the pure-Python column store only "
         "appends to lists. From 64 rows a call on packing is one pass of numpy."
