@@ -402,8 +402,19 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     @property
     def other_logprob(self) -> Array:
-        """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None."""
+        """Log of the mass outside each position's entries, (T,) float32, nats; NaN where it is None.
+
+        The entries are the k best and the chosen token.
+        """
         return self.rows.other_logprobs(0, len(self))
+
+    @property
+    def outside_top_logprob(self) -> Array:
+        """Log of the mass outside each position's k best (`top_entries`), (T,) float32, nats.
+
+        With these it makes up the whole distribution, whatever was chosen; NaN where the position is None.
+        """
+        return self.rows.outside_top_logprobs(0, len(self))
 
     @property
     def nbytes(self) -> int:

@@ -26,14 +26,24 @@ ROWS_A_GROUP = 16_384
 
 
 def to_arrow(
-    record: FlatLogprobs, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
+    record: FlatLogprobs,
+    request_id: str = "",
+    *,
+    byte_offsets: npt.ArrayLike | None = None,
+    token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """One record as a batch of T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
+    """One record as a batch of T rows.
+
+    Args:
+        record: the record.
+        request_id: stands in each row.
+        byte_offsets: (T + 1,) bounds of each position's bytes in the reply.
+        token_ids: (T,) the tokens themselves, for positions that nothing predicts, such as a prompt's first.
 
     Raises:
-        ParameterError: byte_offsets of another length.
+        ParameterError: byte_offsets or token_ids of another length, or ids that are not the record's.
     """
-    return batch_of(record.parts(), request_id, byte_offsets=byte_offsets)
+    return batch_of(record.parts(), request_id, byte_offsets=byte_offsets, token_ids=token_ids)
 
 
 def from_arrow(batch: pa.RecordBatch | pa.Table) -> FlatLogprobs:
@@ -98,14 +108,21 @@ class ParquetWriter:
         self._num_waiting = 0
 
     def write(
-        self, request_id: str, record: FlatLogprobs, *, byte_offsets: npt.ArrayLike | None = None
+        self,
+        request_id: str,
+        record: FlatLogprobs,
+        *,
+        byte_offsets: npt.ArrayLike | None = None,
+        token_ids: npt.ArrayLike | None = None,
     ) -> None:
         """Add one request's record; a record of no positions leaves no row.
 
+        `byte_offsets` and `token_ids` as `to_arrow` has them: with a prompt's ids the file holds all of it.
+
         Raises:
-            ParameterError: byte_offsets of another length than the record's plus one.
+            ParameterError: byte_offsets or token_ids of another length, or ids that are not the record's.
         """
-        batch = to_arrow(record, request_id, byte_offsets=byte_offsets)
+        batch = to_arrow(record, request_id, byte_offsets=byte_offsets, token_ids=token_ids)
         self._waiting.append(batch.replace_schema_metadata(self._schema.metadata))
         self._num_waiting += len(batch)
         if self._num_waiting >= ROWS_A_GROUP:

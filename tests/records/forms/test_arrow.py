@@ -109,6 +109,34 @@ def test_rows_say_what_the_record_says(step: Any) -> None:
         assert line["top_ids"] == ids[row, 1:].tolist()
         assert line["top_logprobs"] == logprobs[row, 1:].tolist()
         assert np.float32(line["other_logprob"]) == rest
+    outside = [line["outside_top_logprob"] for line in to_arrow(record, "r").to_pylist()]
+    assert outside == record.outside_top_logprob.tolist()
+    masses = np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1) + np.exp(outside)
+    np.testing.assert_allclose(masses, 1, atol=3e-7)
+
+
+def test_a_token_that_nothing_predicts_stands_in_the_file_where_it_is_given(
+    step: Any, tmp_path: Path
+) -> None:
+    record = every_kind(step)["packed"]
+    ids = [7, *record.chosen_entries().token_ids[1:].tolist()]
+    batch = to_arrow(record, "r", token_ids=ids)
+    assert batch.column("token_id").to_pylist() == ids
+    assert batch.column("logprob")[0].as_py() is None
+    assert_same(from_arrow(batch), record)
+    with ParquetWriter(tmp_path / "t.parquet", record.info) as writer:
+        writer.write("r", record, token_ids=np.array(ids, np.int32))
+    assert pq.read_table(tmp_path / "t.parquet")["token_id"].to_pylist() == ids
+    assert_same(read_parquet(tmp_path / "t.parquet")["r"], record)
+    for wrong in (ids[1:], [7, 8, *ids[2:]]):
+        with pytest.raises(ParameterError, match="token_ids: are not the tokens of the record"):
+            to_arrow(record, "r", token_ids=wrong)
+
+
+def test_a_file_without_the_mass_outside_the_best_is_read(step: Any) -> None:
+    record = every_kind(step)["packed"]
+    older = to_arrow(record, "r").drop_columns("outside_top_logprob")
+    assert from_arrow(older) == record
 
 
 def test_a_file_gives_every_record_back(step: Any, tmp_path: Path) -> None:

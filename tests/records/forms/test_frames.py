@@ -31,7 +31,7 @@ def record(tiny_llm: LLM) -> FlatLogprobs:
 
 def test_a_row_holds_a_position_with_its_texts(tiny_llm: LLM, record: FlatLogprobs) -> None:
     table = record.to_arrow()
-    more = ["entropy", "other_logprob", "top_ids", "top_tokens", "top_logprobs"]
+    more = ["entropy", "other_logprob", "top_ids", "top_tokens", "top_logprobs", "outside_top_logprob"]
     given = ["given_ids", "given_tokens", "given_logprobs", "given_ranks"]
     assert table.column_names == [*BASE, *more, *given]
     rows = table.to_pylist()

@@ -79,6 +79,7 @@ def use(record: FlatLogprobs) -> None:
         read()
     for name in (
         "other_logprob",
+        "outside_top_logprob",
         "entropy",
         "given",
         "nbytes",

@@ -46,6 +46,29 @@ def test_the_mass_outside_the_entries_is_what_is_left(step: Any, k: int) -> None
                 assert np.exp(np.float64(rest[row])) == pytest.approx(1 - listed, abs=3e-7)
 
 
+@pytest.mark.parametrize("k", [0, 1, 20, 40])
+def test_the_mass_outside_the_k_best_counts_a_chosen_token_outside(step: Any, k: int) -> None:
+    ids, logprobs, ranks = step(50, k, 40)
+    for flat in both_layouts((ids, logprobs, ranks)):
+        rest = flat.outside_top_logprob
+        assert rest.dtype == np.float32
+        assert np.isnan(rest[0])
+        best = np.exp(logprobs[:, 1:].astype(np.float64)).sum(axis=1)
+        is_settled = ranks != k + 1  # a record of dicts cannot tell that one from a k + 1st entry
+        np.testing.assert_allclose(
+            np.exp(rest[1:].astype(np.float64))[is_settled], 1 - best[is_settled], atol=3e-7
+        )
+        is_outside = (ids[:, 1:] != ids[:, :1]).all(axis=1)
+        assert (rest[1:] >= logprobs[:, 0])[is_outside & is_settled].all()
+        inside = np.exp(rest[1:].astype(np.float64)[~is_outside])
+        np.testing.assert_allclose(inside, np.exp(flat.other_logprob[1:][~is_outside]), atol=1e-7)
+
+
+def test_a_chosen_token_has_its_mass_where_rounding_leaves_the_best_all() -> None:
+    for flat in both_layouts(([[2, 1]], [[-30.0, 0.0]], [3])):
+        assert flat.outside_top_logprob.tolist()[1] == -30.0
+
+
 def test_a_small_rest_keeps_its_digits_and_no_rest_is_minus_infinity() -> None:
     flat = FlatLogprobs([{1: Logprob(-1e-12, 1)}, {1: Logprob(0.0, 1)}, {}, {1: Logprob(-np.inf, 1)}])
     flat.append_fast([1, 1, 2], [np.log(0.25), np.log(0.25), np.log(0.5)], [2, 2, 1], [None] * 3)

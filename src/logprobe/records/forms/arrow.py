@@ -36,17 +36,18 @@ INFO_KEY = b"logprobe.info"
 _CHOSEN = [
     pa.field("request_id", pa.string(), nullable=False),
     pa.field("position", pa.int64(), nullable=False),
-    pa.field("token_id", pa.int64()),  # the chosen token; null where the position has none
+    pa.field("token_id", pa.int64()),  # the chosen token, or one that nothing predicts; null where not known
     pa.field("logprob", pa.float32()),  # nats
     pa.field("rank", pa.int64()),  # 1 + number of strictly greater logits
 ]
 _ENTRIES = [
-    pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the entries
+    pa.field("other_logprob", pa.float32()),  # nats, of the mass outside the k best and the chosen token
     pa.field("top_ids", pa.list_(pa.int32())),  # the k best
     pa.field("top_logprobs", pa.list_(pa.float32())),
     pa.field("byte_start", pa.int64()),
     pa.field("byte_end", pa.int64()),
 ]
+_OUTSIDE_TOP = pa.field("outside_top_logprob", pa.float32())  # nats, of the mass outside the k best
 _LISTS = [
     pa.field("given_ids", pa.list_(pa.int64())),
     pa.field("given_logprobs", pa.list_(pa.float64())),
@@ -63,12 +64,12 @@ def _fields() -> list[pa.Field]:
     """The columns in their order; the further ones (null where nothing was given) are those of `EXTRAS`."""
     first, *later = [pa.field(name, pa.from_numpy_dtype(dtype)) for name, dtype in EXTRAS.items()]
     # The first stands behind the rank in every file; those that came later do not move what was there.
-    return [*_CHOSEN, first, *_ENTRIES, *later, *_LISTS]
+    return [*_CHOSEN, first, *_ENTRIES, *later, *_LISTS, _OUTSIDE_TOP]
 
 
 def later_fields() -> set[str]:
     """Columns that older files lack."""
-    return {*[*EXTRAS][1:], "kept_ids"}
+    return {*[*EXTRAS][1:], "kept_ids", _OUTSIDE_TOP.name}
 
 
 def schema(info: LogprobsInfo | None = None) -> pa.Schema:
@@ -77,13 +78,13 @@ def schema(info: LogprobsInfo | None = None) -> pa.Schema:
 
 
 def batch_of(
-    parts: Parts, request_id: str = "", *, byte_offsets: npt.ArrayLike | None = None
+    parts: Parts,
+    request_id: str = "",
+    *,
+    byte_offsets: npt.ArrayLike | None = None,
+    token_ids: npt.ArrayLike | None = None,
 ) -> pa.RecordBatch:
-    """What travels of a record as T rows; `byte_offsets` (T + 1,) bound each position's bytes in the reply.
-
-    Raises:
-        ParameterError: byte_offsets of another length.
-    """
+    """What travels of a record as T rows; arguments and errors as `records.to_arrow`."""
     rows, length = parts.rows, parts.rows.num_rows
     entries, chosen = rows.entries(0, length), rows.chosen_entries(0, length)
     has_chosen = np.diff(chosen.offsets) > 0
@@ -93,12 +94,12 @@ def batch_of(
     columns = {
         "request_id": pa.repeat(pa.scalar(request_id, pa.string()), length),
         "position": np.arange(length),
-        "token_id": _spread(chosen.token_ids, has_chosen),
+        "token_id": _id_column(chosen.token_ids, has_chosen, token_ids),
         "logprob": _spread(chosen.logprobs.astype(np.float32), has_chosen),
         "rank": _spread(chosen.ranks, has_chosen, missing=NO_RANK),
         **{name: pa.array(values, mask=np.isnan(values)) for name, values in parts.extras.items()},
         "other_logprob": pa.array(rows.other_logprobs(0, length), mask=_none_of(entries)),
-        **_top_columns(rows.top_entries(0, length), entries),
+        **_top_columns(rows, entries),
         **_byte_columns(byte_offsets, length),
         **_list_columns("given", given, length),
         **_kept_column(parts.kept, length),
@@ -140,6 +141,15 @@ def _spread(values: Array, has_value: Array, missing: int | None = None) -> pa.A
     return pa.array(spread, mask=is_null)
 
 
+def _id_column(chosen: Array, has_chosen: Array, token_ids: npt.ArrayLike | None) -> pa.Array:
+    if token_ids is None:
+        return _spread(chosen, has_chosen)
+    ids = np.asarray(token_ids, np.int64)
+    if ids.shape != has_chosen.shape or not np.array_equal(ids[has_chosen], chosen):
+        raise ParameterError("token_ids", "are not the tokens of the record; give one a position")
+    return pa.array(ids)
+
+
 def _kept_column(kept: tuple[Array, Array] | None, length: int) -> dict[str, pa.Array]:
     if kept is None:
         return {}
@@ -151,11 +161,14 @@ def _none_of(entries: Entries) -> Array:
     return np.zeros(len(entries.offsets) - 1, np.bool_) if entries.is_none is None else entries.is_none
 
 
-def _top_columns(top: Entries, entries: Entries) -> dict[str, pa.Array]:
+def _top_columns(rows: Rows, entries: Entries) -> dict[str, pa.Array]:
+    top = rows.top_entries(0, rows.num_rows)
     if top.token_ids.max(initial=0) > np.iinfo(np.int32).max:
         return {}  # only the wide entry columns hold such ids
     is_none = _none_of(entries)
+    outside = rows.outside_top_logprobs(0, rows.num_rows)
     return {
+        "outside_top_logprob": pa.array(outside, mask=np.diff(top.offsets) == 0),
         "top_ids": _lists(top.offsets, top.token_ids.astype(np.int32), is_none),
         "top_logprobs": _lists(top.offsets, top.logprobs.astype(np.float32), is_none),
     }

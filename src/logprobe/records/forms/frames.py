@@ -26,6 +26,7 @@ OFTEN: Final = (
     "top_ids",
     "top_tokens",
     "top_logprobs",
+    "outside_top_logprob",
     "given_ids",
     "given_tokens",
     "given_logprobs",

@@ -163,6 +163,19 @@ class Ragged:
                 rest[row] = logs_of_rest(entries.logprobs[first:last][kept][None])[0]
         return rest
 
+    def outside_top_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the k best of each row, (n,) float32, nats; NaN for a None row."""
+        entries, top = self.entries(start, stop), self.top_entries(start, stop)
+        is_none = self._is_none.read(start, stop)
+        rest = np.full(stop - start, np.nan, np.float32)
+        runs = zip(pairwise(entries.offsets.tolist()), pairwise(top.offsets.tolist()), strict=True)
+        for row, ((first, last), (best, end)) in enumerate(runs):
+            if not is_none[row]:
+                rest[row] = logs_of_rest(top.logprobs[best:end][None])[0]
+                if first < last and entries.token_ids[first] not in top.token_ids[best:end]:
+                    rest[row] = max(rest[row], entries.logprobs[first])  # as in a rectangle
+        return rest
+
     def view(self, start: int, stop: int) -> Ragged:
         """Rows [start, stop) sharing this memory; only where they end is new."""
         first, last = self.first_entry(start), self.first_entry(stop)

@@ -249,8 +249,13 @@ class Rectangle:
     def other_logprobs(self, start: int, stop: int) -> Array:
         """Log of the mass outside the tokens that each row lists, (n,) float32, nats."""
         rows = self.rows(start, stop)
-        alone = np.where(rows.repeats().any(axis=1), -np.inf, rows.logprobs[:, 0])
-        return logs_of_rest(np.column_stack([rows.logprobs[:, 1:], alone]))
+        return logs_of_rest(np.column_stack([rows.logprobs[:, 1:], _alone(rows)]))
+
+    def outside_top_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the k best of each row, (n,) float32, nats."""
+        rows = self.rows(start, stop)
+        # Where rounding leaves the k best all of the mass, there is still that of a chosen token outside.
+        return np.maximum(logs_of_rest(rows.logprobs[:, 1:]), _alone(rows))
 
     def widths(self, start: int, stop: int) -> Array:
         """Entries of each row of [start, stop), (n,) int64."""
@@ -299,6 +304,12 @@ class Rectangle:
             part._add_block(tuple(rows), part.num_rows)
             part.num_rows += len(rows.ranks)
         return part
+
+
+def _alone(rows: StepRows) -> Array:
+    """Log-probability of each chosen token that is none of the k best, (n,) float32, nats; -inf: it is."""
+    alone: Array = np.where(rows.repeats().any(axis=1), np.float32(-np.inf), rows.logprobs[:, 0])
+    return alone
 
 
 def _narrow(rows: StepRows) -> StepRows:

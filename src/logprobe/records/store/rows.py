@@ -337,8 +337,16 @@ class Rows:
 
     def other_logprobs(self, start: int, stop: int) -> Array:
         """Log of the mass outside the tokens that each row lists, (n,) float32, nats; NaN for a None row."""
+        return self._numbers(start, stop, lambda part, first, last: part.other_logprobs(first, last))
+
+    def outside_top_logprobs(self, start: int, stop: int) -> Array:
+        """Log of the mass outside the k best of each row, (n,) float32, nats; NaN for a None row."""
+        return self._numbers(start, stop, lambda part, first, last: part.outside_top_logprobs(first, last))
+
+    def _numbers(self, start: int, stop: int, read: Callable[[Part, int, int], Array]) -> Array:
+        """One number a row, (n,) float32; NaN for a None row."""
         num_none = min(max(self.num_none - start, 0), stop - start)
-        runs = [part.other_logprobs(first, last) for part, first, last in self._parts(start, stop)]
+        runs = [read(part, first, last) for part, first, last in self._parts(start, stop)]
         return np.concatenate([np.full(num_none, np.nan, np.float32), *runs])
 
     def offsets(self, start: int, stop: int) -> Array:
