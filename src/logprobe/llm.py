@@ -566,7 +566,8 @@ class LLM:
 
         Args:
             text: a text, or its parts one after the other (an open file), which are never held together.
-            stride: tokens from one window to the next; the default is half a window.
+            stride: tokens from one window to the next; the default is half a window, and a whole one makes
+                them disjoint, the first token of each without a number.
             window: tokens a window; the default is the model's context.
             bos: put BOS (EOS where there is none) before the text, or do not; None: as the tokenizer does.
             progress: show a progress bar on stderr.

@@ -57,6 +57,19 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     assert float(lines[-2].split()[-1]) == pytest.approx(want.perplexity, rel=1e-4)
 
 
+def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_number(
+    score: Any, tiny_llm: LLM, tmp_path: Path
+) -> None:
+    (tmp_path / "long.txt").write_text(LONG)
+    want = tiny_llm.perplexity(LONG, window=100, stride=100)
+    found = json.loads(score(str(tmp_path / "long.txt"), "--window", "100", "--stride", "100", "--json").out)
+    rows = found["tokens"]
+    assert bytes(byte for row in rows[1:] for byte in row["bytes"]) == LONG.encode()
+    assert [place for place, row in enumerate(rows) if row["logprob"] is None] == [*range(0, len(rows), 100)]
+    assert found["totals"]["num_scored"] == want.num_scored == len(rows) - -(-len(rows) // 100)
+    assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
+
+
 def test_a_summary_alone_is_the_totals_whatever_the_length(score: Any, tiny_llm: LLM) -> None:
     for text in (LONG, "the cat"):
         done = score("-", "--summary", stdin=text.encode())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from logprobe.errors import ParameterError
-from logprobe.scoring import perplexity
+from logprobe.scoring import perplexity, surprisal
 from logprobe.scoring.windows import WindowSettings, score_windows, windows
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def plain_windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[i
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, 8, 9, 10, 31, 32, 33])
-@pytest.mark.parametrize(("window", "stride"), [(8, 4), (8, 7), (8, 1), (5, 3), (2, 1)])
+@pytest.mark.parametrize(("window", "stride"), [(8, 4), (8, 7), (8, 1), (5, 3), (2, 1), (8, 8), (2, 2)])
 @pytest.mark.parametrize("piece", [1, 3, 100])
 def test_windows_are_those_of_the_plain_loop(num_tokens: int, window: int, stride: int, piece: int) -> None:
     ids = np.arange(num_tokens, dtype=np.int32)
@@ -44,8 +44,10 @@ def test_windows_are_those_of_the_plain_loop(num_tokens: int, window: int, strid
         if end > max(scored, 1)
     ]
     assert [(one.token_ids.tolist(), one.start, one.first_scored) for one in cut] == want
-    scored = [token for one in cut for token in one.token_ids[one.first_scored :].tolist()]
-    assert scored == list(range(1, num_tokens))
+    scored = [token for one in cut for token in one.pair[1].tolist()]
+    assert scored == [token for token in range(1, num_tokens) if stride < window or token % window]
+    unscored = [token for one in cut for token in one.token_ids[: one.num_unscored].tolist()]
+    assert sorted(unscored + scored) == list(range(num_tokens if num_tokens != 1 else 0))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def reference(tiny_model_folder: Path) -> Any:
     return token_logprobs
 
 
-@pytest.mark.parametrize(("window", "stride"), [(128, 64), (100, 30), (40, 39)])
+@pytest.mark.parametrize(("window", "stride"), [(128, 64), (100, 30), (40, 39), (40, 40)])
 def test_each_token_is_what_a_plain_loop_over_transformers_gives(
     tiny_llm: LLM, reference: Any, window: int, stride: int
 ) -> None:
@@ -78,7 +80,8 @@ def test_each_token_is_what_a_plain_loop_over_transformers_gives(
     np.testing.assert_allclose(got, reference(ids.tolist(), window, stride), atol=2e-4)
     found = tiny_llm.perplexity(TEXT, window=window, stride=stride)
     assert found.logprob == pytest.approx(sum(got), abs=1e-3)
-    assert found.num_scored == len(got) == len(ids) - 1
+    num_first = 1 if stride < window else -(-len(ids) // window)
+    assert found.num_scored == len(got) == len(ids) - num_first
     assert found.perplexity == pytest.approx(math.exp(-sum(got) / len(got)))
 
 
@@ -100,6 +103,24 @@ def test_the_counts_are_those_of_the_text_however_it_is_cut(tiny_llm: LLM) -> No
     assert whole.num_words == len(TEXT.split())
     assert whole.bits_per_byte == pytest.approx(-whole.logprob / math.log(2) / whole.num_bytes)
     assert whole.word_perplexity == pytest.approx(math.exp(-whole.logprob / whole.num_words))
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_first_token_of_a_disjoint_window_and_its_bytes_are_not_scored(
+    tiny_llm: LLM, num_left: int, bos: bool
+) -> None:
+    ids = tiny_llm.text.encode(TEXT, add_special_tokens=False)[: 60 + num_left - bos]
+    text = tiny_llm.text.bytes_of(ids).decode()
+    assert tiny_llm.text.encode(text, add_special_tokens=False).tolist() == ids.tolist()
+    found = tiny_llm.perplexity(text, window=20, stride=20, bos=bos)
+    firsts = [place - bos for place in range(0, len(ids) + bos, 20) if place >= bos]
+    assert found.num_scored == len(ids) - len(firsts)
+    assert found.num_tokens == len(ids)
+    assert found.num_scored_bytes == len(text.encode()) - len(tiny_llm.text.bytes_of(ids[firsts]))
+    scored = surprisal(tiny_llm, text, window=20, stride=20, bos=bos)
+    assert np.flatnonzero(np.isnan(scored.logprobs)).tolist() == firsts
+    assert scored.logprob == pytest.approx(found.logprob, abs=1e-3)
 
 
 def test_without_bos_the_first_token_and_its_bytes_are_not_scored(tiny_llm: LLM) -> None:
@@ -125,7 +146,7 @@ def test_nothing_to_score_has_no_perplexity(tiny_llm: LLM, text: str) -> None:
         ({"window": 130}, "window"),
         ({"window": 1}, "window"),
         ({"stride": 0}, "stride"),
-        ({"window": 10, "stride": 10}, "stride"),
+        ({"window": 10, "stride": 11}, "stride"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(tiny_llm: LLM, options: Any, parameter: str) -> None:

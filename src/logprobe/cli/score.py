@@ -180,15 +180,15 @@ class TextInWindows:
         pieces = self._tally.pieces(self._source.parts())
         scored = score_windows(self._llm, pieces, self._settings, entropy=True, logprobs=self._num_top)
         with byte_bar(self._source.num_bytes, shown=self._has_bar) as advance:
-            for number, (window, score) in enumerate(scored):
+            for window, score in scored:
                 assert score.record is not None
-                self._tally.add(score)
-                self._info = score.record.info
+                self._tally.add(window, score)
+                self._info = score.record.info or self._info
                 if advance is not None:
                     advance(score.num_bytes, score.num_tokens)
                 if self._has_rows:
                     # What nothing predicts stands before all others.
-                    first = window.token_ids[: window.first_scored].tolist() if number == 0 else []
+                    first = window.token_ids[: window.num_unscored].tolist()
                     unscored = token_rows(first, FlatLogprobs([None] * len(first)), vocabulary)
                     yield unscored + token_rows(score.token_ids, score.record, vocabulary)
 

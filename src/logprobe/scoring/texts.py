@@ -244,7 +244,8 @@ def surprisal(
         bos: put BOS (EOS where the model has none) before each text, so that its first token is scored too,
             or do not; None: as its tokenizer does.
         window: tokens a window; the default is the model's context.
-        stride: tokens from one window to the next; the default is half a window.
+        stride: tokens from one window to the next; the default is half a window, and a whole one makes them
+            disjoint, the first token of each without a number.
 
     Raises:
         ParameterError: a text that cannot be encoded, a window or stride that cannot be used.
@@ -254,11 +255,13 @@ def surprisal(
     many = [texts] if isinstance(texts, str) else texts
     prefix = prefix_of(llm.text, bos)
     ids = [np.concatenate([prefix, _encoded(llm.text, text, number)]) for number, text in enumerate(many)]
-    cuts = [list(windows([sequence], settings.window, settings.stride)) for sequence in ids]
-    pairs = [_pair(window) for cut in cuts for window in cut]
-    scores = iter(llm.score(pairs, entropy=True))
+    cuts = [
+        [window for window in windows([sequence], settings.window, settings.stride) if window.num_scored]
+        for sequence in ids
+    ]
+    scores = iter(llm.score([window.pair for cut in cuts for window in cut], entropy=True))
     scored = [
-        _scored(llm.text, text, sequence, len(prefix), [next(scores) for _ in cut])
+        _scored(llm.text, text, sequence, len(prefix), [(window, next(scores)) for window in cut])
         for text, sequence, cut in zip(many, ids, cuts, strict=True)
     ]
     return scored[0] if isinstance(texts, str) else scored
@@ -271,11 +274,9 @@ def _encoded(edge: TextEdge, text: str, number: int) -> IntArray:
         raise ParameterError("texts", f"number {number} {str(error).removeprefix('prompt: ')}") from error
 
 
-def _pair(window: Window) -> tuple[IntArray, IntArray]:
-    return window.token_ids[: window.first_scored], window.token_ids[window.first_scored :]
-
-
-def _scored(edge: TextEdge, text: str, ids: IntArray, num_prefix: int, scores: list[Score]) -> ScoredText:
+def _scored(
+    edge: TextEdge, text: str, ids: IntArray, num_prefix: int, scores: list[tuple[Window, Score]]
+) -> ScoredText:
     own = ids[num_prefix:]
     pieces = [edge.vocabulary.token_bytes(token_id) for token_id in own.tolist()]
     data = b"".join(pieces)
@@ -285,17 +286,20 @@ def _scored(edge: TextEdge, text: str, ids: IntArray, num_prefix: int, scores: l
             raise ParameterError(
                 "texts", "the model's tokenizer makes of one what is no text; score it by tokens"
             )
-    num_unscored = 0 if num_prefix else min(len(own), 1)
-    columns = {
-        name: [value for score in scores for value in getattr(score, name) or ()]
-        for name in ("token_logprobs", "ranks", "entropy")
-    }
+    logprobs, ranks, entropy = (
+        np.full(len(ids), np.nan),
+        np.zeros(len(ids), np.int64),
+        np.full(len(ids), np.nan),
+    )
+    for window, score in scores:
+        place = slice(window.start + window.first_scored, window.start + len(window.token_ids))
+        logprobs[place], ranks[place], entropy[place] = score.token_logprobs, score.ranks, score.entropy
     return ScoredText(
         text=text,
         token_ids=own,
         byte_bounds=byte_bounds(pieces),
-        logprobs=np.array([np.nan] * num_unscored + columns["token_logprobs"], np.float64),
-        ranks=np.array([0] * num_unscored + columns["ranks"], np.int64),
-        entropy=np.array([np.nan] * num_unscored + columns["entropy"], np.float64),
+        logprobs=logprobs[num_prefix:],
+        ranks=ranks[num_prefix:],
+        entropy=entropy[num_prefix:],
         bos_token_id=int(ids[0]) if num_prefix else None,
     )

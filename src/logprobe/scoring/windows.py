@@ -5,8 +5,9 @@ earlier one's end, the earlier one's tokens up to the run and the later one's fr
 whole: what comes after a token reaches back a few characters only.
 
 Window i holds tokens [i · stride, i · stride + window); it scores those that no window before it has, so that
-all but the first window's tokens have at least window - stride tokens of context. This is the usual loop
-around a model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
+all but the first window's tokens have at least window - stride tokens of context. With a stride of a whole
+window the windows are disjoint, and nothing predicts the first token of each. This is the usual loop around a
+model of fixed length (Hugging Face's guide to perplexity), over ids that come piece by piece.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import numpy as np
 
 from logprobe.errors import WeightsReplacedError, require
 from logprobe.scoring import measures
+from logprobe.scoring.score import Score
 from logprobe.scoring.scorer import in_flight, prefix_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from logprobe.records.values import IntArray
-    from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
     from logprobe.text.edge import TextEdge
 
@@ -45,20 +46,37 @@ class Window:
     token_ids: IntArray
     start: int  # of the window in the sequence
     first_scored: int  # within the window; at least 1, as nothing predicts a first token
+    num_unscored: int = (
+        0  # tokens before it that no window scores: the first of a text, or of a disjoint window
+    )
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that are scored here; none where all that is left of a text is a first token."""
+        return len(self.token_ids) - self.first_scored
+
+    @property
+    def pair(self) -> tuple[IntArray, IntArray]:
+        """What stands before the scored tokens, and these."""
+        return self.token_ids[: self.first_scored], self.token_ids[self.first_scored :]
 
 
 def windows(pieces: Iterable[IntArray], window: int, stride: int) -> Iterator[Window]:
     """Cut a sequence that comes in pieces into windows; a sequence of one token or none gives none."""
     held = np.empty(0, np.int32)
-    start = num_scored = 0
+    start = num_seen = 0
+
+    def first(ids: IntArray) -> Window:
+        return Window(ids, start, max(num_seen - start, 1), int(num_seen == start))
+
     for piece in pieces:
         held = np.concatenate([held, piece])
         while len(held) > window:  # one token more than the window shows that another follows
-            yield Window(held[:window], start, max(num_scored - start, 1))
-            num_scored = start + window
+            yield first(held[:window])
+            num_seen = start + window
             held, start = held[stride:], start + stride
-    if start + len(held) > max(num_scored, 1):
-        yield Window(held, start, max(num_scored - start, 1))
+    if start + len(held) > max(num_seen, 1):
+        yield first(held)
 
 
 def window_pairs(
@@ -107,10 +125,8 @@ class WindowSettings:
         window = limit if window is None else window
         require(2 <= window <= limit + 1, "window", f"must lie in [2, {limit + 1}] tokens, got {window}")
         stride = max(window // 2, 1) if stride is None else stride
-        fits = 1 <= stride < window
-        require(
-            fits, "stride", f"must lie in [1, {window - 1}], so that each token has context, got {stride}"
-        )
+        fits = 1 <= stride <= window
+        require(fits, "stride", f"must lie in [1, {window}], so that no token is left out, got {stride}")
         return cls(window=window, stride=stride, bos=bos)
 
 
@@ -130,9 +146,9 @@ def score_windows(
     """
 
     def score(batch: list[Window]) -> list[tuple[Window, Score]]:
-        pairs = [(part.token_ids[: part.first_scored], part.token_ids[part.first_scored :]) for part in batch]
-        scores = llm.score(pairs, entropy=entropy, logprobs=logprobs)
-        return list(zip(batch, scores, strict=True))
+        pairs = [part.pair for part in batch if part.num_scored]
+        scores = iter(llm.score(pairs, entropy=entropy, logprobs=logprobs))
+        return [(part, next(scores) if part.num_scored else _no_score()) for part in batch]
 
     all_windows = windows(pieces, settings.window, settings.stride)
     first = next(all_windows, None)
@@ -149,12 +165,19 @@ def score_windows(
         yield from scored
 
 
+def _no_score() -> Score:
+    from logprobe.records import FlatLogprobs
+
+    return Score.of([], FlatLogprobs(), b"")
+
+
 def growing(window: Window) -> Iterator[Window]:
     """A window part by part, each twice as long as all before it: the first numbers are there at once."""
     first, end = window.first_scored, FIRST_TOKENS
     while first < len(window.token_ids):
         if end > first:
-            yield Window(window.token_ids[:end], window.start, first)
+            num_unscored = window.num_unscored if first == window.first_scored else 0
+            yield Window(window.token_ids[:end], window.start, first, num_unscored)
             first = min(end, len(window.token_ids))
         end *= 2
 
@@ -176,7 +199,7 @@ class Perplexity:
 
     logprob: float  # nats
     num_tokens: int
-    num_scored: int  # tokens; the first is not scored where nothing stands before it
+    num_scored: int  # tokens; the first is not scored where nothing stands before it in its window
     num_bytes: int
     num_scored_bytes: int
     num_words: int  # runs between spaces
@@ -213,7 +236,7 @@ class TextTally:
         self._settings = settings
         self._prefix = prefix_of(llm.text, settings.bos)
         self.num_tokens = self.num_bytes = self.num_words = self.num_scored = 0
-        self._first_bytes = 0
+        self._unscored_bytes = 0
         self._in_word = False
         self._logprobs: list[float] = []
 
@@ -223,12 +246,15 @@ class TextTally:
             yield self._prefix
         for ids in encode_pieces(map(self._read, texts), self._edge):
             if not self.num_tokens and len(ids) and not len(self._prefix):
-                self._first_bytes = len(self._edge.vocabulary.bytes_of(ids[:1]))
+                self._unscored_bytes += len(self._edge.vocabulary.bytes_of(ids[:1]))
             self.num_tokens += len(ids)
             yield ids
 
-    def add(self, score: Score) -> None:
+    def add(self, window: Window, score: Score) -> None:
         """Take in a window's score."""
+        if window.start:  # else what is not scored is the text's first token, or what stands before it
+            unscored = window.token_ids[: window.num_unscored]
+            self._unscored_bytes += len(self._edge.vocabulary.bytes_of(unscored))
         self._logprobs.append(score.logprob)
         self.num_scored += score.num_tokens
 
@@ -239,7 +265,7 @@ class TextTally:
             num_tokens=self.num_tokens,
             num_scored=self.num_scored,
             num_bytes=self.num_bytes,
-            num_scored_bytes=self.num_bytes - self._first_bytes,
+            num_scored_bytes=self.num_bytes - self._unscored_bytes,
             num_words=self.num_words,
             window=self._settings.window,
             stride=self._settings.stride,
@@ -269,7 +295,8 @@ def perplexity(
     Args:
         llm: the model.
         text: a text, or its parts one after the other (an open file), which are never held together.
-        stride: tokens from one window to the next; the default is half a window.
+        stride: tokens from one window to the next; the default is half a window, and a whole one makes them
+            disjoint, the first token of each without a number.
         window: tokens a window; the default is the model's context.
         bos: put BOS (EOS where the model has none) before the text, or do not; None: as its tokenizer does.
         advance: called with the bytes and tokens that were scored.
@@ -282,8 +309,8 @@ def perplexity(
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)
     pieces = tally.pieces([text] if isinstance(text, str) else text)
-    for _, score in score_windows(llm, pieces, settings):
-        tally.add(score)
+    for part, score in score_windows(llm, pieces, settings):
+        tally.add(part, score)
         if advance is not None:
             advance(score.num_bytes, score.num_tokens)
     return tally.result()

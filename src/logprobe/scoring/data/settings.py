@@ -50,7 +50,8 @@ class DataSettings:
         bos: put BOS (EOS where there is none) before texts without context; None: as the tokenizer does.
         truncation: what becomes of a row longer than the context: a bad row, its end, or sliding windows.
         window: tokens a window; None: the model's context.
-        stride: tokens from one window to the next; None: half a window.
+        stride: tokens from one window to the next; None: half a window. A whole one makes them disjoint,
+            and the first token of each has no number.
     """
 
     text_column: str = "text"
