@@ -84,7 +84,7 @@ def test_adapters_of_one_model_are_compared(
 
 
 def test_models_of_different_tokenizers_are_compared_by_word(
-    tiny_llm: LLM, tiny_window_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llm: LLM, tiny_window_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as other:
         monkeypatch.setattr("logprobe.scoring.comparison._same_vocabulary", lambda *_: False)
@@ -96,6 +96,13 @@ def test_models_of_different_tokenizers_are_compared_by_word(
     assert "".join(text for text, _, _ in units) == TEXTS[0][len(a.words[0].text) :]
     assert [one for _, one, _ in units] == [unit.logprob for unit in a.words[1:]]
     assert found.logprobs_a[: len(units)].tolist() == [one for _, one, _ in units]
+    found.to_parquet(tmp_path / "w.parquet")
+    rows = pq.read_table(tmp_path / "w.parquet").slice(0, len(units) + 1).to_pylist()
+    assert [row["word"] for row in rows[:-1]] == [text for text, _, _ in units]
+    assert [(row["text_index"], row["position"]) for row in rows] == [
+        *((0, place) for place in range(len(units))),
+        (1, 0),
+    ]
     assert json.loads(json.dumps(found.to_dict()))["kl"] is None
 
 
@@ -103,8 +110,27 @@ def test_positions_go_to_parquet_and_the_plot_needs_its_extra(tiny_llm: LLM, tmp
     found = compare(tiny_llm, tiny_llm, TEXTS)
     found.to_parquet(tmp_path / "c.parquet")
     table = pq.read_table(tmp_path / "c.parquet")
-    assert table.column_names == ["logprob_a", "logprob_b", "kl", "is_same_best"]
+    names = ["text_index", "position", "token_id", "logprob_a", "logprob_b", "kl", "is_same_best"]
+    assert table.column_names == names
     assert table.num_rows == found.num_positions
+    places = [table[name].to_pylist() for name in names[:3]]
+    sequences = [tiny_llm.text.encode(text).tolist() for text in TEXTS]
+    assert list(zip(*places, strict=True)) == [
+        (text, position, token_id)
+        for text, ids in enumerate(sequences)
+        for position, token_id in enumerate(ids)
+        if position
+    ]
+
+
+def test_a_text_without_a_token_to_score_keeps_its_number(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logprobe.scoring.comparison.POSITIONS_A_CALL", 3)
+    found = compare(tiny_llm, tiny_llm, ["x", TEXTS[0], "", TEXTS[1]], bos=False)
+    lengths = [len(tiny_llm.text.encode(text, add_special_tokens=False)) for text in TEXTS[:2]]
+    assert found.text_indices.tolist() == [1] * (lengths[0] - 1) + [3] * (lengths[1] - 1)
+    assert found.positions.tolist() == [*range(1, lengths[0]), *range(1, lengths[1])]
 
 
 def test_a_plot_is_a_picture_or_names_what_is_missing(
@@ -128,6 +154,8 @@ def test_stored_runs_are_compared_token_by_token(tiny_llm: LLM, rough_llm: LLM, 
     score_dataset(rough_llm, str(source), tmp_path / "b.parquet", settings=settings)
     found = compare_stored(tmp_path / "a.parquet", tmp_path / "b.parquet")
     direct = compare(tiny_llm, rough_llm, TEXTS)
+    for name in ("text_indices", "positions", "token_ids"):
+        assert getattr(found, name).tolist() == getattr(direct, name).tolist()
     assert found.delta.mean == pytest.approx(direct.delta.mean, abs=1e-4)
     assert found.kl is None
     source.write_text('{"text": "another"}\n')

@@ -67,6 +67,10 @@ class Comparison:
     num_bytes: int
     logprobs_a: NDArray[np.float64] = field(repr=False)  # (num_positions,)
     logprobs_b: NDArray[np.float64] = field(repr=False)
+    text_indices: NDArray[np.int64] = field(repr=False)  # which text each position is of, from 0
+    positions: NDArray[np.int64] = field(repr=False)  # in its text's tokens, the first being 0; or its words
+    token_ids: NDArray[np.int64] | None = field(default=None, repr=False)  # None where positions are words
+    words: Sequence[str] | None = field(default=None, repr=False)  # None where they are tokens
     kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
 
@@ -135,11 +139,18 @@ class Comparison:
         }
 
     def to_parquet(self, path: str | Path) -> None:
-        """Write one row a position: both logprobs, and for tokens the KL and whether the best is the same."""
+        """Write one row a position: its place, both logprobs, for tokens the KL and whether the best agree.
+
+        `text_index` counts the texts (of stored runs it is their `row`), `position` the words of a text, or
+        its tokens: 0 is BOS or, where none stands before it, the text's first token, and has no row; those
+        after a stored context begin with 1.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns: dict[str, Any] = {"logprob_a": self.logprobs_a, "logprob_b": self.logprobs_b}
+        columns: dict[str, Any] = {"text_index": self.text_indices, "position": self.positions}
+        columns |= {"token_id": self.token_ids} if self.words is None else {"word": self.words}
+        columns |= {"logprob_a": self.logprobs_a, "logprob_b": self.logprobs_b}
         if self.kl_by_position is not None:
             columns |= {"kl": self.kl_by_position, "is_same_best": self.is_same_best}
         pq.write_table(pa.table(columns), path, compression="zstd")
@@ -189,8 +200,8 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         BatchError: a request failed.
     """
     if _same_vocabulary(a, b):
-        rows = [part for ids in _sequences(a, texts, bos) for part in _token_parts(a, b, ids)]
-        return _of_tokens(a, rows)
+        sequences = _sequences(a, texts, bos)
+        return _of_tokens(a, [part for index, ids in sequences for part in _token_parts(a, b, index, ids)])
     return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
 
 
@@ -206,20 +217,28 @@ def _same_vocabulary(a: Scorer, b: Scorer) -> bool:
     return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()
 
 
-def _sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[IntArray]:
+def _sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[tuple[int, IntArray]]:
     prefix = prefix_of(a.text, bos)
-    for text in texts:
+    for index, text in enumerate(texts):
         ids = np.concatenate([prefix, a.text.encode(text, add_special_tokens=False)])
         if len(ids) > 1:
-            yield ids
+            yield index, ids
 
 
-TokenPart = tuple[
-    "IntArray", "NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.float64]", "NDArray[np.bool_]"
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPart:
+    """Some positions of one text."""
+
+    text_index: int
+    start: int  # position of the first of them
+    token_ids: IntArray  # (n,)
+    logprobs_a: NDArray[np.float64]  # (n,) nats
+    logprobs_b: NDArray[np.float64]
+    kl: NDArray[np.float64]  # (n,) nats
+    is_same_best: NDArray[np.bool_]  # (n,)
 
 
-def _token_parts(a: Scorer, b: Scorer, ids: IntArray) -> Iterator[TokenPart]:
+def _token_parts(a: Scorer, b: Scorer, index: int, ids: IntArray) -> Iterator[TokenPart]:
     """Positions by the hundreds: both models' whole rows of that many are held, never those of a text."""
     for start in range(1, len(ids), POSITIONS_A_CALL):
         end = min(start + POSITIONS_A_CALL, len(ids))
@@ -231,12 +250,14 @@ def _token_parts(a: Scorer, b: Scorer, ids: IntArray) -> Iterator[TokenPart]:
         rows, others = whole_rows(mine.record), whole_rows(theirs.record)
         width = min(rows.shape[1], others.shape[1])  # a head may be padded
         rows, others = rows[:, :width], others[:, :width]
-        yield (
-            ids[start:end],
-            np.array(mine.token_logprobs),
-            np.array(theirs.token_logprobs),
-            measures.kl_divergence(rows, others),
-            rows.argmax(axis=1) == others.argmax(axis=1),
+        yield TokenPart(
+            text_index=index,
+            start=start,
+            token_ids=ids[start:end],
+            logprobs_a=np.array(mine.token_logprobs),
+            logprobs_b=np.array(theirs.token_logprobs),
+            kl=measures.kl_divergence(rows, others),
+            is_same_best=rows.argmax(axis=1) == others.argmax(axis=1),
         )
 
 
@@ -260,36 +281,59 @@ def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
 
 def _of_tokens(a: Scorer, parts: Sequence[TokenPart]) -> Comparison:
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
-    ids, logprobs_a, logprobs_b, kl, same = (np.concatenate(column) for column in zip(*parts, strict=True))
+    ids, logprobs_a, logprobs_b, kl, same = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("token_ids", "logprobs_a", "logprobs_b", "kl", "is_same_best")
+    )
+    text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
     return Comparison(
         unit="token",
         num_positions=len(ids),
         num_bytes=len(a.text.vocabulary.bytes_of(ids.tolist())),
         logprobs_a=logprobs_a,
         logprobs_b=logprobs_b,
+        text_indices=text_indices,
+        positions=positions,
+        token_ids=ids.astype(np.int64),
         kl_by_position=np.maximum(kl, 0.0),
         is_same_best=same,
     )
 
 
+def _places(runs: Iterable[tuple[int, int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Text and position of each of some runs of positions, which come as (text, first position, length)."""
+    indices, starts, lengths = np.array(list(runs), np.int64).T
+    firsts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(indices, lengths), np.repeat(starts, lengths) + np.arange(lengths.sum()) - firsts
+
+
 def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
     mine, theirs, num_bytes = [], [], 0
-    for a, b in pairs:
+    words: list[str] = []
+    runs = []
+    for index, (a, b) in enumerate(pairs):
         if a.text != b.text:
             raise ParameterError(
                 "texts", "one is spelled in two ways by the two tokenizers; normalise it (NFC)"
             )
+        num_before = len(words)
         for text, logprob_a, logprob_b in common_units(a, b):
+            words.append(text)
             mine.append(logprob_a)
             theirs.append(logprob_b)
             num_bytes += len(text.encode())
+        runs.append((index, 0, len(words) - num_before))
     require(mine, "texts", "hold no word that both models score; give longer ones, or bos=True")
+    text_indices, positions = _places(runs)
     return Comparison(
         unit="word",
         num_positions=len(mine),
         num_bytes=num_bytes,
         logprobs_a=np.array(mine),
         logprobs_b=np.array(theirs),
+        text_indices=text_indices,
+        positions=positions,
+        words=words,
     )
 
 
@@ -333,7 +377,7 @@ def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
             raise InputError(
                 f"{path_a}, {path_b}: their rows or tokens differ; score the same data with one model"
             )
-        parts.append((mine["token_logprobs"], theirs["token_logprobs"]))
+        parts.append((mine, theirs["token_logprobs"]))
         num_bytes += mine["num_bytes"]
     return _of_rows(parts, num_bytes)
 
@@ -369,24 +413,26 @@ def compare_with_stored(
                 )
             pairs.append((ids[:1], ids[1:]))
         scores = llm.score(pairs)
-        parts += [
-            (row["token_logprobs"], score.token_logprobs) for row, score in zip(rows, scores, strict=True)
-        ]
+        parts += [(row, score.token_logprobs) for row, score in zip(rows, scores, strict=True)]
         num_bytes += sum(row["num_bytes"] for row in rows)
     return _of_rows(parts, num_bytes)
 
 
-def _of_rows(parts: Sequence[tuple[Any, Any]], num_bytes: int) -> Comparison:
+def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
+    """Of stored rows, each with what the other model gives its tokens."""
     require(parts, "files", "hold no row")
-    logprobs_a, logprobs_b = (
-        np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True)
-    )
+    logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
+    logprobs_b = np.concatenate([logprobs for _, logprobs in parts]).astype(np.float64)
+    text_indices, positions = _places((row["row"], 1, len(row["token_ids"])) for row, _ in parts)
     return Comparison(
         unit="token",
         num_positions=len(logprobs_a),
         num_bytes=num_bytes,
         logprobs_a=logprobs_a,
         logprobs_b=logprobs_b,
+        text_indices=text_indices,
+        positions=positions,
+        token_ids=np.concatenate([row["token_ids"] for row, _ in parts]).astype(np.int64),
     )
 
 
