@@ -265,8 +265,12 @@ def serving(
     settings: ServerSettings,
     processors: tuple[Any, ...] = (),
     further: dict[str, Any] | None = None,
+    port: int = 0,
 ) -> Iterator[tuple[str, Any]]:
-    """Serve an engine and its text edge from a thread until the block ends: (address, application)."""
+    """Serve an engine and its text edge from a thread until the block ends: (address, application).
+
+    `port` 0: any that is free.
+    """
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.server.app import create_app, uvicorn_config
     from logprobe.server.http.shutdown import DrainingServer
@@ -277,7 +281,7 @@ def serving(
         processors,
         further,
     )
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(("127.0.0.1", port))
     # The kernel would else take in megabytes for a reader that reads nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
     server = DrainingServer(uvicorn_config(app, settings), app.state.service.lifetime)

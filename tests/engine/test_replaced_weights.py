@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import shutil
 import threading
 import time
 import weakref
@@ -279,6 +281,12 @@ def test_a_request_given_up_while_it_waits_never_runs(llm: LLM, state: dict[str,
 # -- what a record says of its weights ---------------------------------------------------------------------
 
 
+def version_of(folder: Path) -> str:
+    """What is known of a folder's weights: the digest of its file."""
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return f"sha256:{digest}"
+
+
 def versions_of(output: Any) -> set[str | None]:
     """What everything that an output holds says."""
     completion = output.outputs[0]
@@ -296,15 +304,17 @@ ALL = SamplingParams(
 )
 
 
-def test_records_name_the_weights_that_gave_them(llm: LLM, state: dict[str, torch.Tensor]) -> None:
-    first = llm.generate("the cat", ALL)[0]
-    assert versions_of(first) == {None}  # nothing is known of a folder's
+def test_records_name_the_weights_that_gave_them(
+    llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path
+) -> None:
+    first, own = llm.generate("the cat", ALL)[0], version_of(tiny_model_folder)
+    assert versions_of(first) == {own}
     assert llm.load_weights(state, version="step-1200") == "step-1200"
     output, [score] = llm.generate("the cat", ALL)[0], llm.score(PAIRS[:1])
     assert versions_of(output) == {"step-1200"}
     assert score.record.info.weight_version == "step-1200"
     assert FlatLogprobs.from_bytes(output.prompt_logprobs.to_bytes()).info == output.prompt_logprobs.info
-    assert versions_of(first) == {None}
+    assert versions_of(first) == {own}
 
 
 def test_the_form_and_the_proof_that_are_told_are_those_of_the_new_weights(
@@ -341,9 +351,10 @@ def test_weights_without_a_name_go_by_a_digest_of_their_numbers(
 def test_a_version_that_no_record_can_hold_is_refused(
     llm: LLM, state: dict[str, torch.Tensor], version: Any
 ) -> None:
+    own = llm.engine.capabilities().weight_version
     with raises(ParameterError, parameter="version"):
         llm.load_weights(state, version=version)
-    assert llm.engine.capabilities().weight_version is None
+    assert llm.engine.capabilities().weight_version == own
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -369,7 +380,7 @@ def test_a_record_across_a_replacement_names_the_weights_that_it_ran_on(
             assert not thread.is_alive()
         running.join()
         want = llm.generate(["the cat"], ALL)[0]
-    assert [versions_of(output) for output in running.outputs] == [{None}] * 2
+    assert [versions_of(output) for output in running.outputs] == [{version_of(tiny_model_folder)}] * 2
     assert versions_of(later[0]) == versions_of(want) == {"new"}
     assert later[0].prompt_logprobs == want.prompt_logprobs
 
@@ -498,7 +509,7 @@ def test_nothing_of_the_new_weights_is_stored_for_the_models_own(
     with _new_llm(tiny_model_folder) as again:  # from what is stored of it
         scores = again.score(PAIRS)
         assert scores == before
-        assert scores[0].record.info.weight_version is None
+        assert scores[0].record.info.weight_version == version_of(tiny_model_folder)
 
 
 def test_a_text_in_windows_has_numbers_of_one_version(llm: LLM, state: dict[str, torch.Tensor]) -> None:
@@ -540,7 +551,7 @@ def test_a_run_over_a_data_set_holds_numbers_of_one_version(
             yield from super().scored(skip=skip)
 
     turning = Turning(llm, find_sources([str(tmp_path / "in.jsonl")]), DataSettings())
-    with pytest.raises(InputError, match=r"rows of weight_version 'b' after rows of None"):
+    with pytest.raises(InputError, match=r"rows of weight_version 'b' after rows of 'sha256:"):
         DatasetRun(turning).to_file(tmp_path / "turned.parquet")
     score_dataset(llm, tmp_path / "in.jsonl", tmp_path / "out.parquet")
     assert b'"weight_version":"b"' in pq.read_schema(tmp_path / "out.parquet").metadata[b"logprobe.info"]
@@ -556,7 +567,8 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
     with LLM(str(tiny_model_folder), kv_bytes=1 << 20, max_batch_rows=8, **layout) as llm, AsyncLM(llm) as lm:
         first = [llm.generate("the cat", ALL)[0] for _ in range(4)][-1]
         old = lm.next_token_logprobs_sync([5, 60])
-        assert versions_of(first) == {None}
+        own = version_of(tiny_model_folder)
+        assert versions_of(first) == {own}
         calls, is_loaded = [], threading.Event()
 
         def ask() -> None:
@@ -571,8 +583,8 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
         assert not asking.is_alive()
         [output, *_] = after = llm.generate(["the cat"] * 4, ALL)
         assert versions_of(output) == {want}
-        truth = {None: numbers_of(first), want: numbers_of(output)}
-        assert np.abs(truth[None] - truth[want]).max() > 1e-3
+        truth = {own: numbers_of(first), want: numbers_of(output)}
+        assert np.abs(truth[own] - truth[want]).max() > 1e-3
         for outputs in [*calls, after]:
             [version] = set.union(*map(versions_of, outputs))  # one a call, wherever each ran
             for one in outputs:
@@ -596,10 +608,11 @@ def test_engine_processes_tell_and_forget_as_a_thread_does(
 
 
 def test_a_server_tells_the_weights_that_answer(
-    llm: LLM, state: dict[str, torch.Tensor], new_serving: Any
+    llm: LLM, state: dict[str, torch.Tensor], tiny_model_folder: Path, new_serving: Any
 ) -> None:
     import httpx
 
+    own = version_of(tiny_model_folder)
     asked = {"prompt": "the cat", "max_tokens": 1, "logprobs": 1, "logprobs_mode": "raw_logprobs"}
 
     def told(url: str) -> list[Any]:
@@ -611,13 +624,13 @@ def test_a_server_tells_the_weights_that_answer(
             ask["/v1/capabilities"].json()["weight_version"],
             ask["/v1/models"].json()["data"][0]["weight_version"],
             reply["choices"][0]["logprobs_info"]["weight_version"],
-            "step 2" if b'"weight_version":"step 2"' in rows else None,
+            *[version for version in (own, "step 2") if f'"weight_version":"{version}"'.encode() in rows],
             *[line for line in figures if line.startswith("logprobe_weights")],
         ]
 
     with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far:
         old = far.next_token_logprobs_sync([5, 60])
-        assert told(url) == [None] * 4 + ['logprobe_weights{version=""} 1.0']
+        assert told(url) == [own] * 4 + [f'logprobe_weights{{version="{own}"}} 1.0']
         llm.load_weights(state, version="step 2")
         assert told(url) == ["step 2"] * 4 + ['logprobe_weights{version="step 2"} 1.0']
         # A client hears of it with its next exchange; what it kept before is then of no use.
@@ -625,3 +638,97 @@ def test_a_server_tells_the_weights_that_answer(
         new = far.next_token_logprobs_sync([5, 60])
         assert far.next_token_logprobs_sync([5, 60]) is new
     assert np.abs(new - old).max() > 1e-3
+
+
+def test_a_client_that_learns_of_new_weights_gives_no_kept_row_beside_theirs(
+    llm: LLM, state: dict[str, torch.Tensor], new_serving: Any
+) -> None:
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far:
+        old = far.next_token_logprobs_sync([5, 60])
+        llm.load_weights(state)
+        kept, new = far.batch_next_token_logprobs_sync([[5, 60], [7]])
+        np.testing.assert_array_equal(far.next_token_logprobs_sync([5, 60]), kept)
+        with AsyncLM(llm) as near:
+            for row, ids in ((kept, [5, 60]), (new, [7])):
+                np.testing.assert_array_equal(row, near.next_token_logprobs_sync(ids))
+    assert np.abs(kept - old).max() > 1e-3
+
+
+def test_rows_of_a_server_that_is_started_again_at_its_address_are_its_own(
+    tiny_model_folder: Path, new_folder: Path, new_serving: Any, tmp_path: Path
+) -> None:
+    """With other weights in the same folder: nobody gave them a name."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    with _new_llm(folder) as first, new_serving(first, ServerSettings()) as (url, _):
+        far = RemoteLM(url)
+        old = far.next_token_logprobs_sync([5, 60])
+    shutil.copy(new_folder / "model.safetensors", folder)
+    again = new_serving(second := _new_llm(folder), ServerSettings(), port=int(url.rpartition(":")[2]))
+    with far, second, again, AsyncLM(second) as near:
+        far.next_token_logprobs_sync([7])
+        new = far.next_token_logprobs_sync([5, 60])
+        np.testing.assert_array_equal(new, near.next_token_logprobs_sync([5, 60]))
+    assert np.abs(new - old).max() > 1e-3
+
+
+def test_rows_of_lora_weights_that_a_server_replaced_are_theirs(
+    llm: LLM, adapter_folders: dict[str, Path], new_serving: Any
+) -> None:
+    llm.add_lora("a", adapter_folders["wide"])
+    with new_serving(llm, ServerSettings()) as (url, _), RemoteLM(url) as far, AsyncLM(llm) as near:
+        base = far.next_token_logprobs_sync([5, 60])
+        old = far.next_token_logprobs_sync([5, 60], lora="a")
+        llm.add_lora("a", adapter_folders["narrow"])
+        far.next_token_logprobs_sync([7], lora="a")
+        new = far.next_token_logprobs_sync([5, 60], lora="a")
+        np.testing.assert_array_equal(new, near.next_token_logprobs_sync([5, 60], lora="a"))
+        assert far.next_token_logprobs_sync([5, 60]) is base, "the model's own are the same as before"
+    assert np.abs(new - old).max() > 1e-4
+
+
+# -- data sets ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["folder", "load", "lora"])
+def test_a_run_goes_on_with_the_weights_that_began_it_alone(
+    tiny_model_folder: Path,
+    new_folder: Path,
+    adapter_folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    folder, source, out = tmp_path / "model", tmp_path / "in.jsonl", tmp_path / "o.parquet"
+    shutil.copytree(tiny_model_folder, folder)
+    source.write_text('{"text": "the cat"}\n' * 600)
+
+    class Dying(OneModel):
+        def scored(self, *, skip: int) -> Iterator[Any]:
+            yield next(iter(super().scored(skip=skip)))
+            raise InterruptedError
+
+    def asked(llm: LLM) -> LLM:
+        return llm.with_lora("a") if how == "lora" else llm
+
+    with _new_llm(folder) as llm:
+        llm.add_lora("a", adapter_folders["wide"])
+        run = DatasetRun(Dying(asked(llm), find_sources([str(source)]), DataSettings()))
+        with pytest.raises(InterruptedError):
+            run.to_file(out)
+    if how == "folder":
+        shutil.copy(new_folder / "model.safetensors", folder)
+    with _new_llm(folder) as llm:
+        llm.add_lora("a", adapter_folders["narrow" if how == "lora" else "wide"])
+        if how == "load":
+            llm.load_weights(new_folder)
+        told = (
+            "rows of lora_version 'sha256:" if how == "lora" else "run to resume had another weight_version"
+        )
+        with pytest.raises(InputError, match=told):
+            score_dataset(asked(llm), source, out, resume=True)
+    shutil.copy(tiny_model_folder / "model.safetensors", folder)
+    with _new_llm(folder) as llm:
+        llm.add_lora("a", adapter_folders["wide"])
+        assert score_dataset(asked(llm), source, out, resume=True).num_rows == 600

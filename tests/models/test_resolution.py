@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from logprobe.errors import InputError, ModelNotFoundError, UnsupportedModelError
-from logprobe.models import resolve
+from logprobe.models import ModelFiles, resolve, weight_version
 from logprobe.models.cache import checksum_of, entry_size_bytes
 
 if TYPE_CHECKING:
@@ -158,6 +158,21 @@ def test_the_checksum_of_a_file_that_was_just_written_is_not_kept(tmp_path: Path
     path.write_bytes(b"one")
     checksum_of(path)
     assert not (home / "checksums.json").exists()
+
+
+def test_the_version_of_a_folders_weights_is_what_sha256sum_says(folder: Path) -> None:
+    def own(data: bytes) -> str:
+        return hashlib.sha256(data).hexdigest()
+
+    assert weight_version(resolve(str(folder))) == f"sha256:{own(b'{}')}"
+    (folder / "model.safetensors").unlink()
+    for name, data in (("b.safetensors", b"two"), ("a.safetensors", b"one")):
+        (folder / name).write_bytes(data)
+    lines = f"{own(b'one')}  a.safetensors\n{own(b'two')}  b.safetensors\n"
+    assert weight_version(resolve(str(folder))) == f"sha256:{own(lines.encode())}"
+    (folder / "b.safetensors").write_bytes(b"owt")
+    assert weight_version(resolve(str(folder))) != f"sha256:{own(lines.encode())}"
+    assert weight_version(ModelFiles("x", folder, "commit:7")) == "commit:7"
 
 
 def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:

@@ -47,15 +47,18 @@ class Describer:
         kept = {load: known for load, known in self._sources.items() if load >= oldest}
         self._sources = kept | {number: source}
 
-    def open(self, request: Request) -> RequestOutput:
-        """An output with one empty completion a sample, and the containers that the request asks for."""
+    def open(self, request: Request, lora_version: str | None = None) -> RequestOutput:
+        """An output with one empty completion a sample, and the containers that the request asks for.
+
+        `lora_version` says which LoRA weights it runs on, where it names any.
+        """
         params, output = request.params, RequestOutput.for_request(request)
         if params.prompt_logprobs is not None:
             first = [None] if request.first_scored == 1 else []
             output.prompt_logprobs = FlatLogprobs(first, table=self._table)
         for completion in output.outputs:
             self._open_completion(completion, params)
-        self.describe(output, request, self.weights_number)
+        self.describe(output, request, self.weights_number, lora_version)
         return output
 
     def _open_completion(self, completion: CompletionOutput, params: SamplingParams) -> None:
@@ -68,9 +71,13 @@ class Describer:
         if params.logprobs_mode == "both":
             completion.processed_logprobs = FlatLogprobs(table=self._table)
 
-    def describe(self, output: RequestOutput, request: Request, number: int) -> None:
+    def describe(
+        self, output: RequestOutput, request: Request, number: int, lora_version: str | None
+    ) -> None:
         """Say in an output and its records what their numbers are: the weights of this load gave them."""
         params, source = request.params, self._sources[number]
+        if params.lora is not None:
+            source = msgspec.structs.replace(source, lora=params.lora, lora_version=lora_version)
         output.weights_number = number
         output.info = self._of_request(source, request)
         if output.prompt_logprobs is not None:
@@ -104,6 +111,9 @@ class Describer:
             top_k=params.top_k if params.top_k > 0 else None,
             top_p=params.top_p if params.top_p < 1 else None,
             min_p=params.min_p if params.min_p > 0 else None,
+            presence_penalty=params.presence_penalty or None,
+            frequency_penalty=params.frequency_penalty or None,
+            repetition_penalty=params.repetition_penalty if params.repetition_penalty != 1 else None,
         )
 
     def _of_request(self, source: LogprobsInfo, request: Request) -> LogprobsInfo | None:
@@ -126,8 +136,9 @@ class Describer:
 class Fold:
     """One request while it is read: add what is new, and `output` grows."""
 
-    def __init__(self, request: Request, describer: Describer) -> None:
-        self.output = describer.open(request)
+    def __init__(self, request: Request, describer: Describer, lora_version: str | None = None) -> None:
+        self.output = describer.open(request, lora_version)
+        self._lora_version = lora_version
         self._describer, self._request = describer, request
         self._params = request.params
         # What a flag of the same name asks for, and what nobody has to ask for.
@@ -145,7 +156,7 @@ class Fold:
             end_with_error(self.output, event.error)
             return
         if event.weights_number > self.output.weights_number:  # it waited while others took over
-            self._describer.describe(self.output, self._request, event.weights_number)
+            self._describer.describe(self.output, self._request, event.weights_number, self._lora_version)
         completion = self.output.outputs[event.index]
         if event.prompt is not None and self.output.prompt_logprobs is not None:
             self._append(self.output.prompt_logprobs, event.prompt)

@@ -21,7 +21,7 @@ from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.loras import LoraTable
 from logprobe.errors import EngineClosedError, require
 from logprobe.models.loading import digest_of, read_state
-from logprobe.models.lora import resolved_folder
+from logprobe.models.lora import lora_version, resolved_folder
 from logprobe.transport import StreamingLogprobsCollector
 from logprobe.transport.collector import Parcel
 from logprobe.transport.messages import (
@@ -156,11 +156,12 @@ class Front:
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
         require(isinstance(name, str) and name, "name", f"must be a text, got {name!r}")
-        load = LoadLora(next(self._numbers), name, str(resolved_folder(path)))
+        folder = resolved_folder(path)
+        load, version = LoadLora(next(self._numbers), name, str(folder)), lora_version(folder)
         self._check_open()
         self.core.ask(load)
         with self._lock:
-            gone = self._loras.put(load)
+            gone = self._loras.put(load, version)
         self._drop(gone)
 
     def remove_lora(self, name: str) -> None:
@@ -262,10 +263,11 @@ class Front:
         if lora_number is not None:
             self.core.send(DropLora(lora_number))
 
+    def _new_fold(self, admitted: Admitted) -> Fold:
+        return Fold(admitted.request, self._describer, self._loras.version(admitted.lora_number))
+
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
-        folds = {
-            accepted.request.request_id: Fold(accepted.request, self._describer) for accepted in admitted
-        }
+        folds = {accepted.request.request_id: self._new_fold(accepted) for accepted in admitted}
         with self._lock:
             self._check_open()
             require(len(folds) == len(admitted), "request_id", "one stands twice; give each request its own")
@@ -273,7 +275,9 @@ class Front:
                 is_new = request_id not in self._folds
                 require(is_new, "request_id", f"{request_id!r} is in use; give each request its own")
             bound = tuple(map(self._bound, admitted))
-            for accepted in bound:
+            for accepted, before in zip(bound, admitted, strict=True):
+                if accepted is not before:
+                    folds[accepted.request.request_id] = self._new_fold(accepted)
                 if accepted.lora_number:
                     self._loras.hold(accepted.lora_number)
                     self._held[accepted.request.request_id] = accepted.lora_number

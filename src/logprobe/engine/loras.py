@@ -20,6 +20,7 @@ class LoraTable:
     def __init__(self) -> None:
         self._loads: dict[str, LoadLora] = {}
         self._holds: Counter[int] = Counter()  # of each load: one for its name, and one a request
+        self._versions: dict[int, str] = {}  # of each load that is held
 
     def paths(self) -> dict[str, str]:
         """Name → path of all that requests may name."""
@@ -35,10 +36,14 @@ class LoraTable:
         require(name in self._loads, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}")
         return self._loads[name].number
 
-    def put(self, load: LoadLora) -> int | None:
-        """Let a name stand for a load; the one that it stood for, where nothing holds that any more."""
+    def put(self, load: LoadLora, version: str) -> int | None:
+        """Let a name stand for a load; the one that it stood for, where nothing holds that any more.
+
+        `version` tells its weights from others.
+        """
         before = self._loads.get(load.name)
         self._loads[load.name] = load
+        self._versions[load.number] = version
         self._holds[load.number] += 1
         return None if before is None else self.release(before.number)
 
@@ -52,6 +57,10 @@ class LoraTable:
         """Whether a load is still there."""
         return number in self._holds
 
+    def version(self, number: int) -> str | None:
+        """What tells the weights of a load from others; None where it is none, or gone."""
+        return self._versions.get(number)
+
     def hold(self, number: int) -> None:
         """Keep a load for a request, until its `release`."""
         self._holds[number] += 1
@@ -61,5 +70,5 @@ class LoraTable:
         self._holds[number] -= 1
         if self._holds[number]:
             return None
-        del self._holds[number]
+        del self._holds[number], self._versions[number]
         return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
 from logprobe.models.loading import load_config, load_model, load_tokenizer, text_config
-from logprobe.models.resolution import ModelFiles, resolve
+from logprobe.models.resolution import ModelFiles, resolve, weight_version
 from logprobe.models.vocabulary import Vocabulary
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "load_tokenizer",
     "resolve",
     "text_config",
+    "weight_version",
 ]

@@ -13,6 +13,7 @@ import shutil
 import stat
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +23,7 @@ from platformdirs import user_cache_path
 from logprobe.errors import DownloadError, OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from filelock import BaseFileLock
 
@@ -76,16 +77,39 @@ def checksum_of(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    facts, place = path.stat(), os.path.abspath(path)  # noqa: PTH100 - a link that is set anew is another file
-    now = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+    return checksums_of([path])[0]
+
+
+def checksums_of(paths: Sequence[Path]) -> list[str]:
+    """`checksum_of` of some files, those that are not known on several cores."""
+    # A link that is set anew is another file.
+    places = [os.path.abspath(path) for path in paths]  # noqa: PTH100
+    facts = [path.stat() for path in paths]
+    now = [[one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in facts]
     known = _checksums()
-    if known.get(place, [])[:-1] == now:
-        return str(known[place][-1])
+    new = [number for number, place in enumerate(places) if known.get(place, [])[:-1] != now[number]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        computed = dict(zip(new, pool.map(_sha256, [paths[number] for number in new]), strict=True))
+    latest = time.time_ns() - FRESH_NS
+    settled = {
+        places[number]: [*now[number], sha256]
+        for number, sha256 in computed.items()
+        if max(facts[number].st_mtime_ns, facts[number].st_ctime_ns) < latest
+    }
+    if settled:
+        _remember(known | settled)
+    return [computed.get(number) or str(known[place][-1]) for number, place in enumerate(places)]
+
+
+def listed_version(paths: Sequence[Path], digests: Sequence[str]) -> str:
+    """What tells some files from others: `sha256:` and the digest of what `sha256sum` writes of them."""
+    listed = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))
+    return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) > FRESH_NS:
-        _remember(known | {place: [*now, sha256]})
-    return sha256
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksums() -> dict[str, list[Any]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.models.cache import checksums_of, listed_version
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
@@ -84,6 +85,21 @@ def resolved_folder(path: str | Path) -> Path:
         if isinstance(config, str):
             folder = Path(config).parent
     return folder.resolve()
+
+
+def lora_version(folder: Path) -> str:
+    """What tells LoRA weights from others: `sha256:` and the digest of the lines of `sha256sum adapter_*`.
+
+    Raises:
+        UnsupportedModelError: the files cannot be read.
+    """
+    files = sorted(folder.glob("adapter_*"))
+    try:
+        digests = checksums_of(files)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UnsupportedModelError(f"{folder}: cannot be read ({reason}); look who may read it") from error
+    return listed_version(files, digests)
 
 
 def load_lora(

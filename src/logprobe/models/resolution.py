@@ -9,9 +9,19 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from logprobe.errors import DownloadError, ModelNotFoundError, UnsupportedModelError, closest
-from logprobe.models.cache import GGUF, MANIFEST, checksum_of, entry_folder, new_entry, point_at
+from logprobe.errors import DownloadError, InputError, ModelNotFoundError, UnsupportedModelError, closest
+from logprobe.models.cache import (
+    GGUF,
+    MANIFEST,
+    checksum_of,
+    checksums_of,
+    entry_folder,
+    listed_version,
+    new_entry,
+    point_at,
+)
 from logprobe.models.known import KNOWN_MODELS, KnownModel
+from logprobe.models.sources import weight_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +30,9 @@ class ModelFiles:
 
     name: str
     folder: Path
-    version: str | None = None  # of the weights: `sha256:` of a GGUF file, `commit:` on the hub
+    version: str | None = (
+        None  # of the weights, where the name alone tells: `sha256:` of a GGUF file, or `commit:`
+    )
 
 
 def resolve(name: str, *, download: bool = True) -> ModelFiles:
@@ -48,6 +60,27 @@ def resolve(name: str, *, download: bool = True) -> ModelFiles:
         folder = checked_folder(_hub_folder(name, download=download))
         return ModelFiles(name, folder, f"commit:{folder.name}")
     raise ModelNotFoundError(_not_found(name))
+
+
+def weight_version(files: ModelFiles) -> str:
+    """Which weights some files hold, as records say it.
+
+    Of a folder: `sha256:` and the digest of its one file of weights; of several, that of the lines that
+    `sha256sum` writes of them. Files that have not changed since they were read are not read again.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    if files.version is not None:
+        return files.version
+    paths = weight_files(files.folder)
+    try:
+        digests = checksums_of(paths)
+    except OSError as error:
+        raise InputError(
+            f"{files.folder}: cannot be read ({error.strerror}); look who may read it"
+        ) from error
+    return f"sha256:{digests[0]}" if len(digests) == 1 else listed_version(paths, digests)
 
 
 def known_folder(model: KnownModel) -> Path:

@@ -566,12 +566,21 @@ class NextTokenLM(Generic[ArrayT]):
         waiters = self._batcher.ask((asked[i] for i in missing), is_urgent=is_urgent, uses_cache=use_cache)
         waits = map(asyncio.wrap_future, waiters)  # of many asks of one iteration each has one
         found = [await next(waits)] if len(waiters) == 1 else await asyncio.gather(*waits)
+        if 0 < len(missing) < len(asked) and self._has_turned(lora, loads):
+            # Those that were kept are of weights whose place others have taken.
+            ids = [prefix.token_ids for prefix in asked]
+            return await self._rows(ids, lora, use_cache=use_cache, is_urgent=is_urgent)
         for place, row in zip(missing, found, strict=True):
             rows[place] = row
         answer = [row for row in rows if row is not None]
         if self._on_rows is not None:
             self._on_rows(answer)
         return answer
+
+    def _has_turned(self, lora: str | None, loads: tuple[int, int]) -> bool:
+        """Whether other weights answer now; LoRA weights that were removed end what was asked as before."""
+        is_there = lora is None or lora in self._source.list_loras()
+        return is_there and self._source.loads(lora) != loads
 
     def _check(self, prefix: Prefix) -> None:
         """Refuse what can never be served before anything is asked with it."""

@@ -307,14 +307,19 @@ async def meet(link: Link) -> ServerFacts:
     return ServerFacts(capabilities, limits, loras)
 
 
-class _Source(msgspec.Struct):
+class RowsSource(msgspec.Struct, frozen=True):
+    """What gave the rows of an exchange, as far as its server says."""
+
     weight_version: str | None = None
+    weights: str | None = None  # their layout
+    logits_dtype: str | None = None
+    lora_version: str | None = None
 
 
 class _Head(msgspec.Struct):
     """The header of a safetensors body, as far as it says where its numbers come from."""
 
-    source: _Source = msgspec.field(name="__metadata__", default_factory=_Source)
+    source: RowsSource = msgspec.field(name="__metadata__", default_factory=RowsSource)
 
     @classmethod
     def of(cls, data: bytes) -> _Head:
@@ -323,8 +328,8 @@ class _Head(msgspec.Struct):
         return msgspec.json.decode(data[8:stop], type=cls)
 
 
-async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], str | None]:
-    """Whole rows of prefixes under the same LoRA weights, in order, and the version of the model's weights.
+async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> tuple[list[Row], RowsSource]:
+    """Whole rows of prefixes under the same LoRA weights, in order, and what gave them.
 
     Raises:
         LogprobeError: the exchange failed, or gave something else.
@@ -337,7 +342,7 @@ async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> t
     data = await link.post(ROWS, {"prompts": prompts, "lora": prefixes[0].lora}, max_bytes)
     where = f"{link.url}{ROWS}"
     try:
-        table, version = load(data)["logprobs"], _Head.of(data).source.weight_version
+        table, source = load(data)["logprobs"], _Head.of(data).source
     except (SafetensorError, KeyError, ValueError) as error:
         raise ServerError(f"{where}: the reply holds no rows ({printable(str(error))})") from error
     want = (len(prefixes), vocab_size)
@@ -348,7 +353,7 @@ async def ask_rows(link: Link, prefixes: Sequence[Prefix], vocab_size: int) -> t
     # NaN and +inf fail as well, and nothing above 0 can be part of a sum of 1.
     if not (np.abs(masses - 1) < MASS_TOLERANCE).all():
         raise ServerError(f"{where}: gave rows that are no log-probabilities: a row's mass is not 1")
-    return [_owned(row) for row in table], version
+    return [_owned(row) for row in table], source
 
 
 async def ask_sample(link: Link, prompt: IntArray, params: SamplingParams, vocab_size: int) -> SampledIds:

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, final
 
+from msgspec.structs import replace
+
 from logprobe.engine.request import check_tokens
 from logprobe.errors import EngineClosedError, ParameterError, require, shortened
 from logprobe.integrations.remote.link import CARRIED, TOKENIZER_BYTES, Link, ask_rows, ask_sample, meet
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.protocol import Capabilities
-    from logprobe.integrations.remote.link import ServerFacts
+    from logprobe.integrations.remote.link import RowsSource, ServerFacts
     from logprobe.next_token.rows import Prefix, Row, SampledIds
     from logprobe.next_token.source import BegunRow
     from logprobe.records.values import IntArray
@@ -69,8 +71,9 @@ class ServerRows:
         self._most_rows, self._most_tokens = _portion(self._facts)
         self._sample_room = asyncio.Semaphore(max(self._facts.limits.max_requests // SHARE, 1))
         # All below is changed on the bridge's loop alone.
-        self._version = self._facts.capabilities.weight_version  # of the weights that answered last
-        self._weights_number = 0  # one more each time that others answer
+        self._source: RowsSource | None = None  # what answered last, whatever LoRA weights
+        self._weights_number = 0  # one more each time that other weights of the model answer
+        self._loras: dict[str, tuple[str | None, int]] = {}  # name → version that answered last, and as above
         self._gathered: list[Asked] = []
         self._exchanges: dict[asyncio.Task[None], list[Asked]] = {}  # with rows
         self._samples: set[asyncio.Task[Any] | None] = set()
@@ -90,7 +93,7 @@ class ServerRows:
         return self._facts.capabilities
 
     def loads(self, lora: str | None) -> tuple[int, int]:
-        """0, since the server alone knows its loads, and how often other weights than before answered.
+        """How often other weights than before answered, as LoRA weights of a name, and as the model's own.
 
         Raises:
             ParameterError: the server had no such LoRA weights when it was met.
@@ -100,7 +103,7 @@ class ServerRows:
             require(
                 lora in self._facts.loras, "lora", f"no LoRA weights {asked!r} are loaded; known: {known}"
             )
-        return 0, self._weights_number
+        return self._lora_number(lora), self._weights_number
 
     def list_loras(self) -> dict[str, str]:
         """The LoRA weights that the server had when it was met: name → path over there."""
@@ -194,11 +197,27 @@ class ServerRows:
                 settle(request.begun, end)
 
     async def _rows(self, prefixes: Sequence[Prefix]) -> list[tuple[Prefix, Row]]:
-        rows, version = await ask_rows(self._link, prefixes, self.capabilities().vocab_size)
-        if version != self._version:
-            self._version, self._weights_number = version, self._weights_number + 1
-        answered = (prefix._replace(weights_number=self._weights_number) for prefix in prefixes)
+        rows, source = await ask_rows(self._link, prefixes, self.capabilities().vocab_size)
+        lora = prefixes[0].lora
+        self._note(lora, source)
+        number, weights_number = self._lora_number(lora), self._weights_number
+        answered = [
+            prefix._replace(lora_number=number, weights_number=weights_number) for prefix in prefixes
+        ]
         return list(zip(answered, rows, strict=True))
+
+    def _lora_number(self, lora: str | None) -> int:
+        return self._loras[lora][1] if lora in self._loras else 0
+
+    def _note(self, lora: str | None, source: RowsSource) -> None:
+        """Count what answered now where it is not what answered last: rows kept of that are of no use."""
+        version = source.lora_version
+        if lora is not None:
+            before, number = self._loras.get(lora, (version, 0))
+            self._loras[lora] = version, number + (version != before)
+        model = replace(source, lora_version=None)
+        self._weights_number += self._source not in {None, model}
+        self._source = model
 
     async def _sample(self, prompt: IntArray, params: SamplingParams) -> SampledIds:
         self._check_open()

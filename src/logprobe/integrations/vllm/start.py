@@ -22,7 +22,7 @@ from logprobe.errors import EngineError, ModelError, ParameterError, UnknownPara
 from logprobe.integrations.vllm.engine import VllmEngine
 from logprobe.integrations.vllm.orders import FORMAT, SETTINGS
 from logprobe.integrations.vllm.params import portable_params, portable_row
-from logprobe.models import load_config, resolve
+from logprobe.models import load_config, resolve, weight_version
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import has_gguf
 from logprobe.processors import ModelFacts
@@ -78,6 +78,7 @@ def start_vllm_engine(config: EngineConfig) -> LoadedModel:
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     check_settings(config)
     files = resolve(config.model)
+    files = replace(files, version=weight_version(files))
     try:
         args = engine_args(config, files)
     except ImportError as error:

@@ -31,7 +31,7 @@ INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP = 1 << 14
 SUFFIXES = (".parquet", ".jsonl")
 # Settings that are known with the first rows where not before.
-SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora")
+SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
 
 class Journal:

@@ -288,7 +288,8 @@ class RowScorer:
         info = next((score.record.info for score in scores if score.record is not None), None)
         source, remaining = self.source_of_numbers(), iter(scores)
         if info is not None:
-            source["weight_version"] = info.weight_version  # others may have taken over since
+            # Others may have taken over since.
+            source |= {"weight_version": info.weight_version, "lora_version": info.lora_version}
         return ScoredBatch(
             end=batch[-1].index + 1,
             num_bytes=sum(row.num_bytes for row in batch),

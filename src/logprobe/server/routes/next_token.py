@@ -40,8 +40,10 @@ async def next_token_logprobs(request: HttpRequest, service: Service) -> Respons
     first = await while_connected(request.receive, anext(outputs), service.check_engine)
     dtype = np.dtype(body.dtype)
     metadata = {"stage": "raw", "unit": "nats", "model": service.name_of(body)}
-    if first.info is not None and first.info.weight_version is not None:
-        metadata["weight_version"] = first.info.weight_version  # all rows of a call are of the same weights
+    if first.info is not None:  # all rows of a call are of the same weights
+        told = ("weights", "logits_dtype", "weight_version", "lora_version")
+        known = {name: getattr(first.info, name) for name in told}
+        metadata |= {name: value for name, value in known.items() if value is not None}
     head = table_head((len(admitted), service.vocab_size), dtype, metadata)
     num_bytes = len(head) + len(admitted) * service.vocab_size * dtype.itemsize
     service.metrics.bytes_out.inc(num_bytes)
