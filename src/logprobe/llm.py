@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 from logprobe.config import EngineConfig
 from logprobe.errors import require
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from logprobe.engine.client import OnError, Prompt
+    from logprobe.engine.front import OnRunning
     from logprobe.engine.request import RequestOutput
     from logprobe.next_token.lm import NextTokenLM
     from logprobe.next_token.rows import Row
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from logprobe.text.chat import Conversation, Conversations
     from logprobe.transport.messages import Request
 
-OnRunning: TypeAlias = Literal["finish", "end"]
 ROW_CACHE_BYTES: Final = 1 << 26  # of the rows that fields take
 AskedParams: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"
 
@@ -269,7 +269,9 @@ class LLM:
         weights go, both are in memory. Loads take turns.
 
         Args:
-            weights: a `state_dict()`, which is copied, or a folder of safetensors files.
+            weights: a `state_dict()`, of tensors or NumPy's arrays, which is copied, or a folder of
+                safetensors files. What DDP, FSDP, torch.compile and a merged PEFT model put before names
+                is left out.
             version: what records call these weights, such as `step-1200`; None: a digest of them
                 (`models.loading.digest_of`), for which every byte is read once more.
             on_running: requests that run `finish` on the old weights while new ones wait, or `end` with
@@ -277,11 +279,12 @@ class LLM:
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one, or a version that no record can hold.
+            ParameterError: the engine is not the native one, a version that no record can hold, weights of
+                another type, or LoRA weights beside those that they change.
         """
-        known = f"must be finish or end, got {on_running!r}"
-        require(on_running in ("finish", "end"), "on_running", known)
-        return self.engine.load_weights(weights, version=version, finishes=on_running == "finish")
+        from logprobe.engine.front import check_on_running
+
+        return self.engine.load_weights(weights, version=version, finishes=check_on_running(on_running))
 
     def add_lora(self, name: str, path: str | Path) -> None:
         """Load LoRA weights from a folder; `with_lora(name)` and `SamplingParams(lora=name)` run on them.

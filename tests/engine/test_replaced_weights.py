@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 import shutil
@@ -25,7 +26,7 @@ from logprobe.errors import (
     UnsupportedModelError,
     WeightsReplacedError,
 )
-from logprobe.models.loading import digest_of, read_state
+from logprobe.models.loading import digest_of, read_state, save_state
 from logprobe.records import FlatLogprobs
 from logprobe.scoring import DataSettings, score_dataset
 from logprobe.scoring.data.run import DatasetRun, OneModel
@@ -157,6 +158,91 @@ def test_lora_weights_are_kept_over_the_new_ones(
         fresh.add_lora("wide", adapter_folders["wide"])
         assert new == fresh.with_lora("wide").score(PAIRS)
     assert new != old
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_lora_weights_are_kept_as_they_were_read(
+    llm: LLM,
+    state: dict[str, torch.Tensor],
+    new_folder: Path,
+    adapter_folders: dict[str, Path],
+    tmp_path: Path,
+    *,
+    is_there: bool,
+) -> None:
+    """Whatever lies in their folder by then."""
+    folder = tmp_path / "lora"
+    shutil.copytree(adapter_folders["wide"], folder)
+    llm.add_lora("a", folder)
+    shutil.rmtree(folder)
+    if is_there:
+        shutil.copytree(adapter_folders["narrow"], folder)
+    llm.load_weights(state)
+    with _new_llm(new_folder) as fresh, AsyncLM(llm) as lm:
+        fresh.add_lora("a", adapter_folders["wide"])
+        assert llm.with_lora("a").score(PAIRS) == fresh.with_lora("a").score(PAIRS)
+        lm.set_lora(folder, "a")
+        lm.next_token_logprobs_sync([5, 60])
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    ["module.{}", "_orig_mod.{}", "base_model.model.{}", "module._orig_mod.base_model.model.{}", "numpy"],
+)
+def test_weights_of_a_wrapped_module_and_numpys_are_taken(
+    llm: LLM, state: dict[str, torch.Tensor], want: list[Any], wrapped: str
+) -> None:
+    given: dict[str, Any] = {wrapped.format(name): weight for name, weight in state.items()}
+    if wrapped == "numpy":
+        given = {name: weight.numpy() for name, weight in state.items()}
+        given["lm_head.weight"].flags.writeable = False
+    assert llm.load_weights(given) == digest_of(state)
+    assert llm.score(PAIRS) == want[:2]
+
+
+def test_a_folder_of_a_wrapped_modules_weights_is_taken(
+    llm: LLM, state: dict[str, torch.Tensor], want: list[Any], tmp_path: Path
+) -> None:
+    save_state({f"module.{name}": weight for name, weight in state.items()}, tmp_path)
+    assert llm.load_weights(tmp_path) == digest_of(state)
+    assert llm.score(PAIRS) == want[:2]
+
+
+def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
+    llm: LLM, state: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    before, name = llm.score(PAIRS), "model.layers.0.mlp.up_proj"
+    peft = {f"base_model.model.{name}.base_layer.weight": state[f"{name}.weight"]}
+    peft |= {f"base_model.model.{name}.lora_A.default.weight": torch.zeros(2, 64)}
+    save_state(peft, tmp_path)
+    others: list[tuple[Any, str]] = [
+        (peft, r"a PEFT model that is not merged; give merge_and_unload\(\)\.state_dict\(\)"),
+        (tmp_path, "a PEFT model that is not merged"),
+        (state | {f"{name}.weight": [1.0]}, "is list; give a torch tensor or NumPy array"),
+        (state | {f"{name}.weight": np.array(["x"])}, "is of no type that torch knows"),
+        ({7: state[f"{name}.weight"]}, "must go by name, got 7"),
+    ]
+    for weights, says in others:
+        with raises(ParameterError, parameter="weights", match=says):
+            llm.load_weights(weights)
+    assert llm.score(PAIRS) == before
+
+
+def test_a_caller_in_an_event_loop_replaces_weights(
+    llm: LLM, state: dict[str, torch.Tensor], new_folder: Path
+) -> None:
+    async def run(lm: AsyncLM) -> tuple[Any, Any]:
+        old = await lm.next_token_logprobs([5, 60])
+        with raises(ParameterError, parameter="on_running"):
+            await lm.load_weights(state, on_running="wait")  # type: ignore[arg-type]
+        assert await lm.load_weights(state, version="step 2") == "step 2"
+        return old, await lm.next_token_logprobs([5, 60])
+
+    with AsyncLM(llm) as lm, _new_llm(new_folder) as fresh, AsyncLM(fresh) as other:
+        old, new = asyncio.run(run(lm))
+        np.testing.assert_array_equal(new, other.next_token_logprobs_sync([5, 60]))
+    assert np.abs(new - old).max() > 1e-3
+    assert llm.engine.capabilities().weight_version == "step 2"
 
 
 class Running:

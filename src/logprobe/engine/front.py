@@ -13,14 +13,14 @@ import time
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from msgspec.structs import replace
 
 from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.loras import LoraTable
 from logprobe.errors import EngineClosedError, require
-from logprobe.models.loading import digest_of, read_state
+from logprobe.models.loading import as_state, digest_of, read_state
 from logprobe.models.lora import lora_version, resolved_folder
 from logprobe.transport import StreamingLogprobsCollector
 from logprobe.transport.collector import Parcel
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from logprobe.records import LogprobsInfo, TokenTable
     from logprobe.transport.messages import Admitted, Event, Request
 
+OnRunning: TypeAlias = Literal["finish", "end"]
+"""What becomes of requests that run when other weights take over."""
 MOST_VERSION_CHARS = 256  # of weights; each record tells it
 BUFFER_ROWS = 1024  # that may wait for one reader before its request is paused
 WAKE_ROWS = 64  # that wait for a reader of whole results before it folds them
@@ -194,20 +196,22 @@ class Front:
         Loads take turns.
 
         Args:
-            weights: weights by name (a `state_dict()`), which are copied, or a folder of safetensors files.
+            weights: weights by name (a `state_dict()`, also NumPy's arrays), which are copied, or a folder of
+                safetensors files; what wrappers put before names is left out (`models.loading.as_state`).
             version: what records call them; None: `models.loading.digest_of`.
             finishes: let what runs finish on the old weights; else it ends by `WeightsReplacedError`.
 
         Raises:
             ModelError: the weights cannot be read, or do not fit the model; the old ones go on.
-            ParameterError: the engine is not the native one, or a version that no record can hold.
+            ParameterError: the engine is not the native one, a version that no record can hold, weights of
+                another type, or LoRA weights beside those that they change.
             EngineError: a process of the engine ended meanwhile, or it was closed.
         """
         is_name = version is None or (
             isinstance(version, str) and 0 < len(version) <= MOST_VERSION_CHARS and version.isprintable()
         )
         require(is_name, "version", f"must be 1 to {MOST_VERSION_CHARS} printable characters", got=version)
-        source = weights if isinstance(weights, Mapping) else str(Path(weights).absolute())
+        source = as_state(weights) if isinstance(weights, Mapping) else str(Path(weights).absolute())
         with self._loading:
             number = next(self._numbers)
             layout = self.core.ask(LoadWeights(number, source))
@@ -344,6 +348,17 @@ class Front:
             held = self._held.pop(request_id, None)
             gone = None if held is None else self._loras.release(held)
         self._drop(gone)
+
+
+def check_on_running(on_running: OnRunning) -> bool:
+    """Whether requests that run finish.
+
+    Raises:
+        ParameterError: it is neither.
+    """
+    known = f"must be {' or '.join(get_args(OnRunning))}, got {on_running!r}"
+    require(on_running in get_args(OnRunning), "on_running", known)
+    return on_running == "finish"
 
 
 def _parcel(event: Event) -> Parcel[Event]:

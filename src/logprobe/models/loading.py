@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.errors import ModelNotFoundError, ParameterError, UnsupportedModelError, require
 from logprobe.models.cache import GGUF
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from logprobe.models.lazy import LazyModel
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.sources import Source
+
+# Before all names: DDP and PEFT.
+PREFIXES = ("module.", "base_model.model.")
+# Anywhere in a name: torch.compile, FSDP and activation checkpointing wrap modules, too.
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_", ".lora_magnitude_vector.", ".base_layer.")
 
 State: TypeAlias = "Mapping[str, torch.Tensor]"
 """A model's weights by name."""
@@ -161,6 +168,50 @@ def load_state(
     return ready
 
 
+def as_state(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A trainer's weights as the model has them: tensors, by names without what wrappers put before them.
+
+    NumPy's arrays are copied, tensors are not.
+
+    Raises:
+        ParameterError: a value that is neither, or LoRA weights beside those that they change.
+    """
+    import numpy as np
+    import torch
+
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in zip(plain_names(weights), weights.values(), strict=True):
+        try:
+            state[name] = torch.from_numpy(np.array(weight)) if isinstance(weight, np.ndarray) else weight
+        except TypeError as error:
+            remedy = "is of no type that torch knows; give float32, float16 or a torch tensor"
+            raise ParameterError("weights", f"{name}: {weight.dtype} {remedy}") from error
+        is_tensor = isinstance(state[name], torch.Tensor)
+        require(
+            is_tensor, "weights", f"{name} is {type(weight).__name__}; give a torch tensor or NumPy array"
+        )
+    return state
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """Names of weights without what DDP, torch.compile, FSDP, checkpointing and PEFT put before them.
+
+    Raises:
+        ParameterError: a name that is no text, or LoRA weights beside those that they change.
+    """
+    plain = []
+    for name in names:
+        require(isinstance(name, str), "weights", f"must go by name, got {name!r:.40}")
+        remedy = "give merge_and_unload().state_dict(), or its folder to add_lora"
+        is_merged = not any(part in name for part in LORA_PARTS)
+        require(is_merged, "weights", f"{name} is a part of a PEFT model that is not merged; {remedy}")
+        plain.append(reduce(lambda left, wrapper: left.replace(wrapper, ""), WRAPPERS, name))
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in plain):
+            plain = [name.removeprefix(prefix) for name in plain]
+    return plain
+
+
 def copied(state: State) -> dict[str, torch.Tensor]:
     """Weights of a caller's, so that training may go on: on the CPU; what shares memory does there too."""
     copies: dict[tuple[int, ...], torch.Tensor] = {}
@@ -192,7 +243,7 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
             state |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise UnsupportedModelError(f"{file}: cannot be read ({_first_line(error)})") from error
-    return state
+    return dict(zip(plain_names(state), state.values(), strict=True))
 
 
 def digest_of(state: State) -> str:

@@ -102,6 +102,20 @@ def lora_version(folder: Path) -> str:
     return listed_version(files, digests)
 
 
+def check_files(name: str, folder: Path) -> None:
+    """Refuse a folder that lacks a file.
+
+    Raises:
+        ModelNotFoundError: it does.
+    """
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise ModelNotFoundError(
+                f"lora {name!r}: there is no {folder / file}; give a folder with {CONFIG} and {WEIGHTS}, or "
+                "a Hugging Face id whose files are in the cache"
+            )
+
+
 def load_lora(
     name: str,
     path: str | Path,
@@ -118,12 +132,7 @@ def load_lora(
         UnsupportedModelError: peft is not installed, or they are no plain LoRA or do not fit.
     """
     folder = resolved_folder(path)
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            raise ModelNotFoundError(
-                f"lora {name!r}: there is no {folder / file}; give a folder with {CONFIG} and {WEIGHTS}, or "
-                "a Hugging Face id whose files are in the cache"
-            )
+    check_files(name, folder)
     with quiet_transformers():
         skeleton, weights = _loaded_skeleton(name, folder, config)
     head = skeleton.get_output_embeddings()

@@ -39,7 +39,7 @@ from logprobe.scoring.uncertainty import draw_plan
 from logprobe.text.edge import as_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Prompt
+    from logprobe.engine.front import OnRunning
     from logprobe.engine.request import RequestOutput
     from logprobe.next_token.rows import Row, RowCache, SampledIds
     from logprobe.next_token.source import ModelText, RowSource
@@ -452,6 +453,25 @@ class NextTokenLM(Generic[ArrayT]):
             ParameterError: no such weights, or the model is a server's.
         """
         self._loaded.engine.remove_lora(name)
+
+    async def load_weights(
+        self,
+        weights: str | Path | Mapping[str, Any],
+        *,
+        version: str | None = None,
+        on_running: OnRunning = "finish",
+    ) -> str:
+        """`LLM.load_weights` for callers in an event loop; rows that are kept are of no use after it.
+
+        Raises:
+            ModelError: as there; the old weights go on.
+            ParameterError: as there, or the model is a server's.
+        """
+        from logprobe.engine.front import check_on_running
+
+        self._check_open()
+        engine, finishes = self._loaded.engine, check_on_running(on_running)
+        return await asyncio.to_thread(engine.load_weights, weights, version=version, finishes=finishes)
 
     def clear_cache(self) -> None:
         """Forget the rows kept whole; what the engine knows of prefixes stays."""

@@ -82,6 +82,7 @@ class LoadLora(msgspec.Struct, tag=True, frozen=True):
     number: int
     name: str
     path: str
+    is_passing: bool = False  # the folder goes with the front
 
 
 class DropLora(msgspec.Struct, tag=True, frozen=True):

@@ -51,7 +51,7 @@ FIELD_NAMES: Final[dict[str, dict[str, str]]] = {
     "/v2/rerank": {"prompt": "documents"},
     "/rerank": {"prompt": "documents"},
     "/v1/next_token_logprobs": {"prompt": "prompts"},
-    "/update_weights_from_disk": {"version": "weight_version"},
+    "/update_weights_from_disk": {"version": "weight_version", "weights": "model_path"},
 }
 # By which refusals are counted: with names that clients invent, the figures would grow without end.
 FIELDS: Final = frozenset(

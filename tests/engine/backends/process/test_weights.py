@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +19,6 @@ from logprobe.errors import EngineError, UnsupportedModelError, WeightsReplacedE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from logprobe.config import EngineConfig
     from logprobe.engine.front import Front
@@ -147,6 +148,34 @@ def test_new_weights_answer_in_every_process_also_in_one_that_is_started_again(
     until(lambda: victim.is_up)
     are_new()
     replicas.remove_lora("a")
+
+
+@pytest.mark.usefixtures("nothing_left", "whole_again")
+def test_a_process_that_is_started_again_has_lora_weights_as_they_were_read(
+    replicas: Front,
+    *,
+    adapter_folders: dict[str, Path],
+    answers: Callable[..., list[Any]],
+    tmp_path: Path,
+    until: Until,
+) -> None:
+    """Also where their folder is gone."""
+    folder = tmp_path / "lora"
+    shutil.copytree(adapter_folders["wide"], folder)
+    replicas.add_lora("a", folder)
+    before, plain = answers(lora="a"), answers()
+    shutil.rmtree(folder)
+    victim = replicas.core._replicas[1]
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    until(lambda: not victim.is_up)
+    until(lambda: victim.is_up)
+    for record, expected, other in zip(answers(lora="a"), before, plain, strict=True):
+        assert_near(record, expected)
+        assert record != other
+    [(_, copy)] = replicas.core._loras.values()
+    replicas.remove_lora("a")
+    assert not Path(copy.name).exists()
 
 
 @pytest.mark.usefixtures("nothing_left")

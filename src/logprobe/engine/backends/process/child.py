@@ -193,8 +193,8 @@ class Child:
     def _ask(self, order: LoadLora | LoadWeights) -> Layout | None:
         from logprobe.transport.messages import LoadWeights
 
-        if isinstance(order, LoadWeights) and order.is_passing:
-            self._passing.add(Path(order.weights))
+        if order.is_passing:
+            self._passing.add(Path(order.weights if isinstance(order, LoadWeights) else order.path))
         return self._thread.ask(order)
 
     def _answer(self, order: LoadLora | LoadWeights) -> None:

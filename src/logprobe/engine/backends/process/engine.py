@@ -6,6 +6,7 @@ Each is a replica behind a channel; admission is on this side, once for all of t
 from __future__ import annotations
 
 import atexit
+import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from logprobe.engine.backends.router import Router
 from logprobe.engine.protocol import EngineStats
 from logprobe.errors import EngineClosedError
 from logprobe.models.loading import save_state
+from logprobe.models.lora import CONFIG, WEIGHTS, check_files
 from logprobe.processors import ModelFacts
 from logprobe.transport.messages import (
     DropLora,
@@ -62,7 +64,7 @@ class ProcessEngine:
         settings |= {"logits_processors": processor_names(config.logits_processors)}
         self._settings = settings | {"process": False}
         # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
-        self._loras: dict[int, LoadLora] = {}
+        self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # from copies of their folders
         self._weights: LoadWeights | None = None
         self._passing = ExitStack()  # has the folder of those, where they came without one
         self._ready: tuple[LoadWeights, ExitStack] | None = None  # that may take over, with theirs
@@ -120,8 +122,8 @@ class ProcessEngine:
                     self._router.forget()
                 self._send_all(command)
             case DropLora(number):
-                del self._loras[number]
                 self._send_all(command)
+                self._loras.pop(number)[1].cleanup()
             case DropWeights():
                 self._drop_ready()
                 self._send_all(command)
@@ -158,18 +160,28 @@ class ProcessEngine:
             EngineClosedError: the engine was closed before the answer.
         """
         match command:
-            case LoadLora(number):
-                self._loras[number] = command  # a process that starts meanwhile has them, too
-                try:
-                    self._ask_all(command, DropLora(number))
-                except BaseException:
-                    del self._loras[number]
-                    raise
+            case LoadLora():
+                self._load_lora(command)
             case LoadWeights():
                 return self._load_weights(command)
             case TakeWeights():
                 self._take_weights(command)
         return None
+
+    def _load_lora(self, command: LoadLora) -> None:
+        """Load what lies there now; a process that starts later loads a copy of it."""
+        check_files(command.name, Path(command.path))
+        copy = TemporaryDirectory(prefix="logprobe-lora-")
+        try:
+            for file in (CONFIG, WEIGHTS):
+                shutil.copyfile(Path(command.path) / file, Path(copy.name) / file)
+            order = LoadLora(command.number, command.name, copy.name, is_passing=True)
+            self._loras[command.number] = order, copy  # a process that starts meanwhile has them, too
+            self._ask_all(order, DropLora(command.number))
+        except BaseException:
+            self._loras.pop(command.number, None)
+            copy.cleanup()
+            raise
 
     def _load_weights(self, command: LoadWeights) -> Layout | None:
         number, weights = command.number, command.weights
@@ -233,7 +245,7 @@ class ProcessEngine:
             with self._is_routing:
                 self._router.forget(self._replicas.index(replica))
         weights = [] if self._weights is None else [self._weights]
-        return Start(self._settings, [*weights, *self._loras.values()])
+        return Start(self._settings, [*weights, *(order for order, _ in [*self._loras.values()])])
 
     def _take(self, events: Iterable[Event]) -> None:
         """What a replica says of requests, of which there are none before `start`."""
@@ -246,6 +258,8 @@ class ProcessEngine:
             replica.close()
         self._passing.close()
         self._drop_ready()
+        for _, copy in self._loras.values():
+            copy.cleanup()
         self._context.term()
         atexit.unregister(self._close_replicas)
 
