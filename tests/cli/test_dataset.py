@@ -70,6 +70,17 @@ def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_numbe
     assert found["totals"]["sum_logprob"] == pytest.approx(want.logprob, abs=1e-3)
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_finished_run_that_is_resumed_says_so(score: Any, tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n{"text": "a dog"}\n')
+    flags = (str(tmp_path / "in.jsonl"), "-o", str(tmp_path / f"o.{suffix}"), "--json")
+    first = score(*flags)
+    again = score(*flags, "--resume")
+    assert (again.code, json.loads(again.out)) == (0, json.loads(first.out))
+    assert again.err.splitlines()[-1].endswith("the run is finished; nothing was left to do")
+    assert "is finished" not in first.err
+
+
 def test_a_summary_alone_is_the_totals_whatever_the_length(score: Any, tiny_llm: LLM) -> None:
     for text in (LONG, "the cat"):
         done = score("-", "--summary", stdin=text.encode())

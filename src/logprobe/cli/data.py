@@ -118,6 +118,8 @@ class DataFlags:
             run = DatasetRun(workers, advance=advance)
             if self.output:
                 summary = run.to_file(self.output, resume=self.resume, force=self.force)
+                if run.was_finished:
+                    typer.echo(f"{self.output}: the run is finished; nothing was left to do", err=True)
             else:
                 summary = run.stream(on_row if prints_rows else None, print_bad)
         if arrange is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,10 +18,9 @@ import pytest
 from logprobe import LLM
 from logprobe.errors import InputError
 from logprobe.scoring import DataSettings, score_dataset
+from logprobe.scoring.data.run import DatasetRun, OneModel
+from logprobe.scoring.data.sources import find_sources
 from server_process import eventually
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUN = """
 import sys
@@ -122,3 +123,68 @@ def test_a_run_killed_while_it_writes_a_part_loses_that_part_alone(
     errors = (tmp_path / "o.parquet.errors.jsonl").read_text().splitlines()
     assert [json.loads(line)["row"] for line in errors] == [600]
     assert not parts.exists()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_run_that_dies_at_any_write_is_ended_by_its_next_resumption(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """What is written is whole then, but for its name; after the last of them the run is finished."""
+    monkeypatch.setattr("logprobe.scoring.data.run.ROWS_A_PART", 256)
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"the cat {i}"}) + "\n" for i in range(400)) + "{broken\n")
+    want = score_dataset(tiny_llm, str(source), tmp_path / f"whole.{suffix}")
+    for number in itertools.count(1):
+        out = tmp_path / f"{number}.{suffix}"
+        with monkeypatch.context() as patch:
+            _die_at(number, patch)
+            try:
+                score_dataset(tiny_llm, str(source), out)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        was_finished = out.exists() and not out.with_name(f"{out.name}.parts").exists()
+        run = DatasetRun(OneModel(tiny_llm, find_sources([str(source)]), DataSettings()))
+        assert run.to_file(out, resume=True) == want
+        assert run.was_finished == was_finished
+        assert out.stat().st_size > 0
+        again = DatasetRun(OneModel(tiny_llm, find_sources([str(source)]), DataSettings()))
+        before = out.read_bytes()
+        assert again.to_file(out, resume=True) == want
+        assert again.was_finished
+        assert out.read_bytes() == before
+    assert number > 5
+
+
+def _die_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Interrupt a run before so many a time that it gives something another name."""
+    left = itertools.count(1)
+
+    def dying(rename: Any) -> Any:
+        def renames(path: Path, target: Path) -> Any:
+            if next(left) == number:
+                raise KeyboardInterrupt
+            return rename(path, target)
+
+        return renames
+
+    for name in ("replace", "rename"):
+        patch.setattr(Path, name, dying(getattr(Path, name)))
+
+
+def test_a_finished_run_is_resumed_with_its_own_settings_and_output_alone(
+    tiny_llm: LLM, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "o.parquet"
+    source.write_text("the cat")
+    score_dataset(tiny_llm, str(source), out)
+    with pytest.raises(InputError, match="had another truncation"):
+        score_dataset(tiny_llm, str(source), out, resume=True, settings=DataSettings(truncation="left"))
+    with pytest.raises(InputError, match="exists; give --force"):
+        score_dataset(tiny_llm, str(source), out)
+    out.write_bytes(b"somebody else's")
+    with pytest.raises(InputError, match="exists; give --force"):
+        score_dataset(tiny_llm, str(source), out, resume=True)
+    assert score_dataset(tiny_llm, str(source), out, force=True).num_rows == 1
+    assert score_dataset(tiny_llm, str(source), out, resume=True).num_rows == 1

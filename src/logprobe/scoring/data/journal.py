@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, OutputError
 from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
+from logprobe.scoring.data.summary import Summary  # noqa: TC001 - msgspec reads the field
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +36,18 @@ SUFFIXES = (".parquet", ".jsonl")
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
 
+class FinishedRun(msgspec.Struct, frozen=True):
+    """A run whose output is whole."""
+
+    settings: dict[str, Any]
+    summary: Summary
+    num_bytes: int  # of the output
+
+
 class Journal:
     """The parts of one output; `num_done` rows of the data set have been answered.
+
+    `summary` is that of a run to resume which is finished; None: there is something left to do.
 
     Raises:
         InputError: the output's suffix is unknown, it exists, or the run to resume had other settings.
@@ -51,6 +63,8 @@ class Journal:
         self._done = self.path.with_name(f"{self.path.name}.parts.done")
         self._settings_file = self._parts / "settings.json"
         self.errors_path = self.path.with_name(f"{self.path.name}.errors.jsonl")
+        self._run_path = self.path.with_name(f"{self.path.name}.run.json")
+        self.summary: Summary | None = None
         if self.path.suffix not in SUFFIXES:
             raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
         self._settings: dict[str, Any] = {}
@@ -66,6 +80,10 @@ class Journal:
             self._check_resumes(settings, resume=resume)
             return
         elif self.path.exists():
+            if resume and (run := self._finished_run()) is not None:
+                self._check_same(run.settings, settings)
+                self.summary = run.summary
+                return
             raise InputError(f"{self.path}: exists; give --force to write it anew, or another name")
         self._parts.mkdir(parents=True)
         self._note(settings)
@@ -80,7 +98,17 @@ class Journal:
         if not self._settings_file.exists():
             self._note(settings)
         before = json.loads(self._settings_file.read_text())
-        now = json.loads(json.dumps(settings))
+        self._settings = before
+        now = self._check_same(before, settings)
+        self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
+
+    def _check_same(self, before: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        """Refuse settings that are not those of the run to resume; they as JSON gives them back.
+
+        Raises:
+            InputError: they are others.
+        """
+        now: dict[str, Any] = json.loads(json.dumps(settings))
         names = before.keys() | now.keys()
         names -= {name for name in SOURCES_OF_NUMBERS if name not in before or name not in now}
         other = sorted(name for name in names if before.get(name) != now.get(name))
@@ -89,8 +117,15 @@ class Journal:
                 f"{self.path}: the run to resume had another {', '.join(other)}; "
                 "repeat its settings, or give --force"
             )
-        self._settings = before
-        self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
+        return now
+
+    def _finished_run(self) -> FinishedRun | None:
+        """What was noted when the output was written; None where it is not the file that was."""
+        try:
+            run = msgspec.convert(json.loads(self._run_path.read_text()), FinishedRun)
+        except (OSError, ValueError):
+            return None
+        return run if run.num_bytes == self.path.stat().st_size else None
 
     def agree(self, source: dict[str, str | None]) -> None:
         """Note what gave the rows that come next (`SOURCES_OF_NUMBERS`); it must be what gave all others.
@@ -161,8 +196,11 @@ class Journal:
         parts = sorted(self._parts.glob("*.errors"))
         return [errors for errors in parts if errors.with_suffix(".parquet").exists()]
 
-    def finish(self) -> None:
-        """Make one file of the parts, and one of the bad rows if there are any; then the parts go."""
+    def finish(self, summary: Summary) -> None:
+        """Make one file of the parts, and one of the bad rows if there are any; then the parts go.
+
+        What the run was, and what it came to, is noted beside it: who resumes it hears that it is finished.
+        """
         with _naming(self.path):
             write = self._write_parquet if self.path.suffix == ".parquet" else self._write_jsonl
             errors = self._error_parts()
@@ -171,6 +209,9 @@ class Journal:
             else:
                 self.errors_path.unlink(missing_ok=True)
             _write_durably(self.path, write)
+            run = FinishedRun(self._settings, summary, self.path.stat().st_size)
+            text = json.dumps(msgspec.to_builtins(run))
+            _write_durably(self._run_path, lambda path: path.write_text(f"{text}\n"))
             self._parts.rename(self._done)  # in one go: half of the parts would look like a damaged run
             shutil.rmtree(self._done)
 

@@ -107,9 +107,12 @@ class DatasetRun:
     def __init__(self, workers: Workers, *, advance: Callable[[int, int], None] | None = None) -> None:
         self._workers = workers
         self._advance = advance
+        self.was_finished = False  # the run that was to be resumed: nothing was left to do
 
     def to_file(self, path: str | Path, *, resume: bool = False, force: bool = False) -> Summary:
         """Write every row's numbers to a Parquet or jsonl file, bad rows to a side file.
+
+        To resume a run that is finished does nothing, and gives the summary that it had.
 
         Raises:
             InputError: a file that cannot be read, an output that exists, other settings than the run
@@ -122,6 +125,9 @@ class DatasetRun:
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
         schema = schema_of(workers.settings)
         journal = Journal(path, schema, self._identity(), resume=resume, force=force)
+        if journal.summary is not None:
+            self.was_finished = True
+            return journal.summary
         try:
             self._write(journal)
         except BaseException:
@@ -131,7 +137,7 @@ class DatasetRun:
         for table in journal.tables():
             tally.add(table)
         summary = tally.summary(journal.num_bad())
-        journal.finish()
+        journal.finish(summary)
         return summary
 
     def _write(self, journal: Journal) -> None:
@@ -206,7 +212,8 @@ def score_dataset(
             `RerankSettings`: what is asked of each.
         kind: the inputs' format where their names do not say it.
         by_line: a txt file's rows are its lines, not the whole of it.
-        resume: go on with a run that was stopped, even killed; no row is lost or doubled.
+        resume: go on with a run that was stopped, even killed; no row is lost or doubled. One that is
+            finished stays as it is.
         force: write the output anew if it exists.
 
     Raises:
