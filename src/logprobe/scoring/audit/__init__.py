@@ -1,0 +1,1 @@
+"""Whether an endpoint tells the truth: its log-probabilities beside the same rows computed exactly."""

@@ -1,0 +1,215 @@
+"""What an audit found: findings with their evidence, errors, steadiness, fields, and what a later one needs.
+
+Plain data that JSON holds; nothing here asks a server or computes a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from logprobe.errors import InputError
+
+VERSION: Final = 1
+MAX_EVIDENCE: Final = 5
+MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's words
+
+Severity: TypeAlias = Literal["wrong", "note"]
+Where: TypeAlias = Literal["prompt", "completion"]
+Answer: TypeAlias = Literal["answered", "refused", "ignored", "error"]
+
+KINDS: Final[dict[str, str]] = {
+    "temperature-unasked": "numbers are of a distribution after a temperature that nobody asked",
+    "renormalised-unasked": "numbers are renormalised over a part of the vocabulary, unasked",
+    "shifted": "rows stand at the position of their neighbour",
+    "rounded": "numbers are rounded after they were computed",
+    "rows-missing": "tokens have no row",
+    "rows-repeated": "tokens have two rows",
+    "unsteady-repeated": "the same request, alone, has other numbers the next time",
+    "unsteady-beside-others": "numbers change where other requests run",
+    "unsteady-cached": "numbers change once a prefix is cached",
+    "unsteady-after-generation": "numbers of a prompt change after a generation",
+    "unsteady-order": "numbers depend on the order of requests",
+    "wrong-at-length": "numbers are wrong for prompts of some lengths",
+    "stream-differs": "a stream has other numbers than a whole reply",
+    "bytes-wrong": "bytes are not those of the token",
+    "text-wrong": "a token's text is that of another token",
+    "filled-in": "numbers stand where none was computed",
+    "ids-repeated": "a token stands twice among the alternatives",
+    "alternatives-cut": "fewer alternatives than asked",
+    "alternatives-wrong": "the alternatives are not the likeliest tokens",
+    "ignored": "a field is taken and has no effect",
+    "bos": "prompts begin otherwise than the tokenizer says",
+    "template": "chats are laid out otherwise than the model's template says",
+    "lora-prompt": "prompt rows of a LoRA request are those of the base model",
+    "stale-weights": "numbers stayed where the weights changed",
+    "changed-unasked": "numbers changed where the weights stayed",
+    "log-base": "numbers are logarithms of another base",
+    "probabilities": "numbers are probabilities, not their logarithms",
+    "prefill-decode": "generated rows are right, and the same tokens scored as a prompt are wrong",
+    "does-not-fit": "numbers are of no distribution that was computed",
+    "error": "a request failed that should not",
+    "form": "a form that the server has not, or refuses by name",
+    "unidentified": "tokens that cannot be told by id, bytes or text",
+    "left-out": "a check that could not be made",
+}
+"""The machine's word for a finding → what it means."""
+
+DISTRIBUTIONS: Final = (
+    "raw",
+    "temperature",
+    "kept",
+    "renormalised",
+    "penalised",
+    "masked",
+    "scaled",
+    "none",
+)
+"""Of what numbers are: words that `+` joins; `scaled` is a temperature that nobody asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One place where a finding shows; nats, None where a number is missing or impossible (-inf)."""
+
+    ask: str
+    prompt: str
+    position: int | None
+    where: Where
+    token: str | None = None
+    theirs: float | None = None
+    ours: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, or worth a note."""
+
+    kind: str
+    severity: Severity
+    title: str
+    count: int
+    of: int
+    worst_nats: float | None = None
+    evidence: tuple[Evidence, ...] = ()
+    correction: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """How far the numbers of one ask are from the distribution that fits them best; nats."""
+
+    ask: str
+    of: Literal["chosen", "alternatives"]
+    distribution: str
+    count: int
+    worst: float
+    mean: float
+    p99: float
+    kl: float | None = None
+    rank_flips: int = 0
+    widest_flip: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steadiness:
+    """The same ask under another circumstance, beside the first time that it was asked."""
+
+    circumstance: str
+    requests: int
+    is_equal: bool
+    worst: float | None = None
+    begins_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldAnswer:
+    """What became of one field of a request."""
+
+    field: str
+    form: Literal["whole", "stream"]
+    answer: Answer
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distance:
+    """How far their numbers are from our own run in one precision; nats."""
+
+    precision: str
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRow:
+    """One number that a later audit compares; None is impossible."""
+
+    position: int
+    token_id: int
+    theirs: float | None
+    ours: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPrompt:
+    """The numbers of one prompt as they were."""
+
+    ask: str
+    where: Where
+    prompt: str
+    token_ids: tuple[int, ...]
+    rows: tuple[StoredRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """What one audit of one endpoint found."""
+
+    created: str  # ISO 8601, UTC
+    endpoint: str
+    model: str
+    lora: str | None
+    server: str | None  # what it says that it is
+    ours: dict[str, Any]  # of the model that computed the truth, as `LogprobsInfo` has it
+    max_nats: float
+    asks: tuple[str, ...]
+    requests: int
+    rows: int
+    distributions: dict[str, str]
+    errors: tuple[Errors, ...]
+    steadiness: tuple[Steadiness, ...]
+    fields: tuple[FieldAnswer, ...]
+    findings: tuple[Finding, ...]
+    stored: tuple[StoredPrompt, ...]
+    worst_nats: float
+    precision: tuple[Distance, ...] = ()
+    version: int = VERSION
+
+    @property
+    def is_truthful(self) -> bool:
+        """Whether nothing is wrong; notes do not count."""
+        return all(finding.severity != "wrong" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as JSON has it."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> AuditReport:
+        """Read `to_dict`'s values.
+
+        Raises:
+            InputError: no report, or one of another version.
+        """
+        version = values.get("version") if isinstance(values, dict) else None
+        if version != VERSION:
+            raise InputError(f"audit report: version {VERSION} is read here, got {version!r:.60}")
+        try:
+            return msgspec.convert(values, cls)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise InputError(f"audit report: {error}") from error
