@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from logprobe._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from logprobe.scoring.auditing.endpoint import Endpoint as Endpoint
+    from logprobe.scoring.auditing.report import AuditReport as AuditReport
+    from logprobe.scoring.auditing.run import audit as audit
     from logprobe.scoring.comparison import Comparison as Comparison
     from logprobe.scoring.comparison import compare as compare
     from logprobe.scoring.comparison import compare_stored as compare_stored
@@ -35,9 +38,11 @@ if TYPE_CHECKING:
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "AuditReport": ".auditing.report",
     "Classification": ".labels",
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
+    "Endpoint": ".auditing.endpoint",
     "Field": ".fields",
     "FieldDistribution": ".members",
     "Judgement": ".labels",
@@ -50,6 +55,7 @@ _HOMES = {
     "Summary": ".data.summary",
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
+    "audit": ".auditing.run",
     "classify": ".labels",
     "compare": ".comparison",
     "compare_stored": ".comparison",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 LARGEST_EXPONENT = 700.0  # beyond it no float holds the exponential
+LEAST_REST = 1e-12  # of a mass of one, far below what float32 numbers leave by their rounding
 
 # -- of the chosen tokens ------------------------------------------------------------------------------------
 
@@ -159,6 +160,23 @@ def kl_divergence(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
     weights = np.exp(logprobs)
     with np.errstate(invalid="ignore"):
         return np.asarray(np.sum(np.where(weights > 0, weights * (logprobs - other), 0.0), axis=-1))
+
+
+def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
+    """Half the sum of the differences in probability of each row and its other, in [0, 1]."""
+    probabilities = np.exp(np.asarray(rows, np.float64)), np.exp(np.asarray(others, np.float64))
+    return np.asarray(np.sum(np.abs(probabilities[0] - probabilities[1]), axis=-1) / 2)
+
+
+def lumped(logprobs: npt.ArrayLike) -> Floats:
+    """Some tokens of each row, (..., K), and in one place more the log of the mass of all the others; nats.
+
+    A KL divergence or total variation of two rows lumped alike is at most that of the whole rows. Numbers that
+    sum to one, but for their rounding, leave `LEAST_REST`: nothing there would be infinitely unlikely.
+    """
+    given = np.asarray(logprobs, np.float64)
+    rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), LEAST_REST))
+    return np.concatenate([given, rest], axis=-1)
 
 
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:

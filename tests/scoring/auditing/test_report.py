@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from logprobe.errors import InputError
-from logprobe.scoring.audit.report import (
+from logprobe.scoring.auditing.report import (
     AuditReport,
     Distance,
     Errors,

@@ -1,0 +1,83 @@
+"""What is found as an audit goes on, one finding a kind, with the first places where each shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+from logprobe.scoring.auditing.report import KINDS, MAX_EVIDENCE, Evidence, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from logprobe.scoring.auditing.report import Severity
+
+
+@dataclass(slots=True)
+class _Kept:
+    title: str
+    count: int = 0
+    of: int = 0
+    worst: float | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+    correction: str | None = None
+
+
+@final
+class Findings:
+    """Findings by kind; what is found again adds to its counts."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Severity], _Kept] = {}
+
+    def add(
+        self,
+        kind: str,
+        title: str,
+        *,
+        severity: Severity = "wrong",
+        evidence: Iterable[Evidence] = (),
+        worst: float | None = None,
+        count: int = 1,
+        of: int = 1,
+        correction: str | None = None,
+    ) -> None:
+        """Note one; `title` may name {count}, {of} and {worst}, which are those of all of its kind."""
+        assert kind in KINDS, kind
+        kept = self._kept.setdefault((kind, severity), _Kept(title))
+        kept.count += count
+        kept.of += of
+        kept.worst = worst if kept.worst is None else max(kept.worst, worst or 0.0)
+        kept.evidence += evidence
+        kept.evidence.sort(key=_distance, reverse=True)
+        del kept.evidence[MAX_EVIDENCE:]
+        kept.correction = kept.correction or correction
+
+    def has(self, *kinds: str) -> bool:
+        """Whether one of these was found to be wrong."""
+        return any((kind, "wrong") in self._kept for kind in kinds)
+
+    def listed(self) -> tuple[Finding, ...]:
+        """All of them, the wrong ones first."""
+        found = [
+            Finding(
+                kind=kind,
+                severity=severity,
+                title=kept.title.replace("{count}", f"{kept.count:,}")
+                .replace("{of}", f"{kept.of:,}")
+                .replace("{worst}", f"{kept.worst or 0.0:.3g}"),
+                count=kept.count,
+                of=kept.of,
+                worst_nats=kept.worst,
+                evidence=tuple(kept.evidence),
+                correction=kept.correction,
+            )
+            for (kind, severity), kept in self._kept.items()
+        ]
+        return tuple(sorted(found, key=lambda one: one.severity != "wrong"))
+
+
+def _distance(evidence: Evidence) -> float:
+    if evidence.theirs is None or evidence.ours is None:
+        return 0.0
+    return abs(evidence.theirs - evidence.ours)

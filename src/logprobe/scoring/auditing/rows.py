@@ -1,0 +1,382 @@
+"""Rows of replies beside the tokens that they should be of: missing, twice, moved, or of other words.
+
+Before it: a reply, and the ids of its prompt. After it: a `Group` of numbers beside our own rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from logprobe.scoring.auditing.fit import Group, Place
+from logprobe.scoring.auditing.report import Evidence
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.scoring.auditing.dialects import Ask, Entry, Reply, Row
+    from logprobe.scoring.auditing.findings import Findings
+    from logprobe.scoring.auditing.fit import Fitted
+    from logprobe.scoring.auditing.report import Where
+    from logprobe.scoring.auditing.tokens import Tokens
+    from logprobe.scoring.auditing.truth import Truth
+
+MOST_LEFT_OUT: Final = 8  # tokens in a row without a row that are looked for
+MOST_ROWS: Final = 4096  # of one reply that are read
+
+
+@dataclass(slots=True)
+class Alignment:
+    """Which row is of which token."""
+
+    ids: tuple[int, ...]
+    pairs: list[tuple[int, Row]] = field(default_factory=list)  # position, its row
+    missing: list[int] = field(default_factory=list)  # positions without a row
+    repeated: list[int] = field(default_factory=list)  # positions with one more
+    shift: int = 0
+    is_cut: bool = False  # what follows cannot be told
+
+
+def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
+    """Rows of a prompt whose ids are known; the first token needs none."""
+    found = Alignment(ids)
+    rows = rows[:MOST_ROWS]
+    by_offset = {by: _share(rows, ids, by, tokens) for by in (0, 1, -1)}
+    offset = max((1, -1), key=lambda by: by_offset[by])
+    if len(rows) == len(ids) and by_offset[0] < 0.5 and by_offset[offset] >= 0.8:
+        found.shift = offset
+        for index, row in enumerate(rows):
+            if row is not None and 0 < index + offset < len(ids) and _fits(row, ids[index + offset], tokens):
+                found.pairs.append((index + offset, row))
+        return found
+    _walk(found, rows, ids, tokens, start=1 if len(rows) == len(ids) - 1 and by_offset[1] >= 0.5 else 0)
+    found.missing = [position for position in found.missing if position > 0]
+    return found
+
+
+def _share(rows: Sequence[Row | None], ids: Sequence[int], by: int, tokens: Tokens) -> float:
+    pairs = [
+        (row, ids[index + by])
+        for index, row in enumerate(rows)
+        if row is not None and 0 <= index + by < len(ids)
+    ]
+    return sum(_fits(row, token_id, tokens) for row, token_id in pairs) / max(len(pairs), 1)
+
+
+def _fits(row: Row | None, token_id: int, tokens: Tokens) -> bool:
+    return row is not None and row.chosen is not None and tokens.may_be(row.chosen, token_id)
+
+
+def _walk(
+    found: Alignment, rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens, *, start: int
+) -> None:
+    """Go along rows and tokens together; where they part, by the smallest step that joins them again."""
+    position = start
+    for index, row in enumerate(rows):
+        if position >= len(ids):
+            found.repeated.append(len(ids) - 1)
+            continue
+        if row is None:
+            found.missing.append(position)
+            position += 1
+            continue
+        if not _fits(row, ids[position], tokens):
+            if index > 0 and row == rows[index - 1]:
+                found.repeated.append(position - 1)
+                continue
+            position += _left_out(rows, index, ids, position, tokens, found)
+        found.pairs.append((position, row))
+        position += 1
+    found.missing += range(position, len(ids))
+
+
+def _left_out(
+    rows: Sequence[Row | None],
+    index: int,
+    ids: Sequence[int],
+    position: int,
+    tokens: Tokens,
+    found: Alignment,
+) -> int:
+    """How many tokens have no row before this one; 0 where it is the row's words that are wrong."""
+    is_next_right = (
+        index + 1 < len(rows)
+        and position + 1 < len(ids)
+        and _fits(rows[index + 1], ids[position + 1], tokens)
+    )
+    if is_next_right and len(rows) == len(ids):
+        return 0
+    for step in range(1, MOST_LEFT_OUT + 1):
+        if position + step < len(ids) and _fits(rows[index], ids[position + step], tokens):
+            found.missing += range(position, position + step)
+            return step
+    return 0
+
+
+def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
+    """Rows of generated tokens, whose ids the reply tells, or else the rows and its text."""
+    rows = (reply.completion or ())[:MOST_ROWS]
+    if reply.completion_ids is not None:
+        found = Alignment(reply.completion_ids)
+        _walk(found, rows, reply.completion_ids, tokens, start=0)
+        # Tokens that give no text, such as what ends it, may have no row.
+        found.missing = [at for at in found.missing if not tokens.is_special(reply.completion_ids[at])]
+        return found
+    return _by_text(rows, reply.text, tokens)
+
+
+def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
+    """Each row's bytes in turn along the text; a gap is cut into tokens as the tokenizer would."""
+    data, cursor = text.encode(), 0
+    is_whole = "�" not in text
+    found, ids = Alignment(()), list[int]()
+    for index, row in enumerate(rows):
+        options = [] if row.chosen is None else _options(row.chosen, tokens)
+        if not options:
+            found.is_cut = True
+            break
+        here = [one for one in options if _stands_at(one, data, cursor, tokens)]
+        if is_whole and not here and cursor < len(data):
+            if index > 0 and row == rows[index - 1]:
+                found.repeated.append(len(ids) - 1)
+                continue
+            gap = _gap(options, data, cursor, tokens)
+            if gap is None:
+                found.is_cut = True
+                break
+            between = tokens.encode_plain(data[cursor : cursor + gap])
+            found.missing += range(len(ids), len(ids) + len(between))
+            ids += between
+            cursor += gap
+            here = options
+        token_id = (here or options)[0]
+        found.pairs.append((len(ids), row))
+        ids.append(token_id)
+        cursor += 0 if tokens.is_special(token_id) else len(tokens.vocabulary.token_bytes(token_id))
+    found.ids = tuple(ids)
+    if is_whole and not found.is_cut and cursor < len(data):
+        found.missing.append(len(ids))
+    return found
+
+
+def _options(entry: Entry, tokens: Tokens) -> list[int]:
+    """The ids that an entry's text or its bytes may mean."""
+    ids = tokens.ids_of(entry)
+    if entry.token_id is None and entry.data is not None:
+        ids = [*ids, *(one for one in tokens.ids_by_bytes(entry.data) if one not in ids)]
+    return ids
+
+
+def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
+    own = tokens.vocabulary.token_bytes(token_id)
+    if tokens.is_special(token_id):
+        return True
+    rest = data[cursor:]
+    # The first token's space may be left out, and a stop may have cut the last one.
+    return rest.startswith(own) or (cursor == 0 and rest.startswith(own.lstrip())) or own.startswith(rest)
+
+
+def _gap(options: Sequence[int], data: bytes, cursor: int, tokens: Tokens) -> int | None:
+    """How many bytes stand before a token's own."""
+    for size in range(1, 8 * MOST_LEFT_OUT):
+        if any(data[cursor + size :].startswith(tokens.vocabulary.token_bytes(one)) for one in options):
+            return size
+    return None
+
+
+# -- what rows say -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads rows beside the truth, and notes what is wrong with them."""
+
+    tokens: Tokens
+    truth: Truth
+    findings: Findings
+    num_rows: int = 0
+    num_unknown: int = 0  # entries of no known token
+
+    def prompt(self, ask: Ask, reply: Reply, ids: tuple[int, ...], *, is_quiet: bool = False) -> Group | None:
+        """The rows of a prompt beside ours; `is_quiet` notes nothing."""
+        if not reply.prompt or len(ids) < 2:
+            return None
+        aligned = align_prompt(reply.prompt, ids, self.tokens)
+        rows = self.truth.rows(ids, 1)
+        return self._group(ask, "prompt", aligned, rows, 1, is_quiet=is_quiet)
+
+    def completion(
+        self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], *, is_quiet: bool = False
+    ) -> Group | None:
+        """Generated rows beside ours, after a prompt."""
+        if not reply.completion or not prompt_ids:
+            return None
+        aligned = align_completion(reply, self.tokens)
+        if aligned.is_cut and not is_quiet:
+            self.num_unknown += 1
+        if not aligned.ids:
+            return None
+        rows = self.truth.rows(prompt_ids + aligned.ids, len(prompt_ids))
+        return self._group(ask, "completion", aligned, rows, 0, is_quiet=is_quiet)
+
+    def _group(
+        self, ask: Ask, where: Where, aligned: Alignment, rows: np.ndarray, first: int, *, is_quiet: bool
+    ) -> Group:
+        group = Group(ask, where, rows, aligned.ids[first:], [])
+        for position, row in aligned.pairs:
+            if not first <= position < len(aligned.ids):
+                continue
+            group.places.append(self._place(position, position - first, aligned.ids[position], row))
+            if not is_quiet:
+                self._check_words(ask, where, position, aligned.ids[position], row)
+        if not is_quiet:
+            self.num_rows += len(group.places)
+            self._check_alignment(ask, where, aligned, first)
+        return group
+
+    def _place(self, position: int, t: int, token_id: int, row: Row) -> Place:
+        entries: list[tuple[list[int], float | None, bool]] = []
+        if row.chosen is not None:
+            entries.append(([token_id], row.chosen.logprob, True))
+        for entry in row.alternatives or ():
+            ids = [one for one in self.tokens.ids_of(entry) if one < self.tokens.num_ids]
+            self.num_unknown += not ids
+            if row.is_map and token_id in ids and self.tokens.may_be(entry, token_id):
+                ids = [token_id] if len(ids) == 1 else ids
+            entries.append((ids, entry.logprob, False))
+        return Place(position, t, entries)
+
+    def _check_words(self, ask: Ask, where: Where, position: int, token_id: int, row: Row) -> None:
+        entry = row.chosen
+        if entry is not None:
+            self._check_entry(ask, where, position, entry, token_id)
+        for other in row.alternatives or ():
+            ids = self.tokens.ids_of(other)
+            if other.token_id is None and other.text is not None and other.data is not None and ids:
+                if not any(self.tokens.is_right_bytes(other, one) for one in ids):
+                    self._wrong_bytes(ask, where, position, other, ids[0])
+            elif other.token_id is not None and ids:
+                self._check_entry(ask, where, position, other, ids[0])
+        seen = [self._key(one) for one in row.alternatives or ()]
+        repeated = {one for one in seen if one is not None and seen.count(one) > 1}
+        if repeated:
+            self.findings.add(
+                "ids-repeated",
+                "{count} rows list a token twice among the alternatives",
+                evidence=[self._evidence(ask, where, position, token_id, "twice among the alternatives")],
+            )
+
+    def _key(self, entry: Entry) -> int | None:
+        """The id of an entry that can be no other's."""
+        ids = self.tokens.ids_of(entry)
+        return ids[0] if len(ids) == 1 and not self.tokens.is_partial(entry.text) else None
+
+    def _check_entry(self, ask: Ask, where: Where, position: int, entry: Entry, token_id: int) -> None:
+        if not self.tokens.is_right_text(entry, token_id):
+            self.findings.add(
+                "text-wrong",
+                "{count} tokens have the text of another token",
+                evidence=[self._evidence(ask, where, position, token_id, f"they say {entry.text!r:.40}")],
+            )
+        if not self.tokens.is_right_bytes(entry, token_id):
+            self._wrong_bytes(ask, where, position, entry, token_id)
+
+    def _wrong_bytes(self, ask: Ask, where: Where, position: int, entry: Entry, token_id: int) -> None:
+        own = list(self.tokens.vocabulary.token_bytes(token_id))
+        note = f"they say {list(entry.data or b'')!s:.40}, the token has {own!s:.40}"
+        self.findings.add(
+            "bytes-wrong",
+            "{count} tokens have bytes that are not theirs",
+            evidence=[self._evidence(ask, where, position, token_id, note)],
+        )
+
+    def _check_alignment(self, ask: Ask, where: Where, aligned: Alignment, first: int) -> None:
+        of = max(len(aligned.ids) - first, 1)
+        for kind, title, positions in (
+            ("rows-missing", "{count} of {of} tokens have no row", aligned.missing),
+            ("rows-repeated", "{count} of {of} tokens have two rows", aligned.repeated),
+        ):
+            if positions:
+                evidence = [
+                    self._evidence(ask, where, at, aligned.ids[at] if at < len(aligned.ids) else None, "")
+                    for at in positions[:5]
+                ]
+                self.findings.add(kind, title, evidence=evidence, count=len(positions), of=of)
+        if aligned.shift:
+            self.findings.add(
+                "shifted",
+                "rows stand at the position of their neighbour ({count} of {of})",
+                evidence=[
+                    self._evidence(ask, where, at, aligned.ids[at], f"its row stands at {at - aligned.shift}")
+                    for at, _ in aligned.pairs[:5]
+                ],
+                count=len(aligned.pairs),
+                of=of,
+                correction=f"take the row {-aligned.shift:+d}",
+            )
+
+    def _evidence(self, ask: Ask, where: Where, position: int, token_id: int | None, note: str) -> Evidence:
+        return Evidence(
+            ask=ask.label,
+            prompt=ask.shown,
+            position=position,
+            where=where,
+            token=self.tokens.show(token_id),
+            note=note,
+        )
+
+
+# -- alternatives --------------------------------------------------------------------------------------------
+
+
+def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> None:
+    """Whether the alternatives are as many as asked, and the likeliest; of rows that nothing cut."""
+    words = set(fitted.name.split("+"))
+    if words & {"kept", "renormalised", "masked", "penalised", "none"}:
+        return
+    done: set[int] = set()
+    for index, (group, place) in enumerate(fitted.places):
+        if id(place) in done:
+            continue
+        done.add(id(place))
+        listed = [entry for entry in place.entries if not entry[2]]
+        if not listed or group.ask.num_top < 2:
+            continue
+        chosen = group.ids[place.t]
+        own = {ids[0]: number for ids, number, _ in listed if len(ids) == 1}
+        row = group.rows[place.t]
+        best = np.argsort(-row, kind="stable")[: group.ask.num_top]
+        _check_count(fitted, findings, index, len(listed), best)
+        if len(own) < len(listed):
+            continue
+        others = [one for one in own if one != chosen] or [chosen]
+        least = min(float(row[one]) for one in others)
+        left_out = [int(one) for one in best if int(one) not in own and row[one] > least + 2 * max_nats]
+        left_out = [one for one in left_out if one != chosen or not _is_map(listed, chosen)]
+        if left_out:
+            evidence = fitted.evidence_at(index, f"{fitted.tokens.show(left_out[0])!r} is left out")
+            findings.add(
+                "alternatives-wrong",
+                "{count} rows leave out a token that is likelier than what they list",
+                evidence=[evidence],
+            )
+
+
+def _is_map(listed: Sequence[tuple[list[int], float | None, bool]], chosen: int) -> bool:
+    return any(chosen in ids for ids, _, _ in listed)
+
+
+def _check_count(fitted: Fitted, findings: Findings, index: int, num_listed: int, best: np.ndarray) -> None:
+    """Fewer than asked; two tokens of one text are one key of a map."""
+    group = fitted.places[index][0]
+    asked = min(group.ask.num_top, group.rows.shape[1])
+    texts = {fitted.tokens.vocabulary.token_bytes(int(one)).decode("utf-8", "replace") for one in best}
+    if num_listed >= asked or num_listed >= len(texts):
+        return
+    findings.add(
+        "alternatives-cut",
+        f"{{count}} rows have fewer alternatives than asked ({num_listed} of {asked})",
+        evidence=[fitted.evidence_at(index, f"{num_listed} alternatives where {asked} were asked")],
+    )

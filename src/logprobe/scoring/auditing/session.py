@@ -1,0 +1,160 @@
+"""One audit's conversation with a server: the forms that it answers, and requests in them.
+
+Before it: an endpoint. After it: replies, each to one ask at a time unless others are wanted beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from logprobe.errors import ServerError, UnreachableError
+from logprobe.scoring.auditing.dialects import (
+    CHAT_FORMS,
+    COMPLETION_FORMS,
+    FORMS,
+    PROMPT_FORMS,
+    Ask,
+    Refusal,
+    Reply,
+    exchange,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from logprobe.scoring.auditing.endpoint import Connection
+
+TRIAL_TEXT: Final = "The sky above the port was"
+TRIAL_CHAT: Final = ({"role": "user", "content": "Name a colour."},)
+EXTRAS: Final[dict[str, dict[str, Any]]] = {
+    "completions": {"return_token_ids": True},
+    "echo": {"return_token_ids": True},
+    "prompt_logprobs": {"return_token_ids": True},
+    "chat": {"return_token_ids": True},
+    "chat prompt_logprobs": {"return_token_ids": True},
+}
+"""Fields that have a server tell ids, where it takes them."""
+
+
+@dataclass(slots=True)
+class Session:
+    """What is known of a server."""
+
+    connection: Connection
+    model: str | None = None
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # form → fields that it takes
+    refused: dict[str, str] = field(default_factory=dict)  # form → why the server has it not
+    without_rows: dict[str, str] = field(default_factory=dict)  # form → 200, and no row
+    least: dict[str, int] = field(default_factory=dict)  # form → fewest tokens to generate
+    takes_ids: bool = True
+    progress: Callable[[int, int, str], None] | None = None
+    done: int = 0
+    planned: int = 0
+
+    @property
+    def prompt_form(self) -> str | None:
+        """The form whose prompt rows are asked again and again."""
+        return next((name for name in PROMPT_FORMS if name in self.extras), None)
+
+    @property
+    def completion_form(self) -> str | None:
+        """The same of generated rows."""
+        return next((name for name in COMPLETION_FORMS if name in self.extras), None)
+
+    @property
+    def stream_forms(self) -> list[str]:
+        """Forms that a stream can be asked of."""
+        return [name for name in ("completions", "chat") if name in self.extras and FORMS[name].can_stream]
+
+    async def ask(self, ask: Ask) -> Reply | Refusal:
+        """The reply to one ask; see `exchange`."""
+        least = self.least.get(ask.form, 0)
+        if ask.max_tokens < least:
+            ask = replace(ask, max_tokens=least)
+        reply = await exchange(self.connection, ask, self.extras.get(ask.form, {}), self.model)
+        self.done += 1
+        return reply
+
+    async def together(self, asks: Sequence[Ask], most: int) -> list[Reply | Refusal]:
+        """Replies to several, some of them at once, in order."""
+        slots = asyncio.Semaphore(most)
+
+        async def one(ask: Ask) -> Reply | Refusal:
+            async with slots:
+                return await self.ask(ask)
+
+        return list(await asyncio.gather(*(one(ask) for ask in asks)))
+
+    async def settle(self) -> None:
+        """Score one short prompt, so that what follows is not the first after a generation."""
+        if self.prompt_form is not None:
+            await self.ask(Ask(form=self.prompt_form, prompt=TRIAL_TEXT, num_top=1))
+
+    def tell(self, what: str) -> None:
+        """Say how far the audit is."""
+        if self.progress is not None:
+            self.progress(self.done, max(self.planned, self.done), what)
+
+    # -- meeting the server --------------------------------------------------------------------------------
+
+    async def meet(self) -> None:
+        """Try each form once with few tokens.
+
+        Raises:
+            ServerError: none of them is answered; the message has the server's words for the first.
+            UnreachableError, ParameterError: as `Connection.post`.
+        """
+        for form in FORMS:
+            await self._try(form)
+        if not self.extras and not self.without_rows:
+            words = self.refused.get("completions", "no form is answered")
+            raise ServerError(
+                f"{self.connection.url}: answers no completion and no chat ({words}); "
+                "is it a server with OpenAI's interface?"
+            )
+        if self.completion_form in ("completions", "generate", "completion"):
+            assert self.completion_form is not None
+            ids = Ask(form=self.completion_form, prompt=(1, 2, 3), max_tokens=1, num_top=1)
+            self.takes_ids = isinstance(await self._answer(ids), Reply)
+
+    async def _try(self, form: str) -> None:
+        extras = EXTRAS.get(form, {})
+        prompt: Any = TRIAL_CHAT if form in CHAT_FORMS else TRIAL_TEXT
+        wants_prompt = form in PROMPT_FORMS or form == "chat prompt_logprobs"
+        num_tokens = 0 if form in PROMPT_FORMS else 2
+        ask = Ask(form=form, prompt=prompt, max_tokens=num_tokens, num_top=2)
+        reply = await self._answer(ask, extras)
+        if isinstance(reply, Refusal) and extras:
+            again = await self._answer(ask)
+            if isinstance(again, Reply):
+                reply, extras = again, {}
+        rows = None if isinstance(reply, Refusal) else reply.prompt if wants_prompt else reply.completion
+        has_rows = bool(rows)
+        if not has_rows and num_tokens == 0:
+            self.least[form] = 1
+            for given in (extras, {}):
+                again = await self._answer(replace(ask, max_tokens=1), given)
+                if isinstance(again, Reply) and again.prompt:
+                    reply, extras, has_rows = again, given, True
+                    break
+            else:
+                del self.least[form]
+        if has_rows:
+            self.extras[form] = dict(extras)
+        elif isinstance(reply, Refusal):
+            self.refused[form] = str(reply)
+        else:
+            self.without_rows[form] = "200, and no row of log-probabilities"
+
+    async def _answer(self, ask: Ask, extras: Mapping[str, Any] | None = None) -> Reply | Refusal:
+        """A reply, where one that cannot be read counts as refused: other servers have other routes there."""
+        try:
+            return await exchange(self.connection, ask, extras or {}, self.model)
+        except UnreachableError:
+            raise
+        except ServerError as error:
+            if "no whole reply within" in str(error):
+                raise
+            return Refusal(200, str(error))
