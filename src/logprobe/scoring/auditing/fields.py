@@ -15,11 +15,11 @@ import numpy as np
 
 from logprobe.errors import ServerError, UnreachableError
 from logprobe.scoring.auditing.dialects import Ask, Refusal, Reply
-from logprobe.scoring.auditing.distributions import tempered
+from logprobe.scoring.auditing.distributions import distributions, log_kept_mass, tempered
 from logprobe.scoring.auditing.endpoint import printable
 from logprobe.scoring.auditing.report import MAX_TEXT, Evidence, FieldAnswer
 from logprobe.scoring.auditing.rows import align_completion
-from logprobe.scoring.auditing.truth import changed_logits
+from logprobe.scoring.auditing.truth import changed_logits, shaping_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class Heard:
     reply: Reply
     prompt_ids: tuple[int, ...]
     reader: Reader
-    before: Reply | None  # the same ask without the field
+    is_known: bool
     again: Reply | None = None
 
     @property
@@ -56,7 +56,7 @@ class Heard:
 
     def rows(self) -> tuple[np.ndarray, tuple[int, ...]] | None:
         """Our rows of the generated tokens."""
-        ids = self.ids
+        ids = self.ids if self.is_known else None
         if ids is None or not self.prompt_ids:
             return None
         return self.reader.truth.rows(self.prompt_ids + ids, len(self.prompt_ids)), ids
@@ -81,28 +81,46 @@ class Trial:
 
 
 def _greedy(heard: Heard) -> Verdict:
-    """Whether every token is the likeliest, where chance at temperature 2 would hardly have it so."""
+    """Whether every token is the likeliest, where chance would hardly have it so."""
     found = heard.rows()
     if found is None:
         return None
     rows, ids = found
-    temperature = (heard.trial.base or {}).get("temperature", 1.0)
-    shaped = tempered(rows, temperature)
-    best = shaped.max(axis=1)
-    own = shaped[np.arange(len(ids)), list(ids)]
+    raw = rows.astype(np.float64)
+    best, own = raw.max(axis=1), raw[np.arange(len(ids)), list(ids)]
     if np.any(best - own > NEAR):
         return "ignored"
     return "answered" if float(np.exp(best.sum())) < CHANCE else None
 
 
+def _within(heard: Heard) -> Verdict:
+    """Whether every token is of those that a truncation keeps, before or after the temperature."""
+    found = heard.rows()
+    if found is None:
+        return None
+    rows, ids = found
+    asked = shaping_of({**(heard.trial.base or {}), **heard.trial.params})
+    places = np.arange(len(ids))
+    left = []
+    for shaping in (asked, replace(asked, temperature=1.0)):
+        kept = distributions(rows, shaping)["kept"]
+        least = np.where(np.isfinite(kept), kept, np.inf).min(axis=1)
+        own = tempered(rows, shaping.divisor)[places, list(ids)]
+        if np.all(own >= least - NEAR):
+            left.append(float(log_kept_mass(rows, shaping).sum()))
+    if not left:
+        return "ignored"
+    return "answered" if float(np.exp(max(left))) < CHANCE else None
+
+
 def _biased(heard: Heard) -> Verdict:
-    text = _bias_text(heard)
-    return "answered" if text.strip() in heard.reply.text else "ignored"
-
-
-def _bias_text(heard: Heard) -> str:
+    """Whether what was made far likelier than all others is all that was drawn."""
     (key,) = heard.trial.params["logit_bias"]
-    return heard.reader.tokens.vocabulary.token_text(int(key))
+    ids = heard.reply.completion_ids
+    if ids is not None:
+        return "answered" if ids and set(ids) == {int(key)} else "ignored"
+    text = heard.reader.tokens.vocabulary.token_text(int(key)).strip()
+    return "answered" if heard.reply.text.count(text) >= heard.trial.max_tokens - 1 else "ignored"
 
 
 def _penalised(heard: Heard) -> Verdict:
@@ -130,9 +148,8 @@ def _short(heard: Heard) -> Verdict:
 
 
 def _stopped(heard: Heard) -> Verdict:
-    if heard.before is None:
-        return None
-    return "answered" if heard.reply.text != heard.before.text else "ignored"
+    (stop,) = heard.trial.params["stop"]
+    return "ignored" if stop in heard.reply.text[: -len(stop)] else "answered"
 
 
 def _two(heard: Heard) -> Verdict:
@@ -210,7 +227,7 @@ def trials(bias_id: int, other_id: int, stop: dict[str, str]) -> list[Trial]:
     own = "stop" if stop else ""
     found = [
         Trial("temperature", {"temperature": 0}, _greedy, text=TEXT),
-        Trial("top_p", {"top_p": 0.01}, _greedy, base=HOT),
+        Trial("top_p", {"top_p": 0.01}, _within, base=HOT),
         Trial("logit_bias", {"logit_bias": {str(bias_id): 100}}, _biased, base=COLD, max_tokens=6),
         Trial("frequency_penalty", {"frequency_penalty": 2.0}, _penalised, base=COLD, text=REPEATS),
         Trial("presence_penalty", {"presence_penalty": 2.0}, _penalised, base=COLD, text=REPEATS),
@@ -245,8 +262,8 @@ def trials(bias_id: int, other_id: int, stop: dict[str, str]) -> list[Trial]:
     if own:
         found.append(Trial("stop", {"stop": [stop.get("completions", "")]}, _stopped, base=COLD))
     further = [
-        Trial("top_k", {"top_k": 1}, _greedy, base=HOT),
-        Trial("min_p", {"min_p": 1.0}, _greedy, base=HOT),
+        Trial("top_k", {"top_k": 1}, _within, base=HOT),
+        Trial("min_p", {"min_p": 1.0}, _within, base=HOT),
         Trial("prompt_logprobs", {"prompt_logprobs": 1}, _has_prompt_rows, base=COLD, max_tokens=1),
         Trial("return_token_ids", {"return_token_ids": True}, _has_ids, base=COLD, max_tokens=2),
         Trial(
@@ -273,6 +290,7 @@ class Fields:
     reader: Reader
     findings: Findings
     is_quick: bool
+    is_known: bool  # the server runs the model that our rows are of
     dropped: list[tuple[str, bool, Evidence]] = field(default_factory=list)
     num_asked: int = 0
 
@@ -288,16 +306,16 @@ class Fields:
                 )
             )
             self._ignored(f"{form}.logprobs", "whole", form, is_standard=True)
-        before, stop = {}, {}
+        stop: dict[str, str] = {}
         for form in forms:
             reply = await self.session.ask(self._ask(form, TEXT, COLD, MOST_TOKENS, 2))
             if isinstance(reply, Reply):
-                before[form] = reply
-                half = reply.text[len(reply.text) // 3 :].strip()
-                if half:
-                    stop[form] = half[:3]
+                # Some of it that is whole characters.
+                words = [word for word in reply.text.split()[1:] if word.isalnum() and word.isascii()]
+                if words:
+                    stop[form] = words[0]
         tokens = self.reader.tokens
-        bias_id, other_id = tokens.encode_plain(b" blue")[0], tokens.encode_plain(b" red")[0]
+        bias_id, other_id = tokens.word(" blue"), tokens.word(" red")
         for form in forms:
             listed = trials(bias_id, other_id, {"completions": stop[form]} if form in stop else {})
             chosen = [
@@ -324,7 +342,7 @@ class Fields:
             again = iter(await self._together(twice))
             for (trial, stream), ask, one in zip(chosen, asks, replies, strict=True):
                 second = next(again) if trial.twice else None
-                answers.append(self._judge(trial, form, stream, ask, one, before.get(form), second))
+                answers.append(self._judge(trial, form, stream, ask, one, second))
         self.num_asked = len(answers)
         self._note_ignored()
         return answers
@@ -369,7 +387,6 @@ class Fields:
         stream: bool,
         ask: Ask,
         reply: Reply | Refusal | ServerError,
-        before: Reply | None,
         again: Reply | Refusal | ServerError | None,
     ) -> FieldAnswer:
         name, how = f"{form}.{trial.name}", "stream" if stream else "whole"
@@ -397,7 +414,7 @@ class Fields:
             reply,
             self._prompt_ids(ask, reply),
             self.reader,
-            before,
+            self.is_known,
             again if isinstance(again, Reply) else None,
         )
         verdict = trial.is_heard(heard)

@@ -269,21 +269,27 @@ def mark_filled(fitted: Fitted, max_nats: float) -> None:
     fitted.is_filled = filled
 
 
-def rounding_of(numbers: Floats) -> tuple[str, Floats] | None:
-    """The grid that all numbers lie on, coarser than float32, and how far rounding may move each; nats."""
+def rounding_of(numbers: Floats) -> str | None:
+    """The grid that all numbers lie on, where it is coarser than float32's: decimals or a narrow float."""
     given = np.unique(numbers[np.isfinite(numbers) & (numbers > IMPOSSIBLE) & (numbers != 0)])
     if len(given) < FEW:
         return None
-    size = np.abs(np.where(np.isfinite(numbers), numbers, 0.0))
     for digits in (0, 1, 2, 3, 4):
         if np.all(np.abs(given * 10**digits - np.round(given * 10**digits)) < 1e-6):
-            return f"{digits} decimals", np.full(len(numbers), 10.0**-digits)
-    bits = given.astype(np.float32).view(np.uint32)
-    if np.all(bits & 0xFFFF == 0):
-        return "bfloat16", size * 2.0**-8
-    if np.all(given == given.astype(np.float16)):
-        return "float16", size * 2.0**-10 + 1e-7
-    return None
+            return f"{digits} decimals"
+    if np.all(given.astype(np.float32).view(np.uint32) & 0xFFFF == 0):
+        return "bfloat16"
+    return "float16" if np.all(given == given.astype(np.float16)) else None
+
+
+def allowance_of(rounding: str, numbers: Floats) -> Floats:
+    """How far rounding to a grid, or cutting to it, may move each number, nats."""
+    size = np.abs(np.where(np.isfinite(numbers) & (numbers > IMPOSSIBLE), numbers, 0.0))
+    if rounding == "bfloat16":
+        return np.asarray(size * 2.0**-7)
+    if rounding == "float16":
+        return np.asarray(size * 2.0**-10 + 1e-7)
+    return np.full(len(numbers), 10.0 ** -int(rounding[0]))
 
 
 # -- causes of all errors ------------------------------------------------------------------------------------

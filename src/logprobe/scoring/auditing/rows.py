@@ -16,15 +16,22 @@ from logprobe.scoring.auditing.report import Evidence
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from logprobe.scoring.auditing.dialects import Ask, Entry, Reply, Row
     from logprobe.scoring.auditing.findings import Findings
     from logprobe.scoring.auditing.fit import Fitted
     from logprobe.scoring.auditing.report import Where
     from logprobe.scoring.auditing.tokens import Tokens
     from logprobe.scoring.auditing.truth import Truth
+    from logprobe.scoring.measures import Floats
 
 MOST_LEFT_OUT: Final = 8  # tokens in a row without a row that are looked for
 MOST_ROWS: Final = 4096  # of one reply that are read
+RIGHT: Final = 0.75  # the share of rows that say their token, from which on they stand where they should
+WRONG: Final = 0.5
+LEFT_OUT: Final = 1.0  # what a token without a row costs, and a row without a token
+OTHER_WORDS: Final = 1.5  # what a row costs that says another token: less than both of these
 
 
 @dataclass(slots=True)
@@ -39,19 +46,29 @@ class Alignment:
     is_cut: bool = False  # what follows cannot be told
 
 
-def align_prompt(rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens) -> Alignment:
-    """Rows of a prompt whose ids are known; the first token needs none."""
-    found = Alignment(ids)
+def align_prompt(
+    rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens, numbers: Floats | None = None
+) -> Alignment:
+    """Rows of a prompt whose ids are known; the first token needs none.
+
+    `numbers` are ours of the tokens, NaN where there is none: of two that are alike they tell which one
+    has lost its row.
+    """
     rows = rows[:MOST_ROWS]
     by_offset = {by: _share(rows, ids, by, tokens) for by in (0, 1, -1)}
     offset = max((1, -1), key=lambda by: by_offset[by])
-    if len(rows) == len(ids) and by_offset[0] < 0.5 and by_offset[offset] >= 0.8:
+    found = Alignment(ids)
+    if len(rows) == len(ids) and by_offset[0] >= RIGHT:
+        found.pairs = [(position, row) for position, row in enumerate(rows) if row is not None]
+        found.missing = [position for position, row in enumerate(rows) if row is None]
+    elif len(rows) == len(ids) and by_offset[0] < WRONG and by_offset[offset] >= RIGHT:
         found.shift = offset
         for index, row in enumerate(rows):
-            if row is not None and 0 < index + offset < len(ids) and _fits(row, ids[index + offset], tokens):
-                found.pairs.append((index + offset, row))
-        return found
-    _walk(found, rows, ids, tokens, start=1 if len(rows) == len(ids) - 1 and by_offset[1] >= 0.5 else 0)
+            at = index + offset
+            if row is not None and 0 < at < len(ids) and _fits(row, ids[at], tokens):
+                found.pairs.append((at, row))
+    else:
+        found = _aligned(rows, ids, tokens, numbers)
     found.missing = [position for position in found.missing if position > 0]
     return found
 
@@ -69,62 +86,76 @@ def _fits(row: Row | None, token_id: int, tokens: Tokens) -> bool:
     return row is not None and row.chosen is not None and tokens.may_be(row.chosen, token_id)
 
 
-def _walk(
-    found: Alignment, rows: Sequence[Row | None], ids: Sequence[int], tokens: Tokens, *, start: int
-) -> None:
-    """Go along rows and tokens together; where they part, by the smallest step that joins them again."""
-    position = start
-    for index, row in enumerate(rows):
-        if position >= len(ids):
-            found.repeated.append(len(ids) - 1)
-            continue
-        if row is None:
-            found.missing.append(position)
-            position += 1
-            continue
-        if not _fits(row, ids[position], tokens):
-            if index > 0 and row == rows[index - 1]:
-                found.repeated.append(position - 1)
-                continue
-            position += _left_out(rows, index, ids, position, tokens, found)
-        found.pairs.append((position, row))
-        position += 1
-    found.missing += range(position, len(ids))
+def _aligned(
+    rows: Sequence[Row | None], ids: tuple[int, ...], tokens: Tokens, numbers: Floats | None
+) -> Alignment:
+    """Rows and tokens in the order of both that leaves least out and says least wrong (edit distance)."""
+    band = abs(len(rows) - len(ids)) + MOST_LEFT_OUT
+    costs = np.full((len(rows) + 1, len(ids) + 1), np.inf)
+    steps = np.zeros(costs.shape, np.int8)  # 0: row and token together, 1: a token without, 2: a row more
+    costs[0, : band + 1], steps[0, :] = np.arange(len(ids) + 1)[: band + 1] * LEFT_OUT, 1
+    for i in range(1, len(rows) + 1):
+        row = rows[i - 1]
+        is_again = i > 1 and row == rows[i - 2]
+        more = LEFT_OUT / 2 if is_again else LEFT_OUT
+        for j in range(max(0, i - band), min(len(ids), i + band) + 1):
+            options = (
+                costs[i - 1, j - 1] + _cost(row, j - 1, ids, tokens, numbers) if j else np.inf,
+                costs[i, j - 1] + LEFT_OUT if j else np.inf,
+                costs[i - 1, j] + more,
+            )
+            steps[i, j] = int(np.argmin(options))
+            costs[i, j] = options[steps[i, j]]
+    return _traced(steps, rows, ids)
 
 
-def _left_out(
-    rows: Sequence[Row | None],
-    index: int,
-    ids: Sequence[int],
-    position: int,
-    tokens: Tokens,
-    found: Alignment,
-) -> int:
-    """How many tokens have no row before this one; 0 where it is the row's words that are wrong."""
-    is_next_right = (
-        index + 1 < len(rows)
-        and position + 1 < len(ids)
-        and _fits(rows[index + 1], ids[position + 1], tokens)
-    )
-    if is_next_right and len(rows) == len(ids):
-        return 0
-    for step in range(1, MOST_LEFT_OUT + 1):
-        if position + step < len(ids) and _fits(rows[index], ids[position + step], tokens):
-            found.missing += range(position, position + step)
-            return step
-    return 0
+def _cost(
+    row: Row | None, position: int, ids: tuple[int, ...], tokens: Tokens, numbers: Floats | None
+) -> float:
+    if row is None or row.chosen is None:
+        return 0.0 if position == 0 else LEFT_OUT
+    wrong = 0.0 if _fits(row, ids[position], tokens) else OTHER_WORDS
+    if numbers is None or row.chosen.logprob is None or not np.isfinite(numbers[position]):
+        return wrong
+    return wrong + min(abs(row.chosen.logprob - float(numbers[position])), 1.0) / 2
 
 
-def align_completion(reply: Reply, tokens: Tokens) -> Alignment:
+def _traced(steps: NDArray[np.int8], rows: Sequence[Row | None], ids: tuple[int, ...]) -> Alignment:
+    found, i, j = Alignment(ids), len(rows), len(ids)
+    while i or j:
+        step = int(steps[i, j]) if i else 1
+        if step == 0:
+            i, j = i - 1, j - 1
+            row = rows[i]
+            if row is None:
+                found.missing.append(j)
+            else:
+                found.pairs.append((j, row))
+        elif step == 1:
+            j -= 1
+            found.missing.append(j)
+        else:
+            i -= 1
+            found.repeated.append(max(j - 1, 0))
+    for places in (found.pairs, found.missing, found.repeated):
+        places.reverse()
+    return found
+
+
+def align_completion(reply: Reply, tokens: Tokens, numbers: Floats | None = None) -> Alignment:
     """Rows of generated tokens, whose ids the reply tells, or else the rows and its text."""
     rows = (reply.completion or ())[:MOST_ROWS]
-    if reply.completion_ids is not None:
-        found = Alignment(reply.completion_ids)
-        _walk(found, rows, reply.completion_ids, tokens, start=0)
-        # Tokens that give no text, such as what ends it, may have no row.
-        found.missing = [at for at in found.missing if not tokens.is_special(reply.completion_ids[at])]
-        return found
-    return _by_text(rows, reply.text, tokens)
+    ids = reply.completion_ids
+    if ids is None:
+        return _by_text(rows, reply.text, tokens)
+    found = Alignment(ids)
+    if len(rows) == len(ids) and _share(rows, ids, 0, tokens) >= RIGHT:
+        found.pairs = list(enumerate(rows))
+    else:
+        found = _aligned(rows, ids, tokens, numbers)
+    # Tokens that give no text, such as what ends it, may have no row.
+    found.missing = [at for at in found.missing if not tokens.is_special(ids[at])]
+    return found
 
 
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
@@ -203,8 +234,9 @@ class Reader:
         """The rows of a prompt beside ours; `is_quiet` notes nothing."""
         if not reply.prompt or len(ids) < 2:
             return None
-        aligned = align_prompt(reply.prompt, ids, self.tokens)
         rows = self.truth.rows(ids, 1)
+        numbers = np.concatenate([[np.nan], rows[np.arange(len(ids) - 1), list(ids[1:])]])
+        aligned = align_prompt(reply.prompt, ids, self.tokens, numbers)
         return self._group(ask, "prompt", aligned, rows, 1, is_quiet=is_quiet)
 
     def completion(
@@ -213,7 +245,11 @@ class Reader:
         """Generated rows beside ours, after a prompt."""
         if not reply.completion or not prompt_ids:
             return None
-        aligned = align_completion(reply, self.tokens)
+        numbers = None
+        if reply.completion_ids:
+            rows = self.truth.rows(prompt_ids + reply.completion_ids, len(prompt_ids))
+            numbers = rows[np.arange(len(rows)), list(reply.completion_ids)].astype(np.float64)
+        aligned = align_completion(reply, self.tokens, numbers)
         if aligned.is_cut and not is_quiet:
             self.num_unknown += 1
         if not aligned.ids:
@@ -222,7 +258,14 @@ class Reader:
         return self._group(ask, "completion", aligned, rows, 0, is_quiet=is_quiet)
 
     def _group(
-        self, ask: Ask, where: Where, aligned: Alignment, rows: np.ndarray, first: int, *, is_quiet: bool
+        self,
+        ask: Ask,
+        where: Where,
+        aligned: Alignment,
+        rows: NDArray[np.float32],
+        first: int,
+        *,
+        is_quiet: bool,
     ) -> Group:
         group = Group(ask, where, rows, aligned.ids[first:], [])
         for position, row in aligned.pairs:
@@ -336,6 +379,8 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
     words = set(fitted.name.split("+"))
     if words & {"kept", "renormalised", "masked", "penalised", "none"}:
         return
+    if float(np.median(fitted.errors - fitted.allowance)) > max_nats:  # of another model, as it seems
+        return
     done: set[int] = set()
     for index, (group, place) in enumerate(fitted.places):
         if id(place) in done:
@@ -368,7 +413,9 @@ def _is_map(listed: Sequence[tuple[list[int], float | None, bool]], chosen: int)
     return any(chosen in ids for ids, _, _ in listed)
 
 
-def _check_count(fitted: Fitted, findings: Findings, index: int, num_listed: int, best: np.ndarray) -> None:
+def _check_count(
+    fitted: Fitted, findings: Findings, index: int, num_listed: int, best: NDArray[np.int64]
+) -> None:
     """Fewer than asked; two tokens of one text are one key of a map."""
     group = fitted.places[index][0]
     asked = min(group.ask.num_top, group.rows.shape[1])

@@ -20,6 +20,7 @@ from logprobe.scoring.auditing.fields import Fields
 from logprobe.scoring.auditing.findings import Findings
 from logprobe.scoring.auditing.fit import (
     BETTER,
+    allowance_of,
     cause_of,
     errors_of,
     finite,
@@ -69,6 +70,17 @@ CHATS: Final = (
         {"role": "user", "content": "Name three colours."},
     ),
 )
+OF_ANOTHER: Final = (
+    "does-not-fit",
+    "shifted",
+    "temperature-unasked",
+    "renormalised-unasked",
+    "log-base",
+    "probabilities",
+    "bos",
+    "lora-prompt",
+)
+"""Findings after which our rows say little of what a server should give next."""
 PLAIN: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 1.0, "seed": 1})
 CHAT_SHAPES: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0},
@@ -181,20 +193,20 @@ class _Run:
             reader = Reader(tokens, Truth(self.llm), self.findings)
             await self._ask_all(session, tokens)
             session.tell("comparing")
-            self._compare(reader, session)
-            prompt_fits = not self.findings.has("shifted", "does-not-fit", "temperature-unasked", "log-base")
+            roundings = self._compare(reader)
+            is_known = not self.findings.has(*OF_ANOTHER)
             steady = Steady(
-                session,
-                reader,
-                self.findings,
-                self.max_nats,
-                self._max_len(),
-                self.is_quick,
-                prompt_fits and not self.findings.has("renormalised-unasked", "probabilities", "bos"),
-                [],
+                session=session,
+                reader=reader,
+                findings=self.findings,
+                max_nats=self.max_nats,
+                max_len=self._max_len(),
+                is_quick=self.is_quick,
+                prompt_fits=is_known,
+                roundings=roundings,
             )
             await steady.run()
-            fields = await Fields(session, reader, self.findings, self.is_quick).run()
+            fields = await Fields(session, reader, self.findings, self.is_quick, is_known).run()
             self._compare_with_before()
             if reader.num_unknown:
                 self.findings.add(
@@ -338,8 +350,11 @@ class _Run:
 
     # -- comparing -----------------------------------------------------------------------------------------
 
-    def _compare(self, reader: Reader, session: Session) -> None:
-        """All that was heard, ask by ask; completions before chats, whose layout they bear out."""
+    def _compare(self, reader: Reader) -> dict[str, str]:
+        """All that was heard, ask by ask, completions before chats, whose layout they bear out.
+
+        Form → the grid that its numbers lie on.
+        """
         roundings = self._roundings()
         labels: dict[tuple[str, str], list[tuple[Ask, Reply]]] = {}
         for ask, reply in self.heard:
@@ -354,11 +369,11 @@ class _Run:
                 continue
             form = fitted.ask.form
             if form in roundings:
-                fitted.allowance = _allowance(roundings[form], fitted.theirs)
+                fitted.allowance = allowance_of(roundings[form], fitted.theirs)
             judge(fitted, self.findings, self.max_nats)
             check_alternatives(fitted, self.findings, self.max_nats)
             self._take(fitted)
-        del session
+        return roundings
 
     def _roundings(self) -> dict[str, str]:
         """Form → the grid that all its numbers lie on."""
@@ -374,11 +389,12 @@ class _Run:
             rounding = rounding_of(np.array(values))
             if rounding is None:
                 continue
-            found[form] = rounding[0]
-            worst = float(rounding[1].max())
+            found[form] = rounding
+            # Rounding moves a number half as far as cutting does.
+            worst = float(allowance_of(rounding, np.array(values)).max()) / 2
             self.findings.add(
                 "rounded",
-                f"numbers are rounded to {rounding[0]}, up to {{worst}} nats",
+                f"numbers are rounded to {rounding}, up to {{worst}} nats",
                 severity="wrong" if worst > self.max_nats else "note",
                 worst=worst,
                 count=len(values),
@@ -411,7 +427,7 @@ class _Run:
         mark_filled(fitted, self.max_nats)
         rounding = rounding_of(fitted.theirs)
         if rounding is not None:
-            fitted.allowance = rounding[1]
+            fitted.allowance = allowance_of(rounding, fitted.theirs)
         used = ~fitted.is_filled
         is_off = used.any() and float(np.median((fitted.errors - fitted.allowance)[used])) > self.max_nats
         return bool(is_off) and cause_of(fitted, self.max_nats) is None
@@ -600,16 +616,6 @@ class _Run:
                     count=len(moved),
                     of=compared,
                 )
-
-
-def _allowance(rounding: str, theirs: Floats) -> Floats:
-    """How far rounding may move each number, nats."""
-    size = np.abs(np.where(np.isfinite(theirs), theirs, 0.0))
-    if rounding == "bfloat16":
-        return np.asarray(size * 2.0**-8)
-    if rounding == "float16":
-        return np.asarray(size * 2.0**-10 + 1e-7)
-    return np.full(len(theirs), 10.0 ** -int(rounding.split(maxsplit=1)[0]))
 
 
 __all__ = ["MAX_NATS", "audit"]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from logprobe.scoring.auditing.dialects import Ask, Refusal, Reply
-from logprobe.scoring.auditing.fit import CAP, distance, finite
+from logprobe.scoring.auditing.fit import CAP, IMPOSSIBLE, allowance_of, distance, finite
 from logprobe.scoring.auditing.report import Evidence, Steadiness
 from logprobe.scoring.auditing.rows import align_completion, align_prompt
 
@@ -32,6 +32,7 @@ LENGTHS: Final = (64, 128, 256, 512, 1024)
 QUICK_LENGTHS: Final = (64, 512)
 NEIGHBOUR_TOKENS: Final = 24
 PROBE_TOKENS: Final = 12
+UNSTEADY: Final = ("unsteady-repeated", "unsteady-cached", "unsteady-after-generation", "unsteady-order")
 PROBE: Final = (
     "In the morning the harbour lay still, and the boats that had come in by night were tied up in rows. "
     "Nobody spoke of the storm."
@@ -128,7 +129,9 @@ class Steady:
     max_len: int
     is_quick: bool
     prompt_fits: bool  # rows of plain prompts are the model's
-    rows: list[Steadiness]
+    roundings: dict[str, str]  # form → the grid of its numbers
+    rows: list[Steadiness] = field(default_factory=list)
+    wrong_from: int | None = None  # the row from which on scored prompts are known to be wrong
 
     async def run(self) -> None:
         """All checks that the server's forms allow."""
@@ -138,24 +141,29 @@ class Steady:
             return
         await session.settle()
         session.tell("the same request again")
-        baseline = await self._repeated(form)
-        if baseline is None:
+        if not await self._repeated(form):
             return
-        session.tell("beside other requests")
-        await self._beside(form)
         if session.prompt_form is not None:
             session.tell("before and after a generation")
             await self._after_generation(session.prompt_form)
+        session.tell("beside other requests")
+        await self._beside(form)
         session.tell("in another order")
         await self._order(form)
         session.tell("streamed and whole")
         await self._streamed()
-        if session.prompt_form is not None:
-            await session.settle()
-            session.tell("prompts of many lengths")
-            await self._lengths(session.prompt_form)
-            session.tell("generated and scored")
-            await self._prefill(session.prompt_form)
+        if session.prompt_form is None:
+            return
+        await session.settle()
+        if not self.prompt_fits:
+            title = "lengths and prefixes were not looked at: rows of short prompts are wrong"
+            self.findings.add("left-out", title, severity="note")
+            return
+        session.tell("generated and scored")
+        await self._prefill(session.prompt_form)
+        await self._extended(session.prompt_form)
+        session.tell("prompts of many lengths")
+        await self._lengths(session.prompt_form)
 
     # -- alone ---------------------------------------------------------------------------------------------
 
@@ -167,7 +175,7 @@ class Steady:
         """The beginning of a text, at most a share of the context."""
         return self.reader.tokens.cut(text, self.max_len // share)
 
-    async def _repeated(self, form: str) -> Reply | None:
+    async def _repeated(self, form: str) -> bool:
         """A prompt that was never asked, four times: the later ones beside each other, then the first."""
         text = self._cut(f"Note {secrets.token_hex(3)}. {PROBE}", 2)
         replies = [await self.session.ask(self._probe(form, text)) for _ in range(4)]
@@ -176,7 +184,7 @@ class Steady:
             self.findings.add(
                 "left-out", "steadiness was not looked at: the probe was refused", severity="note"
             )
-            return None
+            return False
         probe = self._probe(form, text)
         again = _widest([difference(heard[1], one) for one in heard[2:]])
         self._note("three times alone", 3, again)
@@ -188,15 +196,11 @@ class Steady:
         elif cold.is_beyond(self.max_nats):
             title = "a prompt has other numbers once it is cached, up to {worst} nats"
             self._wrong("unsteady-cached", title, probe, cold)
-        else:
-            await self._extended(form, text)
-        return heard[-1]
+        return True
 
-    async def _extended(self, form: str, text: str) -> None:
+    async def _extended(self, form: str) -> None:
         """A longer prompt whose beginning is cached, beside the truth."""
-        if form != self.session.prompt_form or not self.prompt_fits:
-            return
-        ask = replace(self._probe(form), prompt=f"{text} {self._cut(OTHER, 4)}")
+        ask = replace(self._probe(form), prompt=f"{self._cut(OTHER, 2)} {self._cut(PROBE, 4)}")
         reply = await self.session.ask(ask)
         if not isinstance(reply, Reply) or not reply.prompt:
             return
@@ -231,7 +235,10 @@ class Steady:
                 found = difference(before, reply)
                 others = "1 other" if count == 1 else f"{count} others"
                 self._note(f"beside {others} ({name})", 1, found)
-                if found.is_beyond(self.max_nats):
+                is_after = name != self.session.completion_form and self.findings.has(
+                    "unsteady-after-generation"
+                )
+                if found.is_beyond(self.max_nats) and not is_after:
                     title = "numbers change where other requests run, up to {worst} nats"
                     self._wrong("unsteady-beside-others", title, ask, found, f"beside {others}")
 
@@ -300,6 +307,7 @@ class Steady:
         for form in self.session.stream_forms:
             prompt = CONTINUED if form == "completions" else ({"role": "user", "content": CONTINUED},)
             ask = Ask(form=form, prompt=prompt, max_tokens=12, params={"temperature": 0})
+            await self.session.ask(ask)
             whole = await self.session.ask(ask)
             stream = await self.session.ask(replace(ask, stream=True))
             if not (isinstance(whole, Reply) and isinstance(stream, Reply) and stream.completion):
@@ -313,11 +321,6 @@ class Steady:
     # -- lengths -------------------------------------------------------------------------------------------
 
     async def _lengths(self, form: str) -> None:
-        if not self.prompt_fits:
-            self.findings.add(
-                "left-out", "lengths were not looked at: rows of short prompts are wrong", severity="note"
-            )
-            return
         room = self.max_len - max(self.session.least.get(form, 0), 0)
         sizes = [
             size + by
@@ -400,6 +403,12 @@ class Steady:
                 continue
             theirs = np.array([-np.inf if row.chosen.logprob is None else row.chosen.logprob])
             error = float(distance(theirs, truth[position - 1 : position])[0])
+            is_filled = theirs[0] == 0 or theirs[0] <= IMPOSSIBLE or not np.isfinite(theirs[0])
+            if is_filled and self.findings.has("filled-in"):
+                continue
+            if self.wrong_from is not None and position >= self.wrong_from:
+                continue
+            error = max(error - self._allowance(float(theirs[0])), 0.0)
             if error > self.max_nats and first is None:
                 first = position
             if error > worst:
@@ -407,12 +416,17 @@ class Steady:
         self.reader.num_rows += len(aligned.pairs)
         return worst, first, pair
 
+    def _allowance(self, number: float) -> float:
+        """How far the rounding that was found may move a number, nats."""
+        rounding = self.roundings.get(self.session.prompt_form or "")
+        return 0.0 if rounding is None else float(allowance_of(rounding, np.array([number]))[0])
+
     # -- generated, then scored ----------------------------------------------------------------------------
 
     async def _prefill(self, form: str) -> None:
         """Score what the server generated as a prompt: the same tokens, the same numbers."""
         writer = self.session.completion_form
-        if writer is None or not self.prompt_fits or not self.session.takes_ids:
+        if writer is None or not self.session.takes_ids or self.findings.has(*UNSTEADY):
             return
         size = min(64, self.max_len // 2)
         ids = self._of_length(size)
@@ -455,6 +469,7 @@ class Steady:
                 f"from row {first} on, up to {{worst}} nats"
             )
             self._wrong("prefill-decode", title, ask, found)
+            self.wrong_from = first
 
     # -- noting --------------------------------------------------------------------------------------------
 

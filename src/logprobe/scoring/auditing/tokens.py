@@ -74,6 +74,12 @@ class Tokens:
         """The ids whose bytes these are."""
         return self._by_bytes.get(data, [])
 
+    def word(self, text: str) -> int:
+        """The token of a text's that says most of it."""
+        return max(
+            self.encode_plain(text.encode()), key=lambda one: len(self.vocabulary.token_text(one).strip())
+        )
+
     def can_encode(self, text: str) -> bool:
         """Whether the tokenizer has tokens for all of a text."""
         missing = set(self.vocabulary.missing_bytes)
