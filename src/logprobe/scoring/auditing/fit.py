@@ -57,6 +57,7 @@ class Group:
     ask: Ask
     where: Where
     rows: NDArray[np.float32]  # (T, V) raw, nats
+    context: tuple[int, ...]  # what stands before the first of them
     ids: tuple[int, ...]  # (T,) the tokens that stand there
     places: list[Place]
 

@@ -237,7 +237,7 @@ class Reader:
         rows = self.truth.rows(ids, 1)
         numbers = np.concatenate([[np.nan], rows[np.arange(len(ids) - 1), list(ids[1:])]])
         aligned = align_prompt(reply.prompt, ids, self.tokens, numbers)
-        return self._group(ask, "prompt", aligned, rows, 1, is_quiet=is_quiet)
+        return self._group(ask, "prompt", aligned, rows, ids[:1], is_quiet=is_quiet)
 
     def completion(
         self, ask: Ask, reply: Reply, prompt_ids: tuple[int, ...], *, is_quiet: bool = False
@@ -255,7 +255,7 @@ class Reader:
         if not aligned.ids:
             return None
         rows = self.truth.rows(prompt_ids + aligned.ids, len(prompt_ids))
-        return self._group(ask, "completion", aligned, rows, 0, is_quiet=is_quiet)
+        return self._group(ask, "completion", aligned, rows, prompt_ids, is_quiet=is_quiet)
 
     def _group(
         self,
@@ -263,11 +263,12 @@ class Reader:
         where: Where,
         aligned: Alignment,
         rows: NDArray[np.float32],
-        first: int,
+        context: tuple[int, ...],
         *,
         is_quiet: bool,
     ) -> Group:
-        group = Group(ask, where, rows, aligned.ids[first:], [])
+        first = 1 if where == "prompt" else 0
+        group = Group(ask, where, rows, context, aligned.ids[first:], [])
         for position, row in aligned.pairs:
             if not first <= position < len(aligned.ids):
                 continue

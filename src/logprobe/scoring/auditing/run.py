@@ -29,6 +29,7 @@ from logprobe.scoring.auditing.fit import (
     mark_filled,
     rounding_of,
 )
+from logprobe.scoring.auditing.precision import distances, own_runs
 from logprobe.scoring.auditing.report import (
     MAX_TEXT,
     AuditReport,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     from logprobe.scoring.auditing.fit import Fitted, Group
+    from logprobe.scoring.auditing.report import Distance
     from logprobe.scoring.measures import Floats
     from logprobe.scoring.scorer import Scorer
 
@@ -130,6 +132,8 @@ def audit(
     )
     require(is_texts, "texts", "must be a list of texts that are not empty", got=texts)
     where = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
+    if precision:
+        own_runs(llm)  # refuses before anything is asked
     if base is None and lora is not None:
         base = llm.with_lora(None)  # type: ignore[attr-defined]
     run = _Run(
@@ -179,7 +183,8 @@ class _Run:
     distributions: dict[str, str] = field(default_factory=dict)
     stored: list[StoredPrompt] = field(default_factory=list)
     worst: float = 0.0
-    samples: list[tuple[tuple[int, ...], Floats]] = field(default_factory=list)  # prompts with their numbers
+    # Contexts, the tokens after each, and their numbers.
+    samples: list[tuple[tuple[int, ...], tuple[int, ...], Floats]] = field(default_factory=list)
 
     async def report(self) -> AuditReport:
         """Ask, compare, and put together what was found."""
@@ -208,6 +213,8 @@ class _Run:
             await steady.run()
             fields = await Fields(session, reader, self.findings, self.is_quick, is_known).run()
             self._compare_with_before()
+            session.tell("precision")
+            precision = self._precision() if self.has_precision else ()
             if reader.num_unknown:
                 self.findings.add(
                     "unidentified",
@@ -235,6 +242,7 @@ class _Run:
             findings=self.findings.listed(),
             stored=tuple(self.stored),
             worst_nats=self.worst,
+            precision=precision,
         )
 
     def _max_len(self) -> int:
@@ -475,24 +483,20 @@ class _Run:
             )
             self.findings.add(kind, title, evidence=evidence, worst=least)
             return found
-        if is_chat and "completions" in self._right_forms():
+        if is_chat and least > BETTER * self._mean_error("completions"):
             counted = reply.num_prompt_tokens
-            note = f"; it counts {counted} prompt tokens, the template has {len(own)}" if counted else ""
+            is_other = counted is not None and counted != len(own)
+            note = f"; it counts {counted} prompt tokens, the template has {len(own)}" if is_other else ""
             title = f"chats are laid out otherwise than the model's template says ({{count}} replies{note})"
             self.findings.add("template", title, evidence=evidence, worst=least)
             group.places.clear()
             return group
         return None
 
-    def _right_forms(self) -> set[str]:
-        """Forms whose numbers fit what was asked, as far as they were compared."""
-        rows = {errors.ask.split(",")[0].split(" (")[0] for errors in self.errors}
-        off = {
-            errors.ask.split(",")[0].split(" (")[0]
-            for errors in self.errors
-            if errors.mean > 10 * self.max_nats
-        }
-        return rows - off
+    def _mean_error(self, form: str) -> float:
+        """The mean error of a form's rows as far as they were compared, at least what may be; nats."""
+        found = [one.mean for one in self.errors if one.ask.split(", ")[0].split(" (")[0] == form]
+        return max([*found, self.max_nats]) if found else np.inf
 
     def _note_base(self, where: str, evidence: list[Evidence], worst: float) -> None:
         if where == "prompt":
@@ -533,10 +537,28 @@ class _Run:
         self.errors += found
         self.worst = max([self.worst, *(one.worst for one in found)])
         group = fitted.places[0][0]
-        if (group.where == "prompt" and not group.ask.params) or (
-            group.where == "completion" and group.ask.params == {"temperature": 0}
-        ):
+        if fitted.name == "raw" and (group.where == "prompt" or not self.samples):
+            self._sample(fitted)
+        is_greedy = group.where == "completion" and group.ask.params == {"temperature": 0}
+        if is_greedy or (group.where == "prompt" and not group.ask.params):
             self._store(fitted)
+
+    def _sample(self, fitted: Fitted) -> None:
+        """Keep the chosen numbers of an ask, by which a precision is told."""
+        numbers: dict[int, tuple[Group, Floats]] = {}
+        for index, (group, place) in enumerate(fitted.places):
+            if fitted.is_chosen[index] and not fitted.is_filled[index]:
+                of_group = numbers.setdefault(id(group), (group, np.full(len(group.ids), np.nan)))
+                of_group[1][place.t] = fitted.theirs[index]
+        self.samples += [(group.context, group.ids, values) for group, values in numbers.values()]
+
+    def _precision(self) -> tuple[Distance, ...]:
+        """The distance of their raw numbers from our own runs in several precisions."""
+        if not self.samples:
+            title = "the precision was not looked at: no ask has the model's own rows"
+            self.findings.add("left-out", title, severity="note")
+            return ()
+        return distances(own_runs(self.llm), self.samples)
 
     def _store(self, fitted: Fitted) -> None:
         """Chosen numbers of prompts, and the first alternatives of greedy replies, for a later audit."""

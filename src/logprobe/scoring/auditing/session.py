@@ -120,31 +120,23 @@ class Session:
             self.takes_ids = isinstance(await self._answer(ids), Reply)
 
     async def _try(self, form: str) -> None:
-        extras = EXTRAS.get(form, {})
-        prompt: Any = TRIAL_CHAT if form in CHAT_FORMS else TRIAL_TEXT
+        """One form, with the fields that have it tell ids and without them."""
         wants_prompt = form in PROMPT_FORMS or form == "chat prompt_logprobs"
-        num_tokens = 0 if form in PROMPT_FORMS else 2
-        ask = Ask(form=form, prompt=prompt, max_tokens=num_tokens, num_top=2)
-        reply = await self._answer(ask, extras)
-        if isinstance(reply, Refusal) and extras:
-            again = await self._answer(ask)
-            if isinstance(again, Reply):
-                reply, extras = again, {}
-        rows = None if isinstance(reply, Refusal) else reply.prompt if wants_prompt else reply.completion
-        has_rows = bool(rows)
-        if not has_rows and num_tokens == 0:
-            self.least[form] = 1
-            for given in (extras, {}):
-                again = await self._answer(replace(ask, max_tokens=1), given)
-                if isinstance(again, Reply) and again.prompt:
-                    reply, extras, has_rows = again, given, True
-                    break
-            else:
-                del self.least[form]
-        if has_rows:
-            self.extras[form] = dict(extras)
-        elif isinstance(reply, Refusal):
-            self.refused[form] = str(reply)
+        prompt: Any = TRIAL_CHAT if form in CHAT_FORMS else TRIAL_TEXT
+        heard: Reply | Refusal | None = None
+        for num_tokens in (0, 1) if form in PROMPT_FORMS else (2,):
+            for extras in dict.fromkeys([*EXTRAS.get(form, {}), ""]):
+                given = {extras: EXTRAS[form][extras]} if extras else {}
+                ask = Ask(form=form, prompt=prompt, max_tokens=num_tokens, num_top=2)
+                reply = await self._answer(ask, given)
+                # A reply without rows says more of a form than a refusal, and of refusals the barest ask's.
+                if isinstance(reply, Reply) or not isinstance(heard, Reply):
+                    heard = reply
+                if isinstance(reply, Reply) and (reply.prompt if wants_prompt else reply.completion):
+                    self.extras[form], self.least[form] = given, num_tokens if form in PROMPT_FORMS else 0
+                    return
+        if isinstance(heard, Refusal):
+            self.refused[form] = str(heard)
         else:
             self.without_rows[form] = "200, and no row of log-probabilities"
 
