@@ -531,7 +531,7 @@ def _read_llama(value: Any, ask: Ask) -> Reply:
     completion = None
     if rows is not None:
         completion = tuple(_chat_row(row, index) for index, row in enumerate(_list(rows, "rows")))
-    text = _text(body.get("content") or "", "content")
+    text = _text(body.get("content"), "content")
     return Reply(
         text=text,
         texts=(text,),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Verdict: TypeAlias = "Literal['answered', 'ignored'] | None"
 CHANCE: Final = 0.02  # of tokens that would be so without the field, above which they show nothing
 AT_ONCE: Final = 4
-NEAR: Final = 0.05  # nats between the two likeliest, below which rounding may choose either
+NEAR: Final = 0.05  # nats between two tokens, below which rounding may choose either
 TEXT: Final = "Once upon a time there was a small village by the sea, where"
 REPEATS: Final = "the cat the cat the cat the cat the cat the"
 MOST_TOKENS: Final = 12
@@ -46,6 +46,7 @@ class Heard:
     prompt_ids: tuple[int, ...]
     reader: Reader
     is_known: bool
+    near: float  # nats between two tokens, below which rounding may choose either
     again: Reply | None = None
 
     @property
@@ -88,7 +89,7 @@ def _greedy(heard: Heard) -> Verdict:
     rows, ids = found
     raw = rows.astype(np.float64)
     best, own = raw.max(axis=1), raw[np.arange(len(ids)), list(ids)]
-    if np.any(best - own > NEAR):
+    if np.any(best - own > heard.near):
         return "ignored"
     return "answered" if float(np.exp(best.sum())) < CHANCE else None
 
@@ -106,7 +107,7 @@ def _within(heard: Heard) -> Verdict:
         kept = distributions(rows, shaping)["kept"]
         least = np.where(np.isfinite(kept), kept, np.inf).min(axis=1)
         own = tempered(rows, shaping.divisor)[places, list(ids)]
-        if np.all(own >= least - NEAR):
+        if np.all(own >= least - heard.near):
             left.append(float(log_kept_mass(rows, shaping).sum()))
     if not left:
         return "ignored"
@@ -132,8 +133,8 @@ def _penalised(heard: Heard) -> Verdict:
     places = np.arange(len(ids))
     asked = {**heard.trial.params}
     after = changed_logits(rows, asked, ids)["penalised"]
-    is_after = np.all(after.max(axis=1) - after[places, list(ids)] <= NEAR)
-    is_raw = np.all(rows.max(axis=1) - rows[places, list(ids)] <= NEAR)
+    is_after = np.all(after.max(axis=1) - after[places, list(ids)] <= heard.near)
+    is_raw = np.all(rows.max(axis=1) - rows[places, list(ids)] <= heard.near)
     if is_after and is_raw:
         return None
     return "answered" if is_after else "ignored" if is_raw else None
@@ -291,6 +292,7 @@ class Fields:
     findings: Findings
     is_quick: bool
     is_known: bool  # the server runs the model that our rows are of
+    max_nats: float
     dropped: list[tuple[str, bool, Evidence]] = field(default_factory=list)
     num_asked: int = 0
 
@@ -415,6 +417,7 @@ class Fields:
             self._prompt_ids(ask, reply),
             self.reader,
             self.is_known,
+            max(NEAR, 2 * self.max_nats),
             again if isinstance(again, Reply) else None,
         )
         verdict = trial.is_heard(heard)

@@ -45,9 +45,8 @@ class Place:
 
     position: int
     t: int  # the row of ours
-    entries: list[
-        tuple[list[int], float | None, bool]
-    ]  # ids, their number, whether the token that stands there
+    entries: list[tuple[list[int], float | None, bool]]  # ids, their number, whether the chosen token
+    is_map: bool = False  # by texts: two tokens of one text are one entry
 
 
 @dataclass(slots=True)

@@ -159,36 +159,26 @@ def align_completion(reply: Reply, tokens: Tokens, numbers: Floats | None = None
 
 
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
-    """Each row's bytes in turn along the text; a gap is cut into tokens as the tokenizer would."""
-    data, cursor = text.encode(), 0
-    is_whole = "�" not in text
-    found, ids = Alignment(()), list[int]()
-    for index, row in enumerate(rows):
+    """Rows whose bytes together are the text; or else beside the text as the tokenizer cuts it."""
+    data, ids = text.encode(), list[int]()
+    cursor, is_whole = 0, "\ufffd" not in text
+    for row in rows:
         options = [] if row.chosen is None else _options(row.chosen, tokens)
-        if not options:
-            found.is_cut = True
+        here = [one for one in options if not is_whole or _stands_at(one, data, cursor, tokens)]
+        if not here:
             break
-        here = [one for one in options if _stands_at(one, data, cursor, tokens)]
-        if is_whole and not here and cursor < len(data):
-            if index > 0 and row == rows[index - 1]:
-                found.repeated.append(len(ids) - 1)
-                continue
-            gap = _gap(options, data, cursor, tokens)
-            if gap is None:
-                found.is_cut = True
-                break
-            between = tokens.encode_plain(data[cursor : cursor + gap])
-            found.missing += range(len(ids), len(ids) + len(between))
-            ids += between
-            cursor += gap
-            here = options
-        token_id = (here or options)[0]
-        found.pairs.append((len(ids), row))
-        ids.append(token_id)
-        cursor += 0 if tokens.is_special(token_id) else len(tokens.vocabulary.token_bytes(token_id))
-    found.ids = tuple(ids)
-    if is_whole and not found.is_cut and cursor < len(data):
-        found.missing.append(len(ids))
+        ids.append(here[0])
+        if not tokens.is_special(here[0]):
+            own_bytes = tokens.vocabulary.token_bytes(here[0])
+            is_spaceless = cursor == 0 and not data.startswith(own_bytes)
+            cursor += len(own_bytes.lstrip() if is_spaceless else own_bytes)
+    if len(ids) == len(rows) and (cursor >= len(data) or not is_whole):
+        return Alignment(tuple(ids), pairs=list(enumerate(rows)))
+    own = tuple(tokens.encode_plain(data))
+    found = _aligned(rows, own, tokens, None)
+    right = sum(_fits(row, own[at], tokens) for at, row in found.pairs)
+    if not is_whole or right < RIGHT * len(found.pairs):
+        return Alignment(tuple(ids), pairs=list(enumerate(rows[: len(ids)])), is_cut=True)
     return found
 
 
@@ -207,14 +197,6 @@ def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
     rest = data[cursor:]
     # The first token's space may be left out, and a stop may have cut the last one.
     return rest.startswith(own) or (cursor == 0 and rest.startswith(own.lstrip())) or own.startswith(rest)
-
-
-def _gap(options: Sequence[int], data: bytes, cursor: int, tokens: Tokens) -> int | None:
-    """How many bytes stand before a token's own."""
-    for size in range(1, 8 * MOST_LEFT_OUT):
-        if any(data[cursor + size :].startswith(tokens.vocabulary.token_bytes(one)) for one in options):
-            return size
-    return None
 
 
 # -- what rows say -------------------------------------------------------------------------------------------
@@ -290,7 +272,8 @@ class Reader:
             if row.is_map and token_id in ids and self.tokens.may_be(entry, token_id):
                 ids = [token_id] if len(ids) == 1 else ids
             entries.append((ids, entry.logprob, False))
-        return Place(position, t, entries)
+        by_text = any(entry.token_id is None for entry in row.alternatives or ())
+        return Place(position, t, entries, is_map=row.is_map and by_text)
 
     def _check_words(self, ask: Ask, where: Where, position: int, token_id: int, row: Row) -> None:
         entry = row.chosen
@@ -418,10 +401,10 @@ def _check_count(
     fitted: Fitted, findings: Findings, index: int, num_listed: int, best: NDArray[np.int64]
 ) -> None:
     """Fewer than asked; two tokens of one text are one key of a map."""
-    group = fitted.places[index][0]
+    group, place = fitted.places[index]
     asked = min(group.ask.num_top, group.rows.shape[1])
     texts = {fitted.tokens.vocabulary.token_bytes(int(one)).decode("utf-8", "replace") for one in best}
-    if num_listed >= asked or num_listed >= len(texts):
+    if num_listed >= (min(asked, len(texts)) if place.is_map else asked):
         return
     findings.add(
         "alternatives-cut",

@@ -211,7 +211,9 @@ class _Run:
                 roundings=roundings,
             )
             await steady.run()
-            fields = await Fields(session, reader, self.findings, self.is_quick, is_known).run()
+            fields = await Fields(
+                session, reader, self.findings, self.is_quick, is_known, self.max_nats
+            ).run()
             self._compare_with_before()
             session.tell("precision")
             precision = self._precision() if self.has_precision else ()

@@ -108,7 +108,7 @@ class Session:
         """
         for form in FORMS:
             await self._try(form)
-        if not self.extras and not self.without_rows:
+        if not self.extras and not self.without_rows.keys() & {"completions", "chat"}:
             words = self.refused.get("completions", "no form is answered")
             raise ServerError(
                 f"{self.connection.url}: answers no completion and no chat ({words}); "

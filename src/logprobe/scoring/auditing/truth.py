@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -47,7 +48,7 @@ class Truth:
             assert score.record is not None
             parts.append(whole_rows(score.record))
             if not self.info and score.record.info is not None:
-                self.info = score.record.info.to_dict()
+                self.info = json.loads(json.dumps(score.record.info.to_dict()))
         rows = np.concatenate(parts)
         self.num_rows += len(rows)
         self._keep(key, rows)

@@ -1,0 +1,119 @@
+"""An audit of our own server: nothing is wrong, every form is looked at, a report can be taken up again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from logprobe import LLM
+from logprobe.errors import ParameterError
+from logprobe.scoring import AuditReport, audit
+from logprobe.scoring.auditing.precision import own_runs, rounded
+from logprobe.server import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
+    with new_serving(tiny_llm, ServerSettings()) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def report(tiny_llm: LLM, url: str) -> AuditReport:
+    return audit(url, tiny_llm)
+
+
+def test_our_own_server_tells_the_truth(report: AuditReport) -> None:
+    assert report.is_truthful
+    assert report.worst_nats < 1e-4
+    assert [one for one in report.findings if one.severity == "wrong"] == []
+
+
+def test_every_form_of_ours_is_looked_at(report: AuditReport) -> None:
+    forms = {label.split(",")[0].split(" (")[0] for label in report.distributions}
+    assert forms == {"echo", "prompt_logprobs", "completions", "chat", "chat prompt_logprobs"}
+    assert {*report.distributions.values()} == {"raw"}
+    assert all(one.is_equal or (one.worst or 0) < 1e-4 for one in report.steadiness)
+    assert {one.answer for one in report.fields} == {"answered", "refused"}
+    told = {one.circumstance for one in report.steadiness}
+    assert {"three times alone", "after a generation", "streamed (chat)", "prompt of 64 tokens"} <= told
+
+
+def test_processed_rows_are_named(tiny_llm: LLM, new_serving: Any) -> None:
+    with new_serving(tiny_llm, ServerSettings(logprobs_mode="processed_logprobs")) as (address, _):
+        found = audit(address, tiny_llm, quick=True)
+    assert found.is_truthful, found.findings
+    names = {label: name for label, name in found.distributions.items() if "completion rows" in label}
+    assert names["completions, temperature 0.5 (completion rows)"] == "temperature"
+    assert names["completions, temperature 0.7, top_p 0.8 (completion rows)"] == "temperature+renormalised"
+    assert "penalised" in {name for label, name in names.items() if "presence" in label}
+    assert "masked" in {name for label, name in names.items() if "logit_bias" in label}
+    assert found.worst_nats < 1e-4
+
+
+def test_a_report_is_taken_up_again(report: AuditReport, tiny_llm: LLM, url: str) -> None:
+    before = AuditReport.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert before == report
+    found = audit(url, tiny_llm, before=before, quick=True)
+    assert found.is_truthful, found.findings
+    assert [one.kind for one in found.findings] == []
+
+
+def test_texts_of_the_callers_own_and_a_running_loop(tiny_llm: LLM, url: str) -> None:
+    async def within_a_loop() -> AuditReport:
+        return audit(url, tiny_llm, texts=["a cat", "the dog " * 200], quick=True)
+
+    found = asyncio.run(within_a_loop())
+    assert found.is_truthful
+    assert {one.prompt[:5] for one in found.stored if one.where == "prompt"} == {"a cat", "the d"}
+
+
+def test_progress_is_told(tiny_llm: LLM, url: str) -> None:
+    told: list[tuple[int, int, str]] = []
+    audit(url, tiny_llm, quick=True, progress=lambda *one: told.append(one))
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert all(done <= planned for done, planned, _ in told)
+
+
+def test_a_low_precision_is_known_by_its_distance(tiny_model_folder: Path, new_serving: Any) -> None:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 22, max_batch_tokens=64) as llm:
+        with own_runs(llm)("bfloat16") as other, new_serving(other, ServerSettings()) as (address, _):
+            found = audit(address, llm, precision=True, max_nats=2.0, quick=True)
+        assert found.is_truthful, found.findings
+        assert found.precision[0].precision == "bfloat16"
+        assert found.precision[0].mean < found.precision[1].mean / 5
+        assert {one.precision for one in found.precision} == {
+            "float32",
+            "bfloat16",
+            "float16",
+            "q8_0",
+            "q4_0",
+        }
+        assert found.worst_nats > 1e-3
+        with pytest.raises(ParameterError) as caught:
+            own_runs(object())
+        assert caught.value.parameter == "precision"
+
+
+def test_weights_are_rounded_as_blocks_are() -> None:
+    import torch
+
+    matrix = torch.linspace(-1, 1, 64).reshape(2, 32)
+    for form, step in (("q8_0", 1 / 127), ("q4_0", 1 / 8)):
+        assert float((rounded(matrix, form) - matrix).abs().max()) <= step
+        assert not torch.equal(rounded(matrix, form), matrix)
+    assert torch.equal(rounded(matrix[0], "q4_0"), matrix[0])
+
+
+def test_the_real_model_served(real_llm: LLM, new_serving: Any) -> None:
+    with new_serving(real_llm, ServerSettings()) as (address, _):
+        found = audit(address, real_llm, texts=["The capital of France is Paris."], quick=True)
+    assert found.is_truthful, found.findings
+    assert found.worst_nats < 1e-4
