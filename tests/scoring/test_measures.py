@@ -202,3 +202,24 @@ def test_a_bad_argument_is_refused_by_name(call: object, parameter: str) -> None
     with pytest.raises(ParameterError) as caught:
         call()
     assert caught.value.parameter == parameter
+
+
+@given(LOGITS, LOGITS)
+def test_total_variation_is_half_the_sum_of_differences(logits: np.ndarray, others: np.ndarray) -> None:
+    rows, them = softmax(logits), softmax(others)
+    apart = measures.total_variation(rows, them)
+    for row in range(3):
+        gained = sum(max(math.exp(a) - math.exp(b), 0) for a, b in zip(rows[row], them[row], strict=True))
+        assert apart[row] == pytest.approx(gained, abs=1e-12)
+    assert measures.total_variation(ONE, np.roll(ONE, 1)) == 1
+
+
+@given(LOGITS, LOGITS, st.integers(0, 7))
+def test_lumped_rows_have_a_mass_of_one_and_are_no_further_apart(
+    logits: np.ndarray, others: np.ndarray, k: int
+) -> None:
+    rows, them = softmax(logits), softmax(others)
+    mine, theirs = measures.lumped(rows[:, :k]), measures.lumped(them[:, :k])
+    assert np.exp(mine).sum(axis=1) == pytest.approx(1)
+    assert (measures.kl_divergence(mine, theirs) <= measures.kl_divergence(rows, them) + 1e-9).all()
+    assert (measures.total_variation(mine, theirs) <= measures.total_variation(rows, them) + 1e-9).all()

@@ -171,8 +171,9 @@ def total_variation(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
 def lumped(logprobs: npt.ArrayLike) -> Floats:
     """Some tokens of each row, (..., K), and in one place more the log of the mass of all the others; nats.
 
-    A KL divergence or total variation of two rows lumped alike is at most that of the whole rows. Numbers that
-    sum to one, but for their rounding, leave `LEAST_REST`: nothing there would be infinitely unlikely.
+    A KL divergence or total variation of two rows lumped alike is at most that of the whole rows. Numbers
+    that sum to one, but for their rounding, leave `LEAST_REST`: with nothing, a rest on the other side would
+    be infinitely far.
     """
     given = np.asarray(logprobs, np.float64)
     rest = np.log(np.maximum(1 - np.exp(given).sum(axis=-1, keepdims=True), LEAST_REST))
