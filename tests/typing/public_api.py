@@ -34,7 +34,11 @@ from logprobe.scoring import (
     Judgement,
     LowConfidence,
     Members,
+    RolloutReport,
     Uncertainty,
+    compare_rollouts,
+    read_rollouts,
+    write_rollouts,
 )
 
 assert_type(__version__, str)
@@ -149,3 +153,12 @@ async def ask_how_sure(llm: LLM, lm: AsyncLM) -> list[float]:
     talk = [{"role": "user", "content": "Is it a cat?"}]
     assert_type(await lm.uncertainty(talk, n=5, self_certainty=True, lora="legal"), Uncertainty)
     return [found.semantic_entropy, *(answer.lowest_group_confidence for answer in found.answers)]
+
+
+def compare_stored_samples(llm: LLM) -> float:
+    outputs = llm.generate("a text", SamplingParams(max_tokens=1, logprobs=0))
+    write_rollouts("rollout.parquet", outputs)
+    report = compare_rollouts("rollout.parquet", llm, temperature=0.7)
+    assert_type(report, RolloutReport)
+    others = compare_rollouts(read_rollouts("rollout.parquet"), "trainer.parquet")
+    return report.as_stored.kl.mean if report.corrected is None else others.as_stored.worst_nats

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from logprobe.scoring.labels import rerank as rerank
     from logprobe.scoring.members import FieldDistribution as FieldDistribution
     from logprobe.scoring.members import Members as Members
+    from logprobe.scoring.rollout_files import read_rollouts as read_rollouts
+    from logprobe.scoring.rollout_files import write_rollouts as write_rollouts
+    from logprobe.scoring.rollouts import Rollout as Rollout
+    from logprobe.scoring.rollouts import RolloutReport as RolloutReport
+    from logprobe.scoring.rollouts import compare_rollouts as compare_rollouts
     from logprobe.scoring.score import Score as Score
     from logprobe.scoring.texts import ScoredText as ScoredText
     from logprobe.scoring.texts import Unit as Unit
@@ -49,6 +54,8 @@ _HOMES = {
     "LowConfidence": ".uncertainty",
     "Members": ".members",
     "Perplexity": ".windows",
+    "Rollout": ".rollouts",
+    "RolloutReport": ".rollouts",
     "SampledAnswer": ".uncertainty",
     "Score": ".score",
     "ScoredText": ".texts",
@@ -58,14 +65,17 @@ _HOMES = {
     "audit": ".auditing.run",
     "classify": ".labels",
     "compare": ".comparison",
+    "compare_rollouts": ".rollouts",
     "compare_stored": ".comparison",
     "compare_with_stored": ".comparison",
     "fields_of": ".fields",
     "judge": ".labels",
     "perplexity": ".windows",
+    "read_rollouts": ".rollout_files",
     "rerank": ".labels",
     "score_dataset": ".data.run",
     "surprisal": ".texts",
+    "write_rollouts": ".rollout_files",
 }
 
 __all__ = list(_HOMES)

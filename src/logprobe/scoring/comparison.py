@@ -54,6 +54,11 @@ class Spread:
             quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
         )
 
+    def to_dict(self) -> dict[str, float]:
+        """Every figure by name, quantiles as percentiles."""
+        percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
+        return {"mean": self.mean, "max": self.max, **percentiles}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -121,17 +126,17 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure by name, nested as JSON is; None where it has no meaning."""
-        ratios = self.ratios
+        kl, ratios = self.kl, self.ratios
         bits_a, bits_b = self.bits_per_byte()
         return {
             "unit": self.unit,
             "num_positions": self.num_positions,
             "num_bytes": self.num_bytes,
-            "kl": _spread(self.kl),
+            "kl": None if kl is None else kl.to_dict(),
             "agreement": self.agreement,
-            "delta": _spread(self.delta),
+            "delta": self.delta.to_dict(),
             "bias": self.bias,
-            "ratio": None if ratios is None else _spread(Spread.of(ratios)),
+            "ratio": None if ratios is None else Spread.of(ratios).to_dict(),
             "clipped_share": self.clipped_share,
             "effective_sample_share": self.effective_sample_share,
             "bits_per_byte_a": bits_a,
@@ -177,13 +182,6 @@ class Comparison:
         right.hist(self.logprobs_b - self.logprobs_a, bins=80, log=True)
         right.set(xlabel="logprob B - logprob A (nats)", ylabel=f"{self.unit}s")
         figure.savefig(path)
-
-
-def _spread(spread: Spread | None) -> dict[str, float] | None:
-    if spread is None:
-        return None
-    quantiles = {f"p{100 * share:g}": value for share, value in spread.quantiles.items()}
-    return {"mean": spread.mean, "max": spread.max, **quantiles}
 
 
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
