@@ -216,3 +216,23 @@ def test_errors_have_a_divergence_and_the_widest_flip() -> None:
     p, q = np.exp(high), np.exp(low)
     assert alternatives.kl == pytest.approx((p - q) * np.log(p / q) / NUM_ROWS)
     assert alternatives.worst == pytest.approx(high - low)
+
+
+def test_noise_in_half_of_the_rows_is_of_no_cause() -> None:
+    def noisy(rows: Floats) -> Floats:
+        shift = np.random.default_rng(4).uniform(-1, 1, rows.shape)
+        shift[13:] = 0
+        return np.minimum(rows + np.sign(shift) * 0.025 + shift * 0.025, -1e-6)
+
+    fitted, found = judged(group_of(noisy, num_top=4))
+    assert fitted.name == "raw"
+    assert {*found} == {"does-not-fit"}
+
+
+def test_tokens_that_cannot_be_drawn_stand_in_no_order() -> None:
+    group = group_of(lambda rows: tempered(rows, 0.5), {"top_k": 2})
+    fitted = fit([group], TOKENS)
+    assert fitted is not None
+    fitted.ours[:] = np.where(np.arange(len(fitted.ours)) % 2, -np.inf, fitted.ours)
+    flips = [one.rank_flips for one in errors_of(fitted)]  # a warning would be an error
+    assert all(count >= 0 for count in flips)

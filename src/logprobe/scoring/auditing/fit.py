@@ -231,9 +231,10 @@ def _flips(fitted: Fitted) -> list[float]:
     """How far apart each two alternatives are that stand in another order than ours, nats."""
     found = []
     for listed in _rows_of(fitted):
-        for a, b in combinations(listed.tolist(), 2):
+        possible = listed[np.isfinite(fitted.ours[listed]) & np.isfinite(fitted.theirs[listed])]
+        for a, b in combinations(possible.tolist(), 2):
             mine, other = fitted.ours[a] - fitted.ours[b], fitted.theirs[a] - fitted.theirs[b]
-            if mine * other < 0 and abs(mine) > TIE and math.isfinite(mine):
+            if mine * other < 0 and abs(mine) > TIE:
                 found.append(abs(float(mine)))
     return found
 
@@ -387,7 +388,8 @@ def _scaled_rows(fitted: Fitted, used: NDArray[np.bool_]) -> Cause | None:
         added[one] = np.median(fitted.theirs[one] - factor * fitted.raw[one])
         norms[one] = -measures.logsumexp(factor * group.rows[place.t].astype(np.float64))
         within[one] = True
-    noise = float(np.median(np.abs(fitted.theirs - factor * fitted.raw - added)[within]))
+    # Of nearly all numbers: a constant a row is near the middle ones, whatever they are.
+    noise = float(np.quantile(np.abs(fitted.theirs - factor * fitted.raw - added)[within], 0.9))
     enough = max(BETTER * noise, 2e-4, float(fitted.allowance.max()))
     base = _base_of(factor)
     if base is not None and float(np.median(np.abs(added[within]))) <= enough:

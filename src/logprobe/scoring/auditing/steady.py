@@ -199,22 +199,29 @@ class Steady:
         return True
 
     async def _extended(self, form: str) -> None:
-        """A longer prompt whose beginning is cached, beside the truth."""
-        ask = replace(self._probe(form), prompt=f"{self._cut(OTHER, 2)} {self._cut(PROBE, 4)}")
-        reply = await self.session.ask(ask)
-        if not isinstance(reply, Reply) or not reply.prompt:
+        """A longer prompt whose beginning is cached, beside the truth; and one as long that begins anew."""
+        text = f"{self._cut(OTHER, 2)} {self._cut(PROBE, 4)}"
+        ask = replace(self._probe(form), prompt=text)
+        cold = await self._beside_truth(replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}"))
+        found = await self._beside_truth(ask)
+        if cold is None or found is None:
             return
-        ids = self.reader.tokens.encode(str(ask.prompt))
-        if len(ids) > self.max_len:
-            return
-        worst, first, pair = self._errors(reply, ids)
-        found = Difference(worst <= self.max_nats, worst, first, pair[0], pair[1], "prompt")
         self._note("after a cached prefix", 1, found)
-        if found.is_beyond(self.max_nats):
+        # What is wrong without a cache, too, is wrong by its place or its length.
+        if found.is_beyond(self.max_nats) and not cold.is_beyond(self.max_nats):
             title = (
                 "a prompt whose beginning is cached has other numbers than the model's, up to {worst} nats"
             )
             self._wrong("unsteady-cached", title, ask, found)
+
+    async def _beside_truth(self, ask: Ask) -> Difference | None:
+        """A text's prompt rows beside ours; None where they cannot be had."""
+        ids = self.reader.tokens.encode(str(ask.prompt))
+        reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
+        if not isinstance(reply, Reply) or not reply.prompt:
+            return None
+        worst, first, pair = self._errors(reply, ids)
+        return Difference(worst <= self.max_nats, worst, first, pair[0], pair[1], "prompt")
 
     # -- beside others -------------------------------------------------------------------------------------
 
