@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from logprobe import LLM
@@ -73,6 +77,55 @@ def test_texts_of_the_callers_own_and_a_running_loop(tiny_llm: LLM, url: str) ->
     found = asyncio.run(within_a_loop())
     assert found.is_truthful
     assert {one.prompt[:5] for one in found.stored if one.where == "prompt"} == {"a cat", "the d"}
+
+
+@contextmanager
+def with_less(upstream: str, *refused: str) -> Iterator[str]:
+    """A server that refuses fields by name, and the chat route, and passes on all else."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(httpx.get(upstream + self.path))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            named = [name for name in refused if name in body]
+            if named or "chat" in self.path:
+                error = {"error": {"message": f"{named or self.path}: is not known here"}}
+                self.answer(httpx.Response(400 if named else 404, json=error))
+            else:
+                self.answer(httpx.post(upstream + self.path, json=body, timeout=60))
+
+        def answer(self, reply: httpx.Response) -> None:
+            self.send_response(reply.status_code)
+            self.send_header("Content-Type", reply.headers["content-type"])
+            self.send_header("Content-Length", str(len(reply.content)))
+            self.end_headers()
+            self.wfile.write(reply.content)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_truthful_server_that_has_less_gets_notes(tiny_llm: LLM, url: str) -> None:
+    with with_less(url, "echo", "prompt_logprobs", "stream", "return_token_ids") as address:
+        found = audit(address, tiny_llm, quick=True)
+    assert found.is_truthful, found.findings
+    assert {label.split(",")[0] for label in found.distributions} == {"completions"}
+    assert {"form", "left-out"} <= {one.kind for one in found.findings}
+    answers = {(one.field, one.form): one.answer for one in found.fields}
+    assert answers["completions.echo", "whole"] == "refused"
+    assert answers["completions.logprobs", "stream"] == "refused"
+    assert answers["completions.top_p", "whole"] == "answered"
 
 
 def test_progress_is_told(tiny_llm: LLM, url: str) -> None:

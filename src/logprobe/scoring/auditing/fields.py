@@ -416,7 +416,7 @@ class Fields:
             reply,
             self._prompt_ids(ask, reply),
             self.reader,
-            self.is_known,
+            self.is_known and not (form == "chat" and self.findings.has("template")),
             max(NEAR, 2 * self.max_nats),
             again if isinstance(again, Reply) else None,
         )

@@ -459,13 +459,11 @@ def _scaled_chosen(fitted: Fitted, used: NDArray[np.bool_]) -> Cause | None:
 
 
 def _tempered(fitted: Fitted, temperature: float) -> Cause:
-    explained = np.array(
-        [
-            (fitted.raw[index] / temperature)
-            - float(measures.logsumexp(group.rows[place.t].astype(np.float64) / temperature))
-            for index, (group, place) in enumerate(fitted.places)
-        ]
-    )
+    norms = {
+        id(place): float(measures.logsumexp(group.rows[place.t].astype(np.float64) / temperature))
+        for group, place in fitted.places
+    }
+    explained = fitted.raw / temperature - np.array([norms[id(place)] for _, place in fitted.places])
     return Cause(
         "temperature-unasked",
         "scaled",

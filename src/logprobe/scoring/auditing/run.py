@@ -20,6 +20,7 @@ from logprobe.scoring.auditing.fields import Fields
 from logprobe.scoring.auditing.findings import Findings
 from logprobe.scoring.auditing.fit import (
     BETTER,
+    Group,
     allowance_of,
     cause_of,
     errors_of,
@@ -47,7 +48,7 @@ from logprobe.scoring.auditing.truth import Truth
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
 
-    from logprobe.scoring.auditing.fit import Fitted, Group
+    from logprobe.scoring.auditing.fit import Fitted
     from logprobe.scoring.auditing.report import Distance
     from logprobe.scoring.measures import Floats
     from logprobe.scoring.scorer import Scorer
@@ -423,11 +424,13 @@ class _Run:
         read = reader.prompt if where == "prompt" else reader.completion
         if reply.prompt_ids is not None and own and reply.prompt_ids != own:
             self._note_other_ids(reader.tokens, ask, own, reply.prompt_ids)
-        group = read(ask, reply, ids)
-        if group is None or not self._is_off(group, reader.tokens):
-            return group
-        found = self._elsewhere(reader, where, ask, reply, ids, own, group)
-        return group if found is None else found
+        group = read(ask, reply, ids, is_quiet=True)
+        if group is not None and self._is_off(group, reader.tokens):
+            found = self._elsewhere(reader, where, ask, reply, ids, own, group)
+            if isinstance(found, Group):
+                return found
+            ids = found
+        return read(ask, reply, ids)
 
     def _is_off(self, group: Group, tokens: Tokens) -> bool:
         """Whether most numbers of one reply are of no distribution, by no cause."""
@@ -455,8 +458,11 @@ class _Run:
         ids: tuple[int, ...],
         own: tuple[int, ...],
         group: Group,
-    ) -> Group | None:
-        """The same numbers after a prompt that begins or is laid out otherwise, or of the base model."""
+    ) -> Group | tuple[int, ...]:
+        """The ids of a prompt that begins or is laid out otherwise, or a group of the base model's rows.
+
+        A chat that is laid out in no known way has a group of no places.
+        """
         read = reader.prompt if where == "prompt" else reader.completion
         least = self._median(group, reader.tokens)
         evidence = self._evidence(group, reader.tokens)
@@ -466,6 +472,7 @@ class _Run:
                 ask, reply, ids, is_quiet=True
             )
             if self._median(of_base, reader.tokens) * BETTER < least:
+                assert of_base is not None
                 self._note_base(where, evidence, least)
                 return of_base
         is_chat = ask.form in CHAT_FORMS
@@ -484,7 +491,7 @@ class _Run:
                 else f"numbers are those of a prompt {name} ({{count}} replies, up to {{worst}} nats)"
             )
             self.findings.add(kind, title, evidence=evidence, worst=least)
-            return found
+            return other_ids
         if is_chat and least > BETTER * self._mean_error("completions"):
             counted = reply.num_prompt_tokens
             is_other = counted is not None and counted != len(own)
@@ -493,7 +500,7 @@ class _Run:
             self.findings.add("template", title, evidence=evidence, worst=least)
             group.places.clear()
             return group
-        return None
+        return ids
 
     def _mean_error(self, form: str) -> float:
         """The mean error of a form's rows as far as they were compared, at least what may be; nats."""

@@ -153,6 +153,8 @@ class Steady:
         session.tell("streamed and whole")
         await self._streamed()
         if session.prompt_form is None:
+            title = "lengths and scored generations were not looked at: the server gives no rows of prompts"
+            self.findings.add("left-out", title, severity="note")
             return
         await session.settle()
         if not self.prompt_fits:
