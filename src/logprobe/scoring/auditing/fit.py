@@ -459,9 +459,9 @@ def _scaled_chosen(fitted: Fitted, used: NDArray[np.bool_]) -> Cause | None:
 
 
 def _tempered(fitted: Fitted, temperature: float) -> Cause:
+    rows = {id(place): group.rows[place.t] for group, place in fitted.places}
     norms = {
-        id(place): float(measures.logsumexp(group.rows[place.t].astype(np.float64) / temperature))
-        for group, place in fitted.places
+        key: float(measures.logsumexp(row.astype(np.float64) / temperature)) for key, row in rows.items()
     }
     explained = fitted.raw / temperature - np.array([norms[id(place)] for _, place in fitted.places])
     return Cause(
