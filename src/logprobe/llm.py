@@ -349,6 +349,8 @@ class LLM:
         entropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
+        token_ids: Sequence[Any] | None = None,
+        temperature: float | None = None,
         sampling: SamplingParams | None = None,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
@@ -363,6 +365,10 @@ class LLM:
             entropy: give the entropy at each token, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
             logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
+            token_ids: for each pair the ids whose numbers are wanted beside: at every token of the
+                continuation, or a list of lists, those of each token, any number each. `record.given` has
+                their logprobs and true ranks. None: none.
+            temperature: score the model's own distribution at this temperature; `record.info` tells it.
             sampling: score under the distribution that these would draw from (temperature, truncation,
                 processors), token by token: *processed* numbers, -inf for a token that could not be drawn.
                 The record holds `log_kept_mass`. None: the model's own distribution.
@@ -377,6 +383,11 @@ class LLM:
             BatchError: some pairs failed; holds all scores.
         """
         params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy)
+        if temperature is not None:
+            from logprobe.engine.truncation import at_temperature
+
+            require(sampling is None, "temperature", "is also a field of sampling; give it there alone")
+            sampling = at_temperature(temperature)
         watch = partial(progress_bar, shown=progress)
         work = self.client.score(
             pairs,
@@ -386,6 +397,7 @@ class LLM:
             unconditional=unconditional,
             on_error=on_error,
             truncation=truncation,
+            token_ids=token_ids,
         )
         return self._bridge.run(work)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -167,6 +168,95 @@ def test_scores_come_as_arrow_when_asked(server: Any) -> None:
     for row, one in zip(rows, plain, strict=True):
         assert row["token_logprobs"] == pytest.approx(one["token_logprobs"], abs=1e-5)
     assert rows[0].keys() == plain[0].keys() - {"index"}
+
+
+NAMED = {"context": [5, 60], "continuations": [[70, 71, 9], [8]], "token_ids": [[[3, 200], [], [7]], [5, 6]]}
+
+
+@pytest.mark.parametrize("temperature", [None, 1.7])
+def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: float | None) -> None:
+    import pyarrow as pa
+
+    from logprobe.records import LogprobsInfo
+
+    asked = NAMED if temperature is None else NAMED | {"temperature": temperature}
+    reply = server.post("/v1/score", **asked).json()
+    pairs = [(NAMED["context"], continuation) for continuation in NAMED["continuations"]]
+    expected = server.llm.score(pairs, token_ids=NAMED["token_ids"], temperature=temperature)
+    headers = {"accept": "application/vnd.apache.arrow.stream"}
+    arrow = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    table = pa.ipc.open_stream(arrow.content).read_all()
+    for row, told, score in zip(reply["data"], table.to_pylist(), expected, strict=True):
+        entries = score.record.given.entries()
+        bounds = entries.offsets.tolist()
+        spans = [*pairwise(bounds)]
+        for one in (row, told):
+            assert one["given_ids"] == [entries.token_ids[a:b].tolist() for a, b in spans]
+            assert one["given_ranks"] == [entries.ranks[a:b].tolist() for a, b in spans]
+            for values, (start, stop) in zip(one["given_logprobs"], spans, strict=True):
+                assert values == pytest.approx(entries.logprobs[start:stop], abs=1e-5)
+            assert one["token_logprobs"] == pytest.approx(score.token_logprobs, abs=1e-5)
+    assert reply.get("logprobs_info", {}).get("temperature") == temperature
+    assert LogprobsInfo.from_json(table.schema.metadata[b"logprobe.info"]).temperature == temperature
+
+
+def test_a_score_at_a_temperature_runs_on_the_lora_that_it_names(server: Any, adapter_folders: Any) -> None:
+    server.llm.add_lora("teacher", adapter_folders["wide"])
+    try:
+        found = server.post("/v1/score", **NAMED, temperature=2.0, lora="teacher").json()["data"][0]
+        pair = (NAMED["context"], NAMED["continuations"][0])
+        (want,) = server.llm.with_lora("teacher").score([pair], temperature=2.0)
+    finally:
+        server.llm.remove_lora("teacher")
+    assert found["token_logprobs"] == pytest.approx(want.token_logprobs, abs=1e-5)
+
+
+def test_own_ids_at_each_position_of_prompts_and_completions(server: Any) -> None:
+    ids = [5, 60, 70]
+    body = {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 0, "logprob_token_ids": [[], [3, 200], []]}
+    [choice] = server.post("/v1/completions", **body).json()["choices"]
+    (score,) = server.llm.score([(ids[:1], ids[1:])], token_ids=[[[3, 200], []]])
+    first, second, third = choice["prompt_given"]
+    assert (first, third) == (None, [])
+    assert {one["token_id"]: one["rank"] for one in second} == {
+        token_id: one.rank for token_id, one in score.record.given[0].items()
+    }
+    body = {"prompt": ids, "max_tokens": 3, "logprobs": 0, "logprob_token_ids": [[9], [], [8, 7]]}
+    [choice] = server.post("/v1/completions", **body, ignore_eos=True).json()["choices"]
+    assert [[one["token_id"] for one in row] for row in choice["logprobs"]["given"]] == [[9], [], [8, 7]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("score", NAMED | {"token_ids": [[[3]]]}, "token_ids", "1 continuations"),
+        ("score", NAMED | {"token_ids": [[[3]], [5]]}, "token_ids", "1 lists for the 3 tokens"),
+        ("score", NAMED | {"token_ids": [[99_999], [5]]}, "token_ids", "lies outside"),
+        ("score", NAMED | {"token_ids": [[[*range(257)], [], []], []]}, "token_ids", "max_logprob_token_ids"),
+        ("score", NAMED | {"token_ids": [[*range(257)], []]}, "token_ids", "max_logprob_token_ids"),
+        ("score", NAMED | {"token_ids": [[[]] * 70_000, []]}, None, "max_body_values"),
+        ("score", NAMED | {"temperature": 0}, "temperature", ""),
+        (
+            "completions",
+            {"prompt": [5], "logprobs": 0, "logprob_token_ids": [[*range(257)]]},
+            "logprob_token_ids",
+            "max_logprob_token_ids",
+        ),
+        (
+            "completions",
+            {"prompt": [[5], [5, 6]], "prompt_logprobs": 0, "logprob_token_ids": [[]]},
+            "logprob_token_ids",
+            "1 lists for 2 prompt tokens",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_are_refused_by_field(
+    server: Any, path: str, body: dict[str, Any], param: str | None, said: str
+) -> None:
+    reply = server.post(f"/v1/{path}", **body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+    assert said in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,15 @@ def test_a_request_crosses_whole() -> None:
     assert admitted.lora_number == 3
 
 
+def test_ids_position_by_position_cross_whole() -> None:
+    sent = Admitted(request(prompt_logprobs=0, logprob_token_ids=[[], [9, 8], [7]]), {})
+    [got] = commands.decode(commands.encode(Submit((sent,)))).requests  # type: ignore[union-attr]
+    assert got.request.params == sent.request.params
+    assert [ids.tolist() for ids in got.request.params.logprob_token_ids] == [[], [9, 8], [7]]  # type: ignore[union-attr]
+    other = Admitted(request(prompt_logprobs=0, logprob_token_ids=[[], [9, 8], [6]]), {})
+    assert got.request.params != other.request.params
+
+
 def test_what_is_new_crosses_whole() -> None:
     effect = ProcessorEffect("P", {3: float("-inf"), 4: 1.5}, 0.25)
     finish, drafts = Finish("stop", "the", 12), Drafts(num_drafted=5, num_accepted=3)

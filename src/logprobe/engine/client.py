@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests
+from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests, check_vocabulary
 from logprobe.engine.truncation import (
     Split,
     check_truncation,
@@ -23,10 +23,12 @@ from logprobe.engine.truncation import (
     cut_prompt,
     forced_params,
     joined_output,
+    named_after,
 )
 from logprobe.errors import BatchError, LogprobeError, ParameterError, WeightsReplacedError, require
+from logprobe.records.values import IdLists
 from logprobe.sampling import SamplingParams
-from logprobe.sampling.params import COUNTS
+from logprobe.sampling.params import COUNTS, named_ids
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score, joined
 from logprobe.scoring.uncertainty import self_certainty
@@ -155,24 +157,31 @@ class Client:
         unconditional: bool = False,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
+        token_ids: Sequence[Any] | None = None,
     ) -> list[Score]:
         """What the model gives continuations after their contexts; see `LLM.score`."""
         _check_on_error(on_error)
         check_truncation(truncation)
+        if token_ids is not None:
+            remedy = "stand in the records of scores, which those of windows have not; cut the left end"
+            require(truncation != "window", "token_ids", remedy)
+            is_each = len(token_ids) == len(pairs)
+            require(
+                is_each, "token_ids", f"are given for {len(token_ids)} pairs, of which there are {len(pairs)}"
+            )
         params = self._allowed(params)
         sampling = None if sampling is None else self._allowed(sampling)
         limit, requests = self.engine.capabilities().max_model_len, self.requests.of_one_call()
 
-        def admit_splits(splits: Sequence[Split]) -> list[Admitted]:
-            if sampling is None:
-                return self.admit_splits(splits, params, requests)
-            return [_admit_forced(requests, split, sampling, params) for split in splits]
+        def admit_splits(splits: Sequence[Split], asked: SamplingParams) -> list[Admitted]:
+            return self.admit_splits(splits, asked, requests, sampling=sampling)
 
         def admit(row: int) -> AskedPair:
             split = self.split(pairs[row])
+            asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
             splits = cut_pair(split, truncation, limit)
             alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
-            return AskedPair(splits, admit_splits(splits), admit_splits(alone))
+            return AskedPair(splits, admit_splits(splits, asked), admit_splits(alone, params))
 
         admitted = _each(admit, len(pairs), on_error)
         good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
@@ -328,13 +337,34 @@ class Client:
         params: SamplingParams,
         requests: Requests,
         request_ids: Sequence[str] | None = None,
+        *,
+        sampling: SamplingParams | None = None,
     ) -> list[Admitted]:
-        """A request for each that scores the continuation; errors as `Requests.admit`."""
+        """A request for each that scores the continuation; errors as `Requests.admit`.
+
+        It scores under what `sampling` would draw from; None: the model's own distribution.
+        """
         names: Sequence[str | None] = request_ids or [None] * len(splits)
         return [
-            requests.admit(split.token_ids, params, first_scored=split.start, request_id=name)
+            _admit_scored(requests, split, params, name)
+            if sampling is None
+            else _admit_forced(requests, split, sampling, params, name)
             for split, name in zip(splits, names, strict=True)
         ]
+
+    def with_named_ids(self, params: SamplingParams, token_ids: Any, split: Split) -> SamplingParams:
+        """The same, asking for ids at all positions of a continuation, or position by position.
+
+        Raises:
+            ParameterError: no such ids, or another number of lists than of tokens, as `token_ids`.
+        """
+        name, count = "token_ids", len(split.continuation)
+        ids = named_ids(name, token_ids)
+        if isinstance(ids, IdLists):
+            fits = len(ids) == count
+            require(fits, name, f"has {len(ids)} lists for the {count} tokens of a continuation")
+        check_vocabulary(name, ids, self.engine.capabilities().vocab_size)
+        return replace(params, logprob_token_ids=ids)
 
     def as_score(self, split: Split, output: RequestOutput, alone: RequestOutput | None = None) -> Score:
         """The score of what ended; with `alone`, the same continuation after nothing, also its PMI."""
@@ -428,17 +458,32 @@ def _scored_total(output: RequestOutput) -> float:
     return measures.total(np.ma.compressed(_scored(output).chosen_entries().logprobs))
 
 
+def _admit_scored(
+    requests: Requests, split: Split, params: SamplingParams, request_id: str | None
+) -> Admitted:
+    asked = named_after(params, split.start)
+    return requests.admit(split.token_ids, asked, first_scored=split.start, request_id=request_id)
+
+
 def _admit_forced(
-    requests: Requests, split: Split, sampling: SamplingParams, reports: SamplingParams
+    requests: Requests,
+    split: Split,
+    sampling: SamplingParams,
+    reports: SamplingParams,
+    request_id: str | None,
 ) -> Admitted:
     """All positions at once; one after another where processors look at what came before."""
     forced = split.continuation
     asked = forced_params(sampling, len(forced), reports)
-    admitted = requests.admit(split.context, asked, forced_token_ids=forced)
+    admitted = requests.admit(split.context, asked, forced_token_ids=forced, request_id=request_id)
     if admitted.processor_args:
         return admitted
-    at_once = replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=asked.logprobs)
-    return requests.admit(split.token_ids, at_once, first_scored=split.start, scores_processed=True)
+    at_once = named_after(
+        replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=asked.logprobs), split.start
+    )
+    return requests.admit(
+        split.token_ids, at_once, first_scored=split.start, scores_processed=True, request_id=request_id
+    )
 
 
 def _each(admit: Callable[[int], T], count: int, on_error: OnError) -> list[T | LogprobeError]:

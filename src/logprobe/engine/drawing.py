@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from logprobe.processors.pipeline import ActiveSample, ProcessedRows
     from logprobe.records.store.columns import Array
     from logprobe.sampling import SamplingParams
+    from logprobe.sampling.params import NamedIds
     from logprobe.sampling.sampler import SampledRows
 
 
@@ -88,8 +89,11 @@ class Drawing:
             return self._sampler.draw(logits, params, uniforms)
         changed = self._apply(chunk, logits)
         forced = [draw.sample.forced_token_id(draw.ahead) for draw in chunk]
+        named = (
+            [_named_ids(draw) for draw in chunk] if any(asked.names_positions for asked in params) else None
+        )
         output = self._sampler.draw(
-            logits, params, uniforms, None if changed is None else changed.logits, forced
+            logits, params, uniforms, None if changed is None else changed.logits, forced, named
         )
         if any(asked.explain for asked in params):
             output = output.to_host()  # an explanation names the tokens that the rows list
@@ -121,6 +125,14 @@ class Drawing:
             return None
         name = sample.request.request_id
         return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
+
+
+def _named_ids(draw: Draw) -> NamedIds:
+    """The ids that a token to draw reports; those of a prompt's positions are no token's."""
+    params = draw.sample.request.params
+    if params.names_positions and params.prompt_logprobs is not None:
+        return None
+    return params.named_ids_at(draw.position - draw.sample.num_prompt)
 
 
 def _rows_of(draw: Draw) -> ActiveSample:

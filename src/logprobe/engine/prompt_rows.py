@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend
     from logprobe.records.store.columns import Array
     from logprobe.records.values import IntArray
+    from logprobe.sampling.params import NamedIds
 
 KNOWN_WIDTH = 20  # alternatives kept a slot
 
@@ -114,7 +115,8 @@ class PromptScorer:
             logits = self._forward.head(self._forward.hidden_rows(slots[start : start + size]))
             count = len(logits)
             forced = next_ids[start : start + size]
-            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced)
+            named = _named_ids(span)[start : start + size] if params.names_positions else None
+            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced, named)
             assert output.processed_logprobs is not None
             parts.append(output.processed_logprobs)
         return HostRows.joined(parts)
@@ -123,15 +125,13 @@ class PromptScorer:
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
-        named_ids = [
-            ids for span in spans for ids in [span.sample.request.params.logprob_token_ids] * len(span)
-        ]
+        named_ids = [ids for span in spans for ids in _named_ids(span)]
         tensors = head_extract(
             self._forward.hidden_rows(slots),
             self._forward.head,
             np.concatenate([_next_ids(span) for span in spans]),
             np.repeat(widths, lengths),
-            given_ids=named_ids if any(named_ids) else None,
+            given_ids=None if all(ids is None for ids in named_ids) else named_ids,
             **extras_of(*(span.sample.request.params for span in spans)),
         )
         whole = tensors.to_host()
@@ -151,6 +151,14 @@ def _slots(span: Span) -> IntArray:
 
 def _next_ids(span: Span) -> IntArray:
     return span.sample.token_ids[span.start + 1 : span.end + 1]
+
+
+def _named_ids(span: Span) -> list[NamedIds]:
+    """The ids that each of its positions reports."""
+    params = span.sample.request.params
+    if not params.names_positions:
+        return [params.named_ids_at(0)] * len(span)
+    return [params.named_ids_at(position) for position in range(span.start + 1, span.end + 1)]
 
 
 def _num_logprobs(span: Span, vocab_size: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.forms.html import shaded
+from logprobe.records.values import IdLists
 from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
@@ -238,8 +239,8 @@ def check_tokens(prompt: IntArray, params: SamplingParams, *, max_len: int, voca
             f"has {len(prompt)} tokens, but at most {limit} fit (the model's context, max_model_len or "
             "kv_bytes); shorten it or score it in windows",
         )
-    _check_given("logprob_token_ids", params.logprob_token_ids, vocab_size)
-    _check_given("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_named_ids(params, len(prompt), vocab_size)
+    check_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
 def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: int) -> None:
@@ -253,14 +254,33 @@ def _check_forced(forced: IntArray, num_prompt: int, max_len: int, vocab_size: i
         )
 
 
-def _check_given(name: str, ids: Sequence[int] | None, vocab_size: int) -> None:
+def _check_named_ids(params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
+    name, ids = "logprob_token_ids", params.logprob_token_ids
+    check_vocabulary(name, ids, vocab_size)
+    if not isinstance(ids, IdLists):
+        return
+    if params.prompt_logprobs is None:
+        fits = len(ids) <= params.max_tokens
+        require(fits, name, f"has {len(ids)} lists for at most {params.max_tokens} tokens (max_tokens)")
+        return
+    is_whole = len(ids) == num_prompt
+    require(is_whole, name, f"has {len(ids)} lists for {num_prompt} prompt tokens; give one for each")
+    remedy = "names ids of the first prompt token, which nothing predicts; its list must be empty"
+    require(not len(ids[0]), name, remedy)
+
+
+def check_vocabulary(name: str, ids: Sequence[Any] | IdLists | None, vocab_size: int) -> None:
+    """Raise `ParameterError` where a named id lies outside the vocabulary."""
+    if isinstance(ids, IdLists):
+        _check_ids(name, ids.token_ids, vocab_size)
+        return
     for token_id in ids or ():
         require(
             0 <= token_id < vocab_size, name, f"id {token_id} lies outside the vocabulary [0, {vocab_size})"
         )
 
 
-def _check_ids(name: str, ids: IntArray, vocab_size: int) -> None:
+def _check_ids(name: str, ids: NDArray[Any], vocab_size: int) -> None:
     outside = ids[(ids < 0) | (ids >= vocab_size)][:1]
     if len(outside):  # numpy takes longer to print an array than all the rest here
-        raise ParameterError(name, f"token id {outside} lies outside the vocabulary [0, {vocab_size})")
+        raise ParameterError(name, f"token id {outside[0]} lies outside the vocabulary [0, {vocab_size})")

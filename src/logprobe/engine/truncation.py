@@ -9,7 +9,8 @@ import numpy as np
 
 from logprobe.errors import ParameterError, require
 from logprobe.records import FlatLogprobs
-from logprobe.sampling.params import extras_of
+from logprobe.records.values import IdLists
+from logprobe.sampling.params import SamplingParams, extras_of
 from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_tokens, window_pairs
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
 
 
 class Split(NamedTuple):
@@ -40,10 +40,12 @@ class Split(NamedTuple):
 def forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
     """What gives the numbers of `num_tokens` given tokens under the distribution that `params` draw from.
 
-    How many numbers, and which further columns, is what `reports` ask of a prompt.
+    How many numbers, of which ids, and which further columns, is what `reports` ask of a prompt; ids position
+    by position are those of the given tokens.
     """
     return replace(
         params,
+        logprob_token_ids=reports.logprob_token_ids or params.logprob_token_ids,
         n=1,
         best_of=None,
         max_tokens=num_tokens,
@@ -54,6 +56,24 @@ def forced_params(params: SamplingParams, num_tokens: int, reports: SamplingPara
         explain=False,
         **extras_of(reports),
     )
+
+
+def at_temperature(temperature: float) -> SamplingParams:
+    """What draws from a model's own distribution at a temperature.
+
+    Raises:
+        ParameterError: it is not positive.
+    """
+    params = SamplingParams(temperature=temperature)
+    remedy = "must be positive: at 0 every token but the likeliest is impossible"
+    require(not params.is_greedy, "temperature", remedy, got=temperature)
+    return params
+
+
+def named_after(params: SamplingParams, start: int) -> SamplingParams:
+    """The same of a prompt whose positions from `start` on are those that the ids are named of."""
+    ids = params.logprob_token_ids
+    return replace(params, logprob_token_ids=ids.after(start)) if isinstance(ids, IdLists) else params
 
 
 def check_truncation(truncation: Truncation) -> None:
@@ -93,6 +113,8 @@ def cut_prompt(
     room = max_model_len - params.max_tokens if params.max_tokens else max_model_len + 1
     if truncation == "error" or len(ids) <= room:
         return [(ids, params, 1)]
+    remedy = "position by position are those of a whole prompt; shorten it, or ask for windows yourself"
+    require(not (params.names_positions and params.prompt_logprobs is not None), "logprob_token_ids", remedy)
     end = ids[-max(room, 1) :]
     if truncation == "left" or params.prompt_logprobs is None:
         return [(end, params, 1)]

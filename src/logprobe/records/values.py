@@ -6,10 +6,13 @@ Before it: the arrays of a request (`FlatLogprobs`). After it: user code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 """Token ids, or slots of the key/value pool."""
@@ -25,6 +28,48 @@ class TokenTable(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class IdLists:
+    """Token ids position by position, any number each."""
+
+    offsets: npt.NDArray[np.int64]  # (P + 1,): position p owns token_ids [offsets[p], offsets[p + 1])
+    token_ids: npt.NDArray[np.int64]  # (M,)
+
+    @classmethod
+    def of(cls, lists: Sequence[npt.NDArray[np.int64]]) -> IdLists:
+        """One array of ids a position."""
+        return cls(
+            np.cumsum([0, *map(len, lists)], dtype=np.int64), np.concatenate([np.empty(0, np.int64), *lists])
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, position: int) -> npt.NDArray[np.int64]:
+        place = range(len(self))[position]
+        return self.token_ids[self.offsets[place] : self.offsets[place + 1]]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, IdLists):
+            return NotImplemented
+        is_alike = np.array_equal(self.offsets, other.offsets)
+        return is_alike and np.array_equal(self.token_ids, other.token_ids)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
+
+    def __repr__(self) -> str:
+        return f"<IdLists: {len(self.token_ids)} ids at {len(self)} positions>"
+
+    @property
+    def widest(self) -> int:
+        """The most ids of one position."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    def after(self, num_positions: int) -> IdLists:
+        """The same behind so many positions without ids."""
+        return IdLists(np.concatenate([np.zeros(num_positions, np.int64), self.offsets]), self.token_ids)
 
 
 @dataclass(slots=True)

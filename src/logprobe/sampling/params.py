@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
-from typing import Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -26,7 +26,13 @@ from logprobe.processors.arguments import (
     to_args,
 )
 from logprobe.records.rows import KERNEL_EXTRAS
+from logprobe.records.values import IdLists
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NamedIds: TypeAlias = "Sequence[int] | NDArray[np.int64] | None"
+"""The ids that one position reports beside the best; None: none are named."""
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
 MODES: Final = ("raw_logprobs", "processed_logprobs", "both")
 COUNTS: Final = ("logprobs", "prompt_logprobs")
@@ -56,7 +62,9 @@ class SamplingParams:
         logprobs: alternatives per generated token (`None` off, 0 the chosen token only, -1 the whole
             vocabulary); the chosen token always comes too.
         prompt_logprobs: the same per prompt token, always of the model's own distribution.
-        logprob_token_ids: report these ids at every position reported, with their true ranks.
+        logprob_token_ids: report these ids at every position reported, with their true ranks. A list of
+            lists names those of each position: with `prompt_logprobs` one list a prompt token (none of the
+            first, which nothing predicts), else one a generated token, those beyond the last having none.
         logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
             token was drawn from, `both` gives both.
         entropy: report the entropy of each distribution reported, in nats.
@@ -90,7 +98,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
+    logprob_token_ids: Sequence[int | Sequence[int]] | IdLists | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     entropy: bool = False
     kept_ids: bool = False
@@ -122,10 +130,11 @@ class SamplingParams:
                 normal[name] = _int(name, value)
         for name in ("temperature", "top_p", "min_p", *PENALTIES):
             normal[name] = _float(name, getattr(self, name))
-        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None or name == "stop_token_ids":
                 normal[name] = _ints(name, () if value is None else value)
+        normal["logprob_token_ids"] = named_ids("logprob_token_ids", self.logprob_token_ids)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         normal["stop"] = _texts("stop", () if stop is None else stop)
         words = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
@@ -133,8 +142,8 @@ class SamplingParams:
         for name in (*FLAGS, "logprobs_mode", "lora", "response_format", "logits_processors_args"):
             normal[name] = _plain(name, getattr(self, name))
         normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
-        for name in ("logit_bias", "logits_processors_args", "logprob_token_ids"):
-            if normal.get(name) in ({}, ()):
+        for name in ("logit_bias", "logits_processors_args"):
+            if normal.get(name) == {}:
                 normal[name] = None  # it asks nothing
         for name, value in normal.items():
             object.__setattr__(self, name, value)
@@ -170,6 +179,9 @@ class SamplingParams:
             is_asked = bool(getattr(self, name))
             remedy = "comes with logprobs or prompt_logprobs; set one of them (0: the chosen token only)"
             require(is_reported or not is_asked, name, remedy)
+        is_both = self.prompt_logprobs is not None and self.logprobs is not None and self.max_tokens > 0
+        remedy = "position by position are those of prompt_logprobs or of logprobs; ask for one of them"
+        require(not (self.names_positions and is_both), "logprob_token_ids", remedy)
 
         has_processed = self.logprobs is not None and self.logprobs_mode != "raw_logprobs"
         remedy = "comes with processed numbers; set logprobs and logprobs_mode"
@@ -200,6 +212,21 @@ class SamplingParams:
     def asks_processors(self) -> bool:
         """Whether it gives arguments to logits processors, by fields of their own or by name."""
         return self.logits_processors_args is not None or field_values(self) != DEFAULT_VALUES
+
+    @property
+    def names_positions(self) -> bool:
+        """Whether `logprob_token_ids` differ from position to position."""
+        return isinstance(self.logprob_token_ids, IdLists)
+
+    def named_ids_at(self, position: int) -> NamedIds:
+        """The ids that are named at a position of what is reported; None where none ever are.
+
+        Positions are the prompt's, or where its numbers are not asked those of the tokens generated.
+        """
+        ids = self.logprob_token_ids
+        if isinstance(ids, IdLists):
+            return ids[position] if position < len(ids) else ()
+        return cast("Sequence[int] | None", ids)
 
     @property
     def is_greedy(self) -> bool:
@@ -243,6 +270,31 @@ def _items(name: str, values: Any, what: str) -> tuple[Any, ...]:
 
 def _ints(name: str, values: Any) -> tuple[int, ...]:
     return tuple(_int(name, value) for value in _items(name, values, "token ids"))
+
+
+def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
+    """Ids for all positions, or position by position; None where there are none.
+
+    Raises:
+        ParameterError: neither, by `name`.
+    """
+    if value is None or isinstance(value, IdLists):
+        return value
+    items = _items(name, value, "token ids")
+    if not items or isinstance(items[0], str) or not np.iterable(items[0]):
+        return _ints(name, items) or None
+    return IdLists.of([_id_array(name, item, place) for place, item in enumerate(items)])
+
+
+def _id_array(name: str, value: Any, place: int) -> NDArray[np.int64]:
+    # A tensor of no dimension is iterable by its type alone, and so is a text.
+    try:
+        array = np.asarray(value if hasattr(value, "__array__") else [*value])
+    except (TypeError, ValueError):
+        array = np.empty((0, 0))
+    is_list = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
+    require(is_list, name, f"must hold a list of token ids at each position; at {place} is {value!r:.60}")
+    return array.astype(np.int64)
 
 
 def _plain(name: str, value: Any) -> Any:

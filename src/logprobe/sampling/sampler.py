@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.draw.api import FloatArray
     from logprobe.records.rows import Send
     from logprobe.records.store.columns import Array
-    from logprobe.sampling.params import SamplingParams
+    from logprobe.sampling.params import NamedIds, SamplingParams
 
 
 SETTINGS = tuple(field.name for field in fields(DrawParams))
@@ -114,13 +114,15 @@ class Sampler:
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
         forced: Sequence[int | None] = (),
+        named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
         """Draw from (B, V) float32 logits; `uniforms` is (B,) in [0, 1).
 
         `changed`, (R, V), is what the processors made of the first R rows; `logits` stays raw. `forced` names
-        the token of a row whose draw does not count.
+        the token of a row whose draw does not count, `named` the ids that each row reports where they are not
+        those of its parameters.
         """
-        return self.draw(logits, params, uniforms, changed, forced).to_host()
+        return self.draw(logits, params, uniforms, changed, forced, named).to_host()
 
     def draw(
         self,
@@ -129,10 +131,13 @@ class Sampler:
         uniforms: NDArray[np.float64],
         changed: Tensor | None = None,
         forced: Sequence[int | None] = (),
+        named: Sequence[NamedIds] | None = None,
     ) -> SampledRows:
         """`sample`, of which the raw log-probabilities stay where the logits are."""
         settings = self._settings
-        if not settings.is_of(params, logits.shape[1]):
+        if named is not None:  # of this step alone
+            settings = _BatchSettings(params, logits.shape[1], named)
+        elif not settings.is_of(params, logits.shape[1]):
             settings = self._settings = _BatchSettings(params, logits.shape[1])
         drawn = _draw(logits, changed, DrawParams(*settings.columns, uniforms))
         for row, token_id in enumerate(forced):
@@ -156,15 +161,18 @@ class Sampler:
 class _BatchSettings:
     """The parameters of a batch by column, made once for as long as its rows are the same requests."""
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab_size: int, named: Sequence[NamedIds] | None = None
+    ) -> None:
         self._params, self._vocab_size = list(params), vocab_size
+        ids = [request.named_ids_at(0) for request in params] if named is None else named
         self.columns = _columns(params)  # of `DrawParams`, all but the uniform numbers
         counts = [request.logprobs or 0 for request in params]
         self.num_logprobs = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
         raw_rows = [row for row, request in enumerate(params) if _wants_raw(request)]
         processed_rows = [row for row, request in enumerate(params) if _wants_processed(request)]
-        self.raw = _Report(raw_rows, params, vocab_size) if raw_rows else None
-        self.processed = _Report(processed_rows, params, vocab_size) if processed_rows else None
+        self.raw = _Report(raw_rows, params, vocab_size, ids) if raw_rows else None
+        self.processed = _Report(processed_rows, params, vocab_size, ids) if processed_rows else None
         self.raw_indices = _indices(raw_rows, len(params))
         self.processed_indices = _indices(processed_rows, len(params))
 
@@ -177,16 +185,22 @@ class _BatchSettings:
 class _Report:
     """The numbers that some of a step's rows are asked for."""
 
-    def __init__(self, rows: list[int], params: Sequence[SamplingParams], vocab_size: int) -> None:
+    def __init__(
+        self,
+        rows: list[int],
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        named: Sequence[NamedIds],
+    ) -> None:
         self.rows = rows
         self.is_whole = len(rows) == len(params)  # most steps report every row or none: no copy then
         self.params = reported = [params[row] for row in rows]
-        token_ids = [request.logprob_token_ids for request in reported]
+        given_ids = [named[row] for row in rows]
         self._requests = check_requests(
             (len(rows), vocab_size),
             np.zeros(len(rows), np.int32),
             np.array([request.logprobs or 0 for request in reported]),
-            given_ids=token_ids if any(token_ids) else None,
+            given_ids=None if all(ids is None for ids in given_ids) else given_ids,
             **extras_of(*reported),
         )
 

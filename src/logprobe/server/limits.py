@@ -18,8 +18,9 @@ from logprobe.processors.builtin.grammar import (
     MAX_GRAMMAR_DEPTH,
     MAX_GRAMMAR_PARTS,
 )
+from logprobe.records.values import IdLists
 from logprobe.server.http.errors import ApiError, bad_request, server_full
-from logprobe.server.openai.bodies import AnswersBody
+from logprobe.server.openai.bodies import AnswersBody, ScoreBody
 from logprobe.server.openai.fields import GUIDED
 
 if TYPE_CHECKING:
@@ -115,7 +116,6 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         "allowed_token_ids": ("max_token_ids", "ids"),
         "stop_token_ids": ("max_token_ids", "ids"),
         "logit_bias": ("max_token_ids", "entries"),
-        "logprob_token_ids": ("max_logprob_token_ids", "ids"),
         "bad_words": ("max_bad_words", "texts"),
         "stop": ("max_stop", "texts"),
     }
@@ -125,6 +125,12 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         value = getattr(body, name, None)
         if isinstance(value, list | dict):
             check_count(settings, limit, name, len(value), of)
+    named: dict[str, list[Any]] = {"logprob_token_ids": [getattr(body, "logprob_token_ids", None)]}
+    if isinstance(body, ScoreBody):
+        named["token_ids"] = body.token_ids or []
+    for name, lists in named.items():
+        for ids in lists:
+            check_count(settings, "max_logprob_token_ids", name, _most_named(ids or ()), "ids of a position")
     stops = getattr(body, "stop", None) or []
     num_bytes = sum(
         len(text.encode("utf-8", "surrogatepass")) for text in ([stops] if isinstance(stops, str) else stops)
@@ -138,6 +144,12 @@ def check_body(settings: ServerSettings, body: Any) -> None:
         check_count(settings, "max_body_values", "prompt", shared, "prompts times values beside them")
     for name in FREE_FIELDS:
         check_depth(name, getattr(body, name, None))
+
+
+def _most_named(ids: Sequence[Any]) -> int:
+    """The most ids that are named of one position."""
+    lists = [one for one in ids if isinstance(one, list)]
+    return max(map(len, lists)) if lists else len(ids)
 
 
 SHARED_FIELDS: Final = (
@@ -357,11 +369,12 @@ class Lifetime:
 
 
 def row_entries(params: SamplingParams, k: int | None, vocab_size: int) -> int:
-    """Entries of a row with `k` alternatives: these, the token's own and named ids; 0 where k is None."""
+    """Most entries of a row with `k` alternatives: these, the token's own, named ids; 0 where k is None."""
     if k is None:
         return 0
     num_top = vocab_size if k == -1 else min(k, vocab_size)
-    return num_top + 1 + len(params.logprob_token_ids or ())
+    ids = params.logprob_token_ids
+    return num_top + 1 + (ids.widest if isinstance(ids, IdLists) else len(ids or ()))
 
 
 def _logprob_bytes(request: Request, vocab_size: int, num_echoes: int) -> int:

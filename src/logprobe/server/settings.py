@@ -53,7 +53,7 @@ class ServerSettings:
         max_text_bytes: most text of one request that is tokenised.
         max_messages: most messages of a conversation.
         max_token_ids: most ids in a list of token ids other than a prompt, and most entries of logit_bias.
-        max_logprob_token_ids: most ids whose logprobs a request may name; -1 sets no cap.
+        max_logprob_token_ids: most ids whose logprobs a request may name of a position; -1 sets no cap.
         max_bad_words: most texts of bad_words.
         max_stop: most stop strings; OpenAI's own bound unless raised.
         max_stop_bytes: most bytes of those, together.

@@ -95,7 +95,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.booleans() | st.integers(-2, 25),
     "top_logprobs": st.integers(-2, 25),
     "prompt_logprobs": st.integers(-2, 25),
-    "logprob_token_ids": IDS,
+    "logprob_token_ids": IDS | st.lists(IDS, max_size=4),
     "logprobs_mode": st.sampled_from(["raw_logprobs", "processed_logprobs", "both", "neither"]),
     "stop": TEXTS,
     "stop_token_ids": IDS,

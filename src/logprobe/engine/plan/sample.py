@@ -82,9 +82,13 @@ class Sample:
         self.is_long = False  # it runs under the model's long rotary frequencies, where those differ
         self.paused_by: set[PausedBy] = set()  # while there is one, it keeps its place and takes no step
         self.active: ActiveSample | None = None  # its logits processors, where it has any
-        # The sampler alone draws its tokens: no processor, no forced token, no whole row, nothing to explain.
+        # The sampler alone draws its tokens: no processor, no forced token, no whole row, nothing to explain,
+        # and every position reports the same.
         self.is_plain = not (
-            request.forced_token_ids is not None or request.wants_row or request.params.explain
+            request.forced_token_ids is not None
+            or request.wants_row
+            or request.params.explain
+            or request.params.names_positions
         )
         self.output_token_ids: list[int] = []  # generated; processors hold on to this list
         self.drafts: Drafts | None = None  # what became of them; None: the engine drafts nothing

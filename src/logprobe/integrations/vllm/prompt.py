@@ -20,8 +20,10 @@ from logprobe.sampling import Sampler
 from logprobe.sampling.params import extras_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from logprobe.records.store.columns import Array
-    from logprobe.sampling import SamplingParams
+    from logprobe.sampling.params import NamedIds
     from logprobe.transport.messages import Request
 
 MAX_ENTRIES: Final = 1 << 25  # vLLM holds some 70 bytes for each
@@ -111,23 +113,24 @@ def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_
         own = slice(start, start + size)
         dense = np.full((len(token_ids[own]), vocab_size), -np.inf, np.float32)
         np.put_along_axis(dense, token_ids[own, 1:], logprobs[own, 1:], axis=1)
-        parts.append(_extracted(torch.from_numpy(dense), token_ids[own, 0], request, params))
+        first = request.first_scored + start
+        named = [params.named_ids_at(position) for position in range(first, first + len(dense))]
+        parts.append(_extracted(torch.from_numpy(dense), token_ids[own, 0], request, named))
     return HostRows.joined(parts)
 
 
-def _extracted(dense: torch.Tensor, chosen: Array, request: Request, params: SamplingParams) -> HostRows:
-    count = len(dense)
+def _extracted(dense: torch.Tensor, chosen: Array, request: Request, named: Sequence[NamedIds]) -> HostRows:
+    count, params = len(dense), request.params
     if request.scores_processed:
         forced = chosen.tolist()
-        output = Sampler().sample(dense, [params] * count, np.zeros(count), None, forced)
+        output = Sampler().sample(dense, [params] * count, np.zeros(count), None, forced, named)
         assert output.processed_logprobs is not None
         return output.processed_logprobs
     assert params.prompt_logprobs is not None
-    named_ids = params.logprob_token_ids
     return extract(
         dense,
         chosen,
         params.prompt_logprobs,
-        given_ids=[named_ids] * count if named_ids else None,
+        given_ids=None if all(ids is None for ids in named) else named,
         **extras_of(params),
     ).to_host()

@@ -14,6 +14,7 @@ from msgspec import Meta
 from logprobe.scoring.labels import SCALE
 
 Ids = list[int]
+NamedIds = list[int | Ids]  # at all positions, or a list for each
 Prompts = str | list[str | int | Ids]  # one prompt as text or ids, or a list of either
 Count = Annotated[int, Meta(ge=0)]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "both"]
@@ -75,7 +76,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: dict[str, Any] | None = None
     # Extensions: reports; each adds fields to the reply.
     logprobs_mode: LogprobsMode | None = None
-    logprob_token_ids: Ids | None = None
+    logprob_token_ids: NamedIds | None = None
     prompt_logprobs: int | None = None
     entropy: bool | None = None
     explain: bool | None = None
@@ -172,6 +173,8 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     unconditional: bool = False
+    token_ids: list[NamedIds] | None = None  # for each continuation
+    temperature: Annotated[float, Meta(gt=0)] | None = None  # of the numbers
     lora: str | None = None
 
 

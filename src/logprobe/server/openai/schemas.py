@@ -384,6 +384,9 @@ class Score(msgspec.Struct, kw_only=True):
     num_tokens: int
     token_ids: Ids
     token_logprobs: list[Logprob]
+    given_ids: list[Ids] | UnsetType = UNSET
+    given_logprobs: list[list[Logprob]] | UnsetType = UNSET
+    given_ranks: list[Ids] | UnsetType = UNSET
 
 
 class Scores(Shape, kw_only=True):
@@ -395,6 +398,7 @@ class Scores(Shape, kw_only=True):
     unit: Literal["nats"]
     data: list[Score]
     usage: Usage
+    logprobs_info: dict[str, Any] | UnsetType = UNSET
 
 
 class _Answers(Shape, kw_only=True):

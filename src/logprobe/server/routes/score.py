@@ -5,17 +5,19 @@ One engine request a continuation; their common context is computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.truncation import Split
+from logprobe.engine.truncation import Split, at_temperature
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
+from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
 from logprobe.server.openai.tools import functions_of
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from logprobe.engine.request import RequestOutput
+    from logprobe.records import LogprobsInfo
     from logprobe.records.values import IntArray, TokenTable
+    from logprobe.sampling import SamplingParams
     from logprobe.scoring import Score
     from logprobe.server.service import Service
     from logprobe.transport.messages import Admitted
@@ -44,7 +48,10 @@ async def score(request: HttpRequest, service: Service) -> Response:
     outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
     num_entries = None  # the first Arrow reply imports pyarrow
     if not _wants_arrow(request):
-        num_entries = sum(SCORE_ENTRIES + len(pair.continuation) for pair in prepared.pairs)
+        num_entries = sum(
+            SCORE_ENTRIES + len(pair.continuation) * row_entries(one.request.params, 0, 0)
+            for pair, one in zip(prepared.pairs, admitted, strict=False)
+        )
     return await service.workers.write(lambda: _reply(request, service, prepared, outputs), num_entries)
 
 
@@ -58,8 +65,10 @@ def _reply(
         for parts in zip(pairs, outputs, bare, strict=False)
     ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
+    info = outputs[0].info
+    assert info is not None, "numbers were asked for"
     if _wants_arrow(request):
-        return Response(_as_arrow(rows), media_type=ARROW_TYPE)
+        return Response(_as_arrow(rows, info), media_type=ARROW_TYPE)
     reply = {
         "id": prepared.reply_id,
         "object": "score",
@@ -68,6 +77,8 @@ def _reply(
         "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(rows)],
         "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
     }
+    if "processed" in info.stages:
+        reply["logprobs_info"] = info.to_dict()
     return Response(encode(service, reply), media_type=JSON_TYPE)
 
 
@@ -97,11 +108,35 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
     pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
-    names = [f"{base}-{number}" for number in range(len(pairs) + len(alone))]
+    sampling = None
+    if body.temperature is not None:
+        sampling = replace(at_temperature(body.temperature), lora=body.lora)
+    asked = [*_with_named_ids(body, params, pairs, service), *[params] * len(alone)]
     requests = service.of_one_call()
-    admitted = service.client.admit_splits([*pairs, *alone], params, requests, names)
+    admitted = [
+        one
+        for number, (split, own) in enumerate(zip([*pairs, *alone], asked, strict=True))
+        for one in service.client.admit_splits(
+            [split], own, requests, [f"{base}-{number}"], sampling=sampling
+        )
+    ]
     service.admit([request.request for request in admitted])
     return ScoreRequest(base, service.name_of(body), pairs, admitted)
+
+
+def _with_named_ids(
+    body: ScoreBody, params: SamplingParams, pairs: Sequence[Split], service: Service
+) -> list[SamplingParams]:
+    """What is asked of each continuation."""
+    if body.token_ids is None:
+        return [params] * len(pairs)
+    if len(body.token_ids) != len(pairs):
+        message = f"are given for {len(body.token_ids)} continuations, of which there are {len(pairs)}"
+        raise bad_request("token_ids", message)
+    return [
+        service.client.with_named_ids(params, ids, pair)
+        for ids, pair in zip(body.token_ids, pairs, strict=True)
+    ]
 
 
 def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[str | None, str | IntArray]:
@@ -166,13 +201,23 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
     }
     if score.unconditional_logprob is not None:
         fields |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
+    given = None if score.record is None else score.record.given
+    if given is not None:
+        entries = given.entries()
+        columns = {"ids": entries.token_ids, "logprobs": entries.logprobs, "ranks": entries.ranks}
+        bounds = [*pairwise(entries.offsets.tolist())]
+        for name, column in columns.items():
+            values = column.tolist()
+            fields[f"given_{name}"] = [values[start:stop] for start, stop in bounds]
     return fields
 
 
-def _as_arrow(rows: list[dict[str, Any]]) -> bytes:
+def _as_arrow(rows: list[dict[str, Any]], info: LogprobsInfo) -> bytes:
     import pyarrow as pa
 
-    table = pa.Table.from_pylist(rows)
+    from logprobe.records.forms.arrow import INFO_KEY
+
+    table = pa.Table.from_pylist(rows).replace_schema_metadata({INFO_KEY: info.to_json()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
