@@ -106,6 +106,11 @@ test-clients: $(VENV)/.test  ## client libraries of the server, unchanged, each 
 	$(BIN)/python benchmarks/rivals/install.py clients clients_2 structured_logprobs
 	$(BIN)/python -m pytest -q -rP tests/clients
 
+.PHONY: test-trainers
+test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server on a tiny model; TRL in an environment of its own
+	$(BIN)/python benchmarks/rivals/install.py trl
+	$(BIN)/python -m pytest -q -rP tests/trainers
+
 # genlm-control by itself: its import sets how vLLM starts.
 ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/docs/test_next_token_page.py
 .PHONY: test-vllm

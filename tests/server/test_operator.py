@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 KEY = "an-operators-own-key"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 UPDATE = "/update_weights_from_disk"
+RESET = "/reset_prefix_cache"
 ASK = {"prompt": "the cat", "max_tokens": 3, "logprobs": 0, "temperature": 0, "ignore_eos": True}
 
 
@@ -50,6 +51,7 @@ def test_who_is_no_operator_may_do_nothing(served: Any, server: Any) -> None:
         LOAD: {"lora_name": "a", "lora_path": "/"},
         UNLOAD: {"lora_name": "a"},
         UPDATE: {"model_path": "/"},
+        RESET: {},
     }
     for path, body in bodies.items():
         for key in (None, "a-client-of-it", KEY + "x"):
@@ -58,6 +60,23 @@ def test_who_is_no_operator_may_do_nothing(served: Any, server: Any) -> None:
         refused = order(server, path, **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_operator_key")
     assert order(served, "/v1/completions", KEY, **ASK).status_code == 401
+
+
+def test_an_emptied_cache_changes_no_number(served: Any) -> None:
+    ask = ASK | {"prompt": [*range(5, 60)], "prompt_logprobs": 2}
+    first, cached, _, cold = (
+        order(served, "/v1/completions", "a-client-of-it", **ask).json()["choices"][0],
+        order(served, "/v1/completions", "a-client-of-it", **ask).json()["choices"][0],
+        order(served, RESET),
+        order(served, "/v1/completions", "a-client-of-it", **ask).json()["choices"][0],
+    )
+    assert order(served, RESET).json() == {"success": True}
+    for one in (cached, cold):
+        assert one["text"] == first["text"]
+        for mine, theirs in zip(one["prompt_logprobs"][1:], first["prompt_logprobs"][1:], strict=True):
+            assert {key: row["logprob"] for key, row in mine.items()} == pytest.approx(
+                {key: row["logprob"] for key, row in theirs.items()}, abs=1e-5
+            )
 
 
 def test_lora_weights_are_loaded_replaced_and_dropped(served: Any, adapter_folders: dict[str, Path]) -> None:

@@ -26,6 +26,7 @@ EXTENDED = {
     "logprob_token_ids": [3, 4],
     "return_token_ids": True,
     "prompt_logprobs": 2,
+    "prompt_rows": True,
     "logprobs_mode": "both",
     "explain": True,
     "field_logprobs": True,
@@ -60,7 +61,16 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-@pytest.mark.parametrize("extra", [{}, EXTENDED], ids=["plain", "extended"])
+VLLMS = {
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "prompt_logprobs": 2,
+    "logprobs_mode": "processed_logprobs",
+    "temperature": 0.7,
+}
+
+
+@pytest.mark.parametrize("extra", [{}, EXTENDED, VLLMS], ids=["plain", "extended", "as vLLM"])
 def test_replies_have_the_published_shapes(server: Any, schema: Any, extra: dict[str, Any]) -> None:
     chat = {"messages": MESSAGES, "max_tokens": 8, "logprobs": True, "top_logprobs": 4, **extra}
     text = {"prompt": ["the cat", "a"], "max_tokens": 8, "logprobs": 4, "n": 2, **extra}

@@ -117,10 +117,10 @@ def seen(new_tab: Any, served: Attacked) -> Seen:
 @pytest.fixture(scope="module")
 def rows(served: Attacked) -> list[dict[str, Any]]:
     """What the API says of the text itself; the first token has no row."""
-    body = {"prompt": TEXT, "max_tokens": 0, "prompt_logprobs": 10, "entropy": True}
+    body = {"prompt": TEXT, "max_tokens": 0, "prompt_logprobs": 10, "prompt_rows": True, "entropy": True}
     reply = json.loads(served.post("/v1/completions", **body).data)
     choice = reply["choices"][0]
-    pairs = zip(choice["prompt_logprobs"], choice["prompt_entropy"], strict=True)
+    pairs = zip(choice["prompt_rows"], choice["prompt_entropy"], strict=True)
     return [row and row | {"entropy": entropy} for row, entropy in pairs]
 
 

@@ -482,7 +482,7 @@ def _admit_forced(
         replace(asked, max_tokens=0, min_tokens=0, prompt_logprobs=asked.logprobs), split.start
     )
     return requests.admit(
-        split.token_ids, at_once, first_scored=split.start, scores_processed=True, request_id=request_id
+        split.token_ids, at_once, first_scored=split.start, scored_as=at_once, request_id=request_id
     )
 
 

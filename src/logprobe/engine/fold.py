@@ -93,8 +93,8 @@ class Describer:
 
     def _of_prompt(self, source: LogprobsInfo, request: Request) -> LogprobsInfo:
         """Of prompt positions: the model's own distribution, where nothing else is asked."""
-        if request.scores_processed:
-            return self._of_completion(source, request.params, ("processed",))
+        if request.scored_as is not None:
+            return self._of_completion(source, request.scored_as, ("processed",))
         return self._of(source, request.params.prompt_logprobs, stages=("raw",))
 
     def _of_completion(
@@ -123,9 +123,7 @@ class Describer:
             return self._of(source, -1, stages=("raw",))
         if params.logprobs is not None:
             return self._of_completion(source, params, STAGES[params.logprobs_mode])
-        if params.prompt_logprobs is None:
-            return None
-        return self._of(source, params.prompt_logprobs, stages=("raw",))
+        return None if params.prompt_logprobs is None else self._of_prompt(source, request)
 
     def _of(self, source: LogprobsInfo, asked: int | None, **fields: Any) -> LogprobsInfo:
         assert asked is not None, "only what was asked is described"

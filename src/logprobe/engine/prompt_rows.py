@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from logprobe.engine.protocol import ForwardBackend
     from logprobe.records.store.columns import Array
     from logprobe.records.values import IntArray
-    from logprobe.sampling.params import NamedIds
+    from logprobe.sampling.params import NamedIds, SamplingParams
 
 KNOWN_WIDTH = 20  # alternatives kept a slot
 
@@ -95,8 +95,8 @@ class PromptScorer:
 
     def _recall(self, span: Span) -> HostRows | None:
         request = span.sample.request
-        if request.scores_processed:
-            return self._processed(span)
+        if request.scored_as is not None:
+            return self._processed(span, request.scored_as)
         params = request.params
         k = _num_logprobs(span, self._forward.vocab_size)
         slots, next_ids = _slots(span), _next_ids(span)
@@ -106,17 +106,17 @@ class PromptScorer:
         return self._known.recall(slots, k, extras)
 
     @torch.inference_mode()
-    def _processed(self, span: Span) -> HostRows:
-        """The numbers of the distribution that the request would draw from; none of them is kept."""
-        params, size = span.sample.request.params, default_chunk_rows(self._forward.vocab_size)
-        slots, next_ids = _slots(span), _next_ids(span).tolist()
+    def _processed(self, span: Span, params: SamplingParams) -> HostRows:
+        """The numbers of the distribution that these would draw from; none of them is kept."""
+        size = default_chunk_rows(self._forward.vocab_size)
+        slots, next_ids, named = _slots(span), _next_ids(span).tolist(), _named_ids(span)
         parts = []
         for start in range(0, len(slots), size):
             logits = self._forward.head(self._forward.hidden_rows(slots[start : start + size]))
             count = len(logits)
             forced = next_ids[start : start + size]
-            named = _named_ids(span)[start : start + size] if params.names_positions else None
-            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced, named)
+            ids = named[start : start + size]
+            output = self._sampler.sample(logits, [params] * count, np.zeros(count), None, forced, ids)
             assert output.processed_logprobs is not None
             parts.append(output.processed_logprobs)
         return HostRows.joined(parts)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from logprobe.errors import ParameterError, PromptTooLongError, require
 from logprobe.records.forms.html import shaded
 from logprobe.records.values import IdLists
+from logprobe.sampling.params import SamplingParams, extras_of
 from logprobe.transport.messages import Request
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs, LogprobsInfo
     from logprobe.records.values import IntArray
-    from logprobe.sampling import SamplingParams
     from logprobe.scoring.fields import Field
     from logprobe.text.pieces import Piece
     from logprobe.transport.messages import Admitted, Drafts, FinishReason
@@ -209,6 +209,7 @@ class Requests:
         Raises:
             ParameterError: it can never be served.
         """
+        more.setdefault("scored_as", _scored_as(params))
         request = Request(
             request_id=request_id or f"{self._prefix}-{next(self._numbers)}",
             prompt_token_ids=prompt_token_ids,
@@ -218,6 +219,20 @@ class Requests:
             **more,
         )
         return self._engine.admit(request)
+
+
+def _scored_as(params: SamplingParams) -> SamplingParams | None:
+    """What a prompt's rows are scored as: of what shapes a draw, the temperature alone acts on a prompt."""
+    is_processed = params.prompt_logprobs is not None and params.logprobs_mode == "processed_logprobs"
+    if not is_processed or params.temperature in {0, 1}:
+        return None
+    return SamplingParams(
+        temperature=params.temperature,
+        logprobs=params.prompt_logprobs,
+        logprobs_mode="processed_logprobs",
+        logprob_token_ids=params.logprob_token_ids,
+        **extras_of(params),
+    )
 
 
 def check_request(request: Request, *, max_len: int, vocab_size: int) -> None:

@@ -61,7 +61,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: alternatives per generated token (`None` off, 0 the chosen token only, -1 the whole
             vocabulary); the chosen token always comes too.
-        prompt_logprobs: the same per prompt token, always of the model's own distribution.
+        prompt_logprobs: the same per prompt token, of the model's own distribution; `processed_logprobs` are
+            those at the temperature, which alone acts on a prompt (0 is taken for 1).
         logprob_token_ids: report these ids at every position reported, with their true ranks. A list of
             lists names those of each position: with `prompt_logprobs` one list a prompt token (none of the
             first, which nothing predicts), else one a generated token, those beyond the last having none.

@@ -60,7 +60,12 @@ if TYPE_CHECKING:
 VERSION: Final = "/v1"
 OPEN: Final = {"/", "/health", "/ready"}  # need no key
 METRICS_HOST: Final = "127.0.0.1"
-OPERATORS: Final = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/update_weights_from_disk"}
+OPERATORS: Final = {
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/update_weights_from_disk",
+    "/reset_prefix_cache",
+}
 
 ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/", page),
@@ -70,6 +75,8 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/v1/models", facts.models),
     ("GET", "/v1/models/{model:path}", facts.model),
     ("GET", "/v1/capabilities", facts.capabilities),
+    ("GET", "/server_info", facts.server_info),
+    ("GET", "/get_world_size", facts.get_world_size),
     ("GET", "/v1/logits_processors", facts.logits_processors),
     ("GET", "/v1/tokenizer", facts.tokenizer),
     ("POST", "/v1/chat/completions", chat_completions),
@@ -95,6 +102,7 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("POST", "/v1/load_lora_adapter", operator.load_lora_adapter),
     ("POST", "/v1/unload_lora_adapter", operator.unload_lora_adapter),
     ("POST", "/update_weights_from_disk", operator.update_weights_from_disk),
+    ("POST", "/reset_prefix_cache", operator.reset_prefix_cache),
 )
 
 

@@ -22,6 +22,7 @@ from logprobe.records.forms.json import (
     finite,
     finite_fields,
     finite_value,
+    id_rows,
     legacy_rows,
     position_rows,
     runs,
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from logprobe.engine.request import CompletionOutput, CompletionPiece, RequestOutput
-    from logprobe.models import Vocabulary
     from logprobe.processors import ProcessorEffect
     from logprobe.records import FlatLogprobs
+    from logprobe.records.values import TokenTable
     from logprobe.sampling import SamplingParams
     from logprobe.scoring.members import FieldDistribution
     from logprobe.server.members import FoundFields
@@ -116,21 +117,21 @@ def legacy_logprobs(service: Service, piece: CompletionPiece) -> dict[str, Any] 
     record = piece.completion.logprobs
     if record is None:
         return None
-    vocabulary = service.text.vocabulary
+    tokens = service.tokens
     ids = piece.completion.token_ids[piece.start : piece.stop]
-    fields: dict[str, Any] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-    fields |= completion_rows(record[piece.start : piece.stop], vocabulary)
+    fields: dict[str, Any] = {"tokens": [tokens.token_text(token_id) for token_id in ids]}
+    fields |= completion_rows(record[piece.start : piece.stop], tokens)
     fields["text_offset"] = piece.offsets
     other = piece.completion.processed_logprobs
     if other is not None:
-        fields["processed"] = completion_rows(other[piece.start : piece.stop], vocabulary)
+        fields["processed"] = completion_rows(other[piece.start : piece.stop], tokens)
         fields |= _extras(other, range(piece.start, piece.stop))
     return fields | _further_columns(record, range(piece.start, piece.stop), service)
 
 
-def completion_rows(record: FlatLogprobs, vocabulary: Vocabulary) -> dict[str, list[Any]]:
+def completion_rows(record: FlatLogprobs, tokens: TokenTable) -> dict[str, list[Any]]:
     """The completions object's numbers of all rows of a record, its maps as JSON."""
-    rows = legacy_rows(record, vocabulary, has_impossible=not is_processed(record))
+    rows = legacy_rows(record, tokens, has_impossible=not is_processed(record))
     return rows | {"top_logprobs": _raw_rows(rows["top_logprobs"])}
 
 
@@ -288,7 +289,8 @@ def prompt_extensions(service: Service, body: GenerationBody, output: RequestOut
         fields["prompt_token_ids"] = output.prompt_token_ids
     if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
         record = output.prompt_logprobs
-        fields["prompt_logprobs"] = _raw_rows(position_rows(record, service.text.vocabulary))
+        name, rows_of = ("prompt_rows", position_rows) if body.prompt_rows else ("prompt_logprobs", id_rows)
+        fields[name] = _raw_rows(rows_of(record, service.text.vocabulary))
         beside = _further_columns(record, range(len(record)), service)
         fields |= {f"prompt_{name}": values for name, values in beside.items()}
     return fields

@@ -18,7 +18,7 @@ from logprobe.engine.client import Client
 from logprobe.errors import require, shortened
 from logprobe.next_token.fields import SpellingTools
 from logprobe.next_token.rows import row_params
-from logprobe.records.forms.json import ChatEncoder
+from logprobe.records.forms.json import ChatEncoder, IdTexts
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request
 from logprobe.server.http.gate import Call
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from logprobe.engine.client import Follow
     from logprobe.engine.request import RequestOutput, Requests
     from logprobe.next_token.rows import Row
-    from logprobe.records.values import IntArray
+    from logprobe.records.values import IntArray, TokenTable
     from logprobe.server.limits import Ticket
     from logprobe.server.models import Models
     from logprobe.server.settings import ServerSettings
@@ -93,7 +93,9 @@ class Service:
         self.model_name = next(name for name in names if name)
         self.own_names = frozenset({self.model_name, *filter(None, names), DEFAULT_NAME})
         self.created = int(time.time())
-        self.encoder = ChatEncoder(model.text.vocabulary)
+        self.tokens: TokenTable = model.text.vocabulary  # what replies write tokens by
+        self.encoder = ChatEncoder(self.tokens)
+        self._id_encoder = cache(lambda: ChatEncoder(IdTexts(model.text.vocabulary)))
         self.spelling_tools = cache(lambda: SpellingTools(model))  # which take a while
         self._response_template = read_response_template(settings.response_template)
         self.reply_form()  # one that cannot be used is told at the start
@@ -141,6 +143,10 @@ class Service:
         scoped.call = call
         scoped._caller, scoped._tickets = caller, []  # noqa: SLF001 - of the same class
         return scoped
+
+    def write_ids(self) -> None:
+        """Have this one request's rows name each token by its id."""
+        self.tokens, self.encoder = IdTexts(self.text.vocabulary), self._id_encoder()
 
     def of_one_call(self) -> Requests:
         """A maker of engine requests that count as one call of whoever asks."""

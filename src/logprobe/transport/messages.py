@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     forced_token_ids: IntArray | None = None  # (max_tokens,) int32: taken in place of what would be drawn
     call: str = ""  # what was asked at once: calls share the engine, whatever each of them asks
     caller: str = ""  # who asks, where a front door tells its callers apart: they share it before calls do
-    scores_processed: bool = False  # prompt rows are of what `params` would draw from, not the model's own
+    scored_as: SamplingParams | None = None  # prompt rows are of what these draw from; None: the model's own
 
 
 class Admitted(msgspec.Struct, frozen=True, eq=False):

@@ -81,7 +81,7 @@ def prompt_rows(flat: Any, request: Request, vocab_size: int) -> HostRows:
 def _needs_rows(request: Request) -> bool:
     params = request.params
     is_whole = params.prompt_logprobs == -1 or bool(params.logprob_token_ids)
-    return is_whole or any(extras_of(params).values()) or request.scores_processed
+    return is_whole or any(extras_of(params).values()) or request.scored_as is not None
 
 
 def _width(request: Request, vocab_size: int) -> int:
@@ -121,9 +121,9 @@ def _from_whole_rows(token_ids: Array, logprobs: Array, request: Request, vocab_
 
 def _extracted(dense: torch.Tensor, chosen: Array, request: Request, named: Sequence[NamedIds]) -> HostRows:
     count, params = len(dense), request.params
-    if request.scores_processed:
-        forced = chosen.tolist()
-        output = Sampler().sample(dense, [params] * count, np.zeros(count), None, forced, named)
+    if request.scored_as is not None:
+        asked, forced = [request.scored_as] * count, chosen.tolist()
+        output = Sampler().sample(dense, asked, np.zeros(count), None, forced, named)
         assert output.processed_logprobs is not None
         return output.processed_logprobs
     assert params.prompt_logprobs is not None

@@ -172,6 +172,21 @@ def _no_chosen_token() -> ParameterError:
     return ParameterError("record", "a position has no chosen token; slice the prompt's first one off")
 
 
+class IdTexts:
+    """A table whose texts are ids, as vLLM writes them (`token_id:5`); their bytes stay the tokens' own."""
+
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+
+    def token_text(self, token_id: int) -> str:
+        """The id as a text."""
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes."""
+        return self._table.token_bytes(token_id)
+
+
 class _OwnTexts:
     """The table of one position: the texts that came with its entries."""
 
@@ -265,6 +280,20 @@ def position_rows(
     best = _items(top if has_impossible else top.possible(), table)
     pairs = zip(_items(chosen, table), best, strict=True)
     return [{**own[0], "top_logprobs": others} if own else None for own, others in pairs]
+
+
+def id_rows(record: FlatLogprobs, table: TokenTable) -> list[dict[str, dict[str, Any]] | None]:
+    """A map a position, as vLLM has it: id → logprob, rank, text, the chosen token first; None for None."""
+    names = {"logprob": "logprob", "rank": "rank", "decoded_token": "token"}
+    return [
+        None
+        if row is None
+        else {
+            str(one["token_id"]): {name: one[own] for name, own in names.items()}
+            for one in (row, *row["top_logprobs"])
+        }
+        for row in position_rows(record, table)
+    ]
 
 
 def legacy_rows(

@@ -78,9 +78,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs_mode: LogprobsMode | None = None
     logprob_token_ids: NamedIds | None = None
     prompt_logprobs: int | None = None
+    prompt_rows: bool | None = None
     entropy: bool | None = None
     explain: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     field_logprobs: FieldLogprobs | None = None
 
     # Without effect here (`no_effect`), or taken only with the value that changes nothing.

@@ -254,9 +254,11 @@ def _params(
     for name in REPORTS:
         if values.get(name) and not reported:
             raise bad_request(name, "comes beside logprobs; ask for them as well")
+    if getattr(body, "prompt_rows", None) and prompt_logprobs is None:
+        raise bad_request("prompt_rows", "comes beside prompt_logprobs; ask for them as well")
     if getattr(body, "field_logprobs", None) and fixed["logprobs"] is None:
         raise bad_request("field_logprobs", "comes beside logprobs; ask for them as well")
-    if fixed["logprobs"] is not None:
+    if reported:
         values.setdefault("logprobs_mode", settings.logprobs_mode)
     try:
         return SamplingParams(**values | fixed)

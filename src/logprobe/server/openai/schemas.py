@@ -67,6 +67,14 @@ class TokenRow(ChatTopLogprob, kw_only=True):
     rank: int | None
 
 
+class IdRow(Shape, kw_only=True):
+    """One candidate of a prompt's position, which its id leads to."""
+
+    logprob: Logprob
+    rank: int
+    decoded_token: str
+
+
 class PromptRow(TokenRow, kw_only=True):
     """One token of a prompt."""
 
@@ -81,7 +89,9 @@ class _FurtherColumns(Shape, kw_only=True):
 
 class _PromptExtras(Shape, kw_only=True):
     prompt_token_ids: Ids | UnsetType = UNSET
-    prompt_logprobs: list[PromptRow | None] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, IdRow] | None] | UnsetType = UNSET
+    prompt_rows: list[PromptRow | None] | UnsetType = UNSET
+    prompt_log_kept_mass: list[float | None] | UnsetType = UNSET
     prompt_entropy: list[float | None] | UnsetType = UNSET
     prompt_given: list[list[TokenRow] | None] | UnsetType = UNSET
     logprobs_info: dict[str, Any] | UnsetType = UNSET

@@ -61,7 +61,7 @@
   function question(prompt, maxTokens) {
     const top = Number(byId("top").value);
     const asked = { model: byId("model").value || undefined, max_tokens: maxTokens, stream: true };
-    const ofPrompt = { prompt, prompt_logprobs: top, entropy: true, return_token_ids: true };
+    const ofPrompt = { prompt, prompt_logprobs: top, prompt_rows: true, entropy: true, return_token_ids: true };
     if (maxTokens === 0) return { ...asked, ...ofPrompt };
     const drawn = {
       logprobs_mode: "both", temperature: Number(byId("temperature").value), top_p: Number(byId("top-p").value),
@@ -92,7 +92,7 @@
 
   function promptTokens(choice) {
     return choice.prompt_token_ids.map((id, position) => {
-      const row = choice.prompt_logprobs[position];
+      const row = choice.prompt_rows[position];
       const entropy = choice.prompt_entropy ? choice.prompt_entropy[position] : null;
       return row
         ? { id, text: row.token, bytes: row.bytes, logprob: row.logprob, rank: row.rank, entropy, top: row.top_logprobs }
@@ -168,7 +168,7 @@
     const ids = version.tokens.map((token) => token.id);
     for await (const event of events(question(ids, 0), signal)) {
       for (const choice of event.choices) {
-        if (!choice.prompt_logprobs) continue;
+        if (!choice.prompt_rows) continue;
         promptTokens(choice).forEach((scored, position) => {
           const token = version.tokens[position];
           if (!token.isNew) return;

@@ -56,6 +56,8 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     """Check and admit what is asked."""
     service.choose_weights(body)
     service.log_body("chat", body)
+    if body.return_tokens_as_token_ids:
+        service.write_ids()
     tools = tools_of(body, service.reply_form())
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
     ids = encode_laid_out(prompt, service)

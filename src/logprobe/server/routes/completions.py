@@ -47,6 +47,8 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
     """Read the prompts, and check and admit what is asked of them."""
     service.choose_weights(body)
     service.log_body("completions", body)
+    if body.return_tokens_as_token_ids:
+        service.write_ids()
     with named_as_asked(body):
         params = completion_params(body, service.settings)
     prompts = read_prompts(body.prompt, service, is_echoed=bool(body.echo))
@@ -163,10 +165,10 @@ class CompletionShape:
         record = self._generation.outputs[number].prompt_logprobs
         if record is None or self._body.logprobs is None:
             return Echo("".join(texts), None)
-        vocabulary = self._service.text.vocabulary
+        tokens = self._service.tokens
         ids = self._prompts[number].token_ids.tolist()
-        rows: dict[str, list[Any]] = {"tokens": [vocabulary.token_text(token_id) for token_id in ids]}
-        rows |= completion_rows(record, vocabulary) | {"text_offset": offsets}
+        rows: dict[str, list[Any]] = {"tokens": [tokens.token_text(token_id) for token_id in ids]}
+        rows |= completion_rows(record, tokens) | {"text_offset": offsets}
         return Echo("".join(texts), rows)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

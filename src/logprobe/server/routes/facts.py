@@ -74,6 +74,33 @@ async def capabilities(_: HttpRequest, service: Service) -> Response:
     )
 
 
+async def server_info(_: HttpRequest, service: Service) -> Response:
+    """Tell in vLLM's words what trainers ask of a server before they begin."""
+    facts = service.engine.capabilities()
+    config = {
+        "model_config": {
+            "model": service.model_name,
+            "dtype": f"torch.{facts.dtype}",
+            "max_model_len": facts.max_model_len,
+            "logprobs_mode": service.settings.logprobs_mode,
+            "max_logprobs": service.settings.max_logprobs,
+        },
+        "parallel_config": {"world_size": 1, "data_parallel_size": _world_size(service)},
+        "lora_config": None,  # an operator alone loads LoRA weights
+        "weight_transfer_config": None,  # weights come as files
+    }
+    return json_reply({"vllm_config": config})
+
+
+async def get_world_size(_: HttpRequest, service: Service) -> Response:
+    """Tell how many engines answer."""
+    return json_reply({"world_size": _world_size(service)})
+
+
+def _world_size(service: Service) -> int:
+    return max(service.engine.capabilities().num_processes, 1)
+
+
 def _reply_form(service: Service) -> dict[str, Any] | None:
     """By which form replies are split, and who lays tools out; None where they are not split."""
     form = service.reply_form()

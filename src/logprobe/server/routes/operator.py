@@ -1,4 +1,4 @@
-"""What an operator alone may do: load, replace and drop LoRA weights, and replace the model's own.
+"""What an operator alone may do: load, replace and drop LoRA weights, replace the model's own, empty a cache.
 
 Before it: whoever brings an operator's key. After it: the engine, which reads folders of this machine.
 """
@@ -62,6 +62,12 @@ async def update_weights_from_disk(request: HttpRequest, service: Service) -> Re
         raise bad_request("model_path", str(error)) from error
     service.models.keep(service)
     return json_reply({"success": True, "weight_version": version})
+
+
+async def reset_prefix_cache(_: HttpRequest, service: Service) -> Response:
+    """Let go of every cached prefix that nothing runs on; later numbers are the same."""
+    service.engine.forget_prefixes()
+    return json_reply({"success": True})
 
 
 def _checked(body: B, service: Service) -> B:
