@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from logprobe import LLM, AsyncLM, RemoteLM, SamplingParams
+from logprobe.engine.forward import pool
 from logprobe.errors import (
     BatchError,
     EngineClosedError,
@@ -583,6 +584,23 @@ def test_the_module_below_an_async_model_is_that_of_the_new_weights(
         assert torch.equal(norm, state["model.norm.weight"])
         gc.collect()
         assert before() is None, "the old weights go"
+
+
+def test_the_old_weights_are_gone_when_the_new_ones_answer(
+    llm: LLM, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a collection of the caller's, and what they took is returned to the system."""
+    llm.load_weights(state)
+    before, returned = weakref.ref(llm.engine.core.engine.forward), []
+    monkeypatch.setattr(pool, "return_freed", lambda: returned.append(before() is None))
+    gc.disable()
+    try:
+        llm.load_weights(state)
+        is_gone = before() is None
+    finally:
+        gc.enable()
+    assert is_gone
+    assert returned == [True]
 
 
 def test_nothing_of_the_new_weights_is_stored_for_the_models_own(

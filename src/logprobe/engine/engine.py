@@ -15,6 +15,7 @@ import torch
 
 from logprobe.engine.drawing import Drawing
 from logprobe.engine.durations import Durations
+from logprobe.engine.forward.pool import give_back_later_memory
 from logprobe.engine.plan.sample import Sample, new_generator
 from logprobe.engine.plan.scheduler import Scheduler
 from logprobe.engine.prompt_rows import PromptScorer
@@ -288,6 +289,7 @@ class Engine:
             self.forward.make_room(lora)
         self.scorer = PromptScorer(self.forward)
         self.scheduler = self._new_scheduler()
+        give_back_later_memory()  # the old weights, which stand in cycles; else they stay until the next load
         return [*events, *(event for admitted in held for event in self._add(admitted))]
 
     def _end_all(self, *, paused_only: bool) -> list[Delta]:

@@ -149,6 +149,11 @@ def keep_out_of_collections() -> None:
 def give_back_memory() -> None:
     """Free what only collections free, and return it to the system."""
     gc.unfreeze()  # for good: what a closed model is still referred to by may be a cycle a moment later
+    give_back_later_memory()
+
+
+def give_back_later_memory() -> None:
+    """`give_back_memory` of what came since the start: nothing that was there then is walked through."""
     gc.collect()
     return_freed()
 
