@@ -5,6 +5,7 @@ The first job's verb chooses the front door: `AsyncLM` for next-token rows, `LLM
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from protocol import Read, TokenIds, ask_rounds, extend_all, serve
@@ -48,9 +49,9 @@ class Offline:
 
         return read
 
-    def score(self, prompts: list[TokenIds], top: int) -> Read:
-        """Prompt logprobs with the top alternatives."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+    def score(self, prompts: list[TokenIds], top: int, columns: Sequence[str] = ()) -> Read:
+        """Prompt logprobs with the top alternatives, and further columns by name."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, **dict.fromkeys(columns, True))
         outputs = self._llm.generate(prompts, params, progress=False)
 
         def read() -> list[list[float]]:

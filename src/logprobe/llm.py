@@ -347,6 +347,8 @@ class LLM:
         *,
         progress: bool = False,
         entropy: bool = False,
+        varentropy: bool = False,
+        margin: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
         token_ids: Sequence[Any] | None = None,
@@ -363,6 +365,8 @@ class LLM:
             pairs: (context, continuation), both texts or both lists of token ids.
             progress: show a progress bar on stderr.
             entropy: give the entropy at each token, too.
+            varentropy: give the variance of the surprisal at each token, too.
+            margin: give the nats between the two likeliest tokens at each, too.
             unconditional: score each continuation after nothing (BOS or EOS), too, which gives `pmi`.
             logprobs: alternatives at each token, in the score's `record`; -1: the whole vocabulary.
             token_ids: for each pair the ids whose numbers are wanted beside: at every token of the
@@ -382,7 +386,8 @@ class LLM:
                 started then.
             BatchError: some pairs failed; holds all scores.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, entropy=entropy)
+        columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
+        params = SamplingParams(max_tokens=0, prompt_logprobs=logprobs, **columns)
         if temperature is not None:
             from logprobe.engine.truncation import at_temperature
 

@@ -20,25 +20,25 @@ from logprobe.records.rows import EXTRAS
 if TYPE_CHECKING:
     from pathlib import Path
 
-MARGINS = np.float32([0.5, 2.5, np.nan])
+NOVELTIES = np.float32([0.5, 2.5, np.nan])
 
 
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> FlatLogprobs:
     """Two positions with a column that nobody has heard of, and one without."""
-    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     flat = FlatLogprobs()
-    flat.append_rows([[7, 1], [8, 2]], [[-1.0, -0.5], [-3.0, -0.5]], [2, 2], margin=[0.5, 2.5])
+    flat.append_rows([[7, 1], [8, 2]], [[-1.0, -0.5], [-3.0, -0.5]], [2, 2], novelty=[0.5, 2.5])
     flat.append_rows([[9, 3]], [[-3.0, -0.5]], [2], entropy=[1.5])
     return flat
 
 
 def test_records_hold_it_beside_the_others(record: FlatLogprobs) -> None:
-    assert list(record.extras) == ["entropy", "margin"]
-    np.testing.assert_array_equal(record.extras["margin"], MARGINS)
+    assert list(record.extras) == ["entropy", "novelty"]
+    np.testing.assert_array_equal(record.extras["novelty"], NOVELTIES)
     np.testing.assert_array_equal(record.extras["entropy"], np.float32([np.nan, np.nan, 1.5]))
-    np.testing.assert_array_equal(record[1::-1].extras["margin"], [2.5, 0.5])
-    np.testing.assert_array_equal((record + record).extras["margin"], [*MARGINS, *MARGINS])
+    np.testing.assert_array_equal(record[1::-1].extras["novelty"], [2.5, 0.5])
+    np.testing.assert_array_equal((record + record).extras["novelty"], [*NOVELTIES, *NOVELTIES])
 
 
 def test_bytes_and_files_carry_it(record: FlatLogprobs, tmp_path: Path) -> None:
@@ -49,40 +49,40 @@ def test_bytes_and_files_carry_it(record: FlatLogprobs, tmp_path: Path) -> None:
         read_parquet(tmp_path / "a.parquet")["r"],
     ):
         assert back == record
-        np.testing.assert_array_equal(back.extras["margin"], MARGINS)
+        np.testing.assert_array_equal(back.extras["novelty"], NOVELTIES)
 
 
 def test_files_from_before_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = FlatLogprobs()
     flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2])
     data, batch = flat.to_bytes(), to_arrow(flat)
-    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     for back in (FlatLogprobs.from_bytes(data), from_arrow(batch)):
         assert back == flat
         assert back.extras == {}
 
 
 def test_tables_and_tensors_show_it(record: FlatLogprobs) -> None:
-    assert [row["margin"] for row in record.to_dict()["positions"]] == [0.5, 2.5, None]
-    assert [row["margin"] for row in msgspec.json.decode(record.to_json())["positions"]] == [0.5, 2.5, None]
-    assert to_padded([record[:2], record[:1]]).extras["margin"].tolist() == [[0.5, 2.5], [0.5, 0.0]]
+    assert [row["novelty"] for row in record.to_dict()["positions"]] == [0.5, 2.5, None]
+    assert [row["novelty"] for row in msgspec.json.decode(record.to_json())["positions"]] == [0.5, 2.5, None]
+    assert to_padded([record[:2], record[:1]]).extras["novelty"].tolist() == [[0.5, 2.5], [0.5, 0.0]]
 
 
 def test_the_drop_in_classes_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     rows = extract(torch.tensor([[0.0, 1.0], [2.0, 0.0]]), [0, 1], 1, entropy=True)
-    margins = torch.tensor([1.0, 2.0])
-    tensors = LogprobsTensors.of(replace(rows, extras={**rows.extras, "margin": margins}))
-    assert torch.equal(tensors.extras["margin"], margins)
-    assert tensors.to_lists().margin.tolist() == [1.0, 2.0]
+    novelties = torch.tensor([1.0, 2.0])
+    tensors = LogprobsTensors.of(replace(rows, extras={**rows.extras, "novelty": novelties}))
+    assert torch.equal(tensors.extras["novelty"], novelties)
+    assert tensors.to_lists().novelty.tolist() == [1.0, 2.0]
     assert tensors.entropy is not None
 
 
 def test_json_has_no_infinity(record: FlatLogprobs) -> None:
-    record.append_rows([[9, 3]], [[-np.inf, -0.5]], [2], margin=[np.inf], entropy=[-np.inf])
+    record.append_rows([[9, 3]], [[-np.inf, -0.5]], [2], novelty=[np.inf], entropy=[-np.inf])
     last = json.loads(record.to_json(), parse_constant=pytest.fail)["positions"][-1]
-    assert (last["logprob"], last["margin"], last["entropy"]) == (-9999.0, 9999.0, -9999.0)
-    np.testing.assert_array_equal(from_arrow(to_arrow(record)).extras["margin"], [*MARGINS, np.inf])
+    assert (last["logprob"], last["novelty"], last["entropy"]) == (-9999.0, 9999.0, -9999.0)
+    np.testing.assert_array_equal(from_arrow(to_arrow(record)).extras["novelty"], [*NOVELTIES, np.inf])
 
 
 def test_records_are_equal_by_their_positions_alone(record: FlatLogprobs) -> None:
@@ -95,8 +95,8 @@ def test_records_are_equal_by_their_positions_alone(record: FlatLogprobs) -> Non
 def test_a_column_that_is_in_no_table_is_refused_by_name() -> None:
     flat = FlatLogprobs()
     with pytest.raises(ParameterError) as error:
-        flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2], margins=[0.5])
-    assert error.value.parameter == "margins"
+        flat.append_rows([[7, 1]], [[-1.0, -0.5]], [2], novelties=[0.5])
+    assert error.value.parameter == "novelties"
     assert len(flat) == 0
 
 

@@ -229,10 +229,10 @@ def test_where_there_is_no_memory_rows_travel_in_messages(
 def test_a_further_column_crosses_once_the_table_names_it(
     file: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(EXTRAS, "margin", np.dtype(np.float32))
+    monkeypatch.setitem(EXTRAS, "novelty", np.dtype(np.float32))
     codec: Codec[list[Delta]] = Codec(list[Delta], writer=PageWriter(file), reader=PageReader(file))
     bare, entropic = some_rows(2, k), some_rows(2, k, entropy=True)
-    rich = HostRows(bare.token_ids, bare.logprobs, bare.ranks, {"margin": np.float32([0.5, np.nan])})
+    rich = HostRows(bare.token_ids, bare.logprobs, bare.ranks, {"novelty": np.float32([0.5, np.nan])})
     sent = [bare, rich, entropic]
     deltas = codec.decode(codec.encode([Delta(request_id="r", index=0, raw=rows) for rows in sent]))
     for delta, rows in zip(deltas, sent, strict=True):

@@ -23,6 +23,8 @@ Send: TypeAlias = "Callable[[Tensor], Callable[[], Tensor]]"
 EXTRAS: Final[dict[str, np.dtype[Any]]] = {
     "entropy": np.dtype(np.float32),  # nats, of the position's whole distribution
     "log_kept_mass": np.dtype(np.float32),  # nats, of what masks and truncation kept of a processed row
+    "varentropy": np.dtype(np.float32),  # nats squared, variance of the surprisal under the distribution
+    "margin": np.dtype(np.float32),  # nats between the two likeliest; inf where no second one is possible
 }
 """The further columns of one number a position.
 

@@ -69,6 +69,8 @@ class SamplingParams:
         logprobs_mode: `raw_logprobs` is the model's own distribution, `processed_logprobs` the one the
             token was drawn from, `both` gives both.
         entropy: report the entropy of each distribution reported, in nats.
+        varentropy: report the variance of its surprisal, in nats squared.
+        margin: report the nats between its two likeliest tokens.
         kept_ids: report the ids that masks and truncation left, with each processed distribution.
         min_tokens: tokens to generate before any that ends the text (EOS, `stop_token_ids`, `stop`).
         repetition_penalty: divide (multiply, where negative) the logits of tokens seen in prompt or
@@ -102,6 +104,8 @@ class SamplingParams:
     logprob_token_ids: Sequence[int | Sequence[int]] | IdLists | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     entropy: bool = False
+    varentropy: bool = False
+    margin: bool = False
     kept_ids: bool = False
     min_tokens: int = 0
     repetition_penalty: float = 1.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from logprobe.records.forms.html import shaded
 from logprobe.scoring import measures
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 class Score:
     """What a model gives a continuation after its context; nats, -inf where a token is impossible."""
 
+COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
+
     logprob: float  # sum over the continuation's tokens
     token_logprobs: list[float]  # (num_tokens,)
     token_ids: list[int]  # (num_tokens,)
@@ -34,6 +37,8 @@ class Score:
     error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
 
     @classmethod
+    varentropy: list[float] | None = None  # (num_tokens,), nats squared; likewise
+    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
     def failed(cls, error: LogprobeError) -> Score:
         """The score of a pair that could not be scored."""
         return cls(
@@ -60,7 +65,7 @@ class Score:
         """Read a continuation's record, which ends with one position a token; their bytes are `data`."""
         record = record[len(record) - len(token_ids) :]
         chosen = record.chosen_entries()
-        ranks = chosen.ranks.tolist()
+        ranks, extras = chosen.ranks.tolist(), record.extras
         return cls(
             logprob=measures.total(chosen.logprobs),
             token_logprobs=chosen.logprobs.tolist(),
@@ -70,7 +75,7 @@ class Score:
             num_tokens=len(token_ids),
             num_bytes=len(data),
             num_chars=len(data.decode("utf-8", "replace")),
-            entropy=None if record.entropy is None else record.entropy.tolist(),
+            **{name: extras[name].tolist() for name in COLUMNS if name in extras},
             unconditional_logprob=unconditional_logprob,
             record=record,
         )
@@ -117,7 +122,10 @@ class Score:
 
 def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
     """The scores of the windows of a continuation whose bytes are `data`; without their records."""
-    entropies = [score.entropy for score in scores]
+    parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
+    columns: dict[str, Any] = {
+        name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
+    }
     return Score(
         logprob=measures.total([score.logprob for score in scores]),
         token_logprobs=[value for score in scores for value in score.token_logprobs],
@@ -127,6 +135,6 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
         num_tokens=sum(score.num_tokens for score in scores),
         num_bytes=len(data),
         num_chars=len(data.decode("utf-8", "replace")),
-        entropy=None if None in entropies else [value for entropy in entropies for value in entropy or ()],
+        **columns,
         unconditional_logprob=unconditional_logprob,
     )

@@ -181,17 +181,46 @@ def test_a_row_of_nothing_but_minus_infinity_is_flagged() -> None:
 def test_results_are_the_same_bits_for_every_batch_and_thread_count(num_threads: int) -> None:
     logits = normal((16, 9001), torch.Generator().manual_seed(3))
     chosen_ids = torch.arange(16)
-    alone = [extract(logits[row : row + 1], chosen_ids[row : row + 1], 30, entropy=True) for row in range(16)]
+    alone = [extract(logits[row : row + 1], chosen_ids[row : row + 1], 30, **ALL) for row in range(16)]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        got = extract(logits, chosen_ids, 30, entropy=True)
+        got = extract(logits, chosen_ids, 30, **ALL)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(got.logprobs, torch.cat([one.logprobs for one in alone]))
     assert torch.equal(got.lse, torch.cat([one.lse for one in alone]))
-    assert got.entropy is not None
-    assert torch.equal(got.entropy, torch.cat([one.entropy for one in alone if one.entropy is not None]))
+    for name, column in got.extras.items():
+        assert torch.equal(column, torch.cat([one.extras[name] for one in alone]))
+
+
+def test_varentropy_and_margin_change_no_bit_of_the_entropy() -> None:
+    logits = normal((16, 9001), torch.Generator().manual_seed(4))
+    few, all_of_them = extract(logits, [0] * 16, 1, entropy=True), extract(logits, [0] * 16, 1, **ALL)
+    assert torch.equal(few.lse, all_of_them.lse)
+    assert torch.equal(few.extras["entropy"], all_of_them.extras["entropy"])
+
+
+@pytest.mark.parametrize(
+    ("row", "margin", "varentropy"),
+    [
+        ([1.0, 4.0, 4.0, 0.0], 0.0, None),
+        ([1.0, 4.0, 3.5, 0.0], 0.5, None),
+        ([0.0, -torch.inf, -torch.inf], torch.inf, 0.0),
+        ([2.0] * 2049, 0.0, 0.0),
+        ([2.0], torch.inf, 0.0),
+        ([torch.log(torch.tensor(3.0)).item(), 0.0], 1.0986123, 3 / 16 * 1.0986123**2),
+        ([2.0, torch.nan], torch.nan, torch.nan),
+    ],
+)
+@pytest.mark.parametrize("k", [0, 2, -1])
+def test_margin_and_varentropy_of_rows_worked_by_hand(
+    row: list[float], margin: float, varentropy: float | None, k: int
+) -> None:
+    got = extract(torch.tensor([row]), [0], k, varentropy=True, margin=True).extras
+    assert got["margin"].item() == pytest.approx(margin, nan_ok=True)
+    if varentropy is not None:
+        assert got["varentropy"].item() == pytest.approx(varentropy, abs=1e-12, rel=1e-6, nan_ok=True)
 
 
 def test_a_narrow_row_leaves_the_columns_of_its_wide_neighbour_alone() -> None:

@@ -11,6 +11,7 @@ from logprobe.errors import ModelError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction import reference
 from logprobe.models import load_model, load_tokenizer, resolve
+from logprobe.records.rows import KERNEL_EXTRAS
 
 pytestmark = pytest.mark.real_model
 NUM_ROWS = 64
@@ -18,6 +19,7 @@ KS = [0, 5, 20, 1000, -1]
 TOLERANCE = 2e-6  # nats, of the computation in double precision ...
 ROUNDING = 2.0**-23  # ... and relative, of the float32 numbers that are returned
 WIDE = 262_144
+ALL = dict.fromkeys(KERNEL_EXTRAS, True)
 TEXT = Path(__file__).parents[3] / "examples" / "lighthouse.txt"
 
 
@@ -38,8 +40,8 @@ def scored() -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_same(logits: torch.Tensor, chosen_ids: torch.Tensor, k: int) -> None:
     given = chosen_ids[:7]
-    got = extract(logits, chosen_ids, k, given_ids=given, entropy=True)
-    want = reference.extract(logits, chosen_ids, k, given_ids=given, entropy=True, dtype=torch.float64)
+    got = extract(logits, chosen_ids, k, given_ids=given, **ALL)
+    want = reference.extract(logits, chosen_ids, k, given_ids=given, **ALL, dtype=torch.float64)
     assert got.is_valid.all()
     assert torch.equal(got.token_ids, want.token_ids)
     assert torch.equal(got.ranks, want.ranks)
@@ -49,7 +51,7 @@ def assert_same(logits: torch.Tensor, chosen_ids: torch.Tensor, k: int) -> None:
     for mine, exact in (
         (got.logprobs, want.logprobs),
         (got.lse, want.lse),
-        (got.entropy, want.entropy),
+        *((got.extras[name], want.extras[name]) for name in KERNEL_EXTRAS),
         (got.given.logprobs, want.given.logprobs),
     ):
         assert mine is not None

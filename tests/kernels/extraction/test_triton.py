@@ -83,14 +83,15 @@ from logprobe.kernels.extraction import triton as cuda
 ROWS = dict(
     logits="*bf16", row_stride="i64", vocab_size="i32", chosen_ids="*i32", num_logprobs="*i32",
     token_ids="*i32", logprobs="*fp32", width="i64", ranks="*i32",
-    lses="*fp32", valid="*i1", entropies="*fp32",
+    lses="*fp32", valid="*i1", entropies="*fp32", varentropies="*fp32", margins="*fp32",
 )
+FLAGS = ("has_entropy", "has_varentropy", "has_margin")
 GIVEN = dict(
     logits="*bf16", row_stride="i64", vocab_size="i32", entry_rows="*i64", token_ids="*i32",
     lses="*fp32", logprobs="*fp32", ranks="*i32",
 )
 for kernel, arguments, fixed in (
-    (cuda._rows_kernel, ROWS, {"has_entropy": True, "top": 32, "block": 1024}),
+    (cuda._rows_kernel, ROWS, dict.fromkeys(FLAGS, True) | {"top": 32, "block": 1024}),
     (cuda._given_kernel, GIVEN, {"block": 1024}),
 ):
     signature = arguments | dict.fromkeys(fixed, "constexpr")

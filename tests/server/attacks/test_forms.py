@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.server.openai.bodies import ChatBody, CompletionBody, ResponsesBody
 from logprobe.server.openai.fields import SAMPLING_FIELDS
 
@@ -62,7 +63,7 @@ ODD: dict[str, list[tuple[Any, Any]]] = {
     "logprob_token_ids": [([], None), ([9], [9])],
     "logprobs_mode": [("raw_logprobs", None)],
     "prompt_logprobs": [(0, 0)],
-    "entropy": [(False, None)],
+    **{name: [(False, None)] for name in KERNEL_EXTRAS},
     "explain": [(False, None)],
     "field_logprobs": [(False, None)],
     "lora": [(None, None)],

@@ -106,6 +106,8 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     ),
     "echo": st.booleans(),
     "entropy": st.booleans(),
+    "varentropy": st.booleans(),
+    "margin": st.booleans(),
     "explain": st.booleans(),
     "field_logprobs": st.sampled_from([False, True, "members"]),
     "stream": st.booleans(),

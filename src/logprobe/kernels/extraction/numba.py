@@ -30,6 +30,7 @@ from logprobe.kernels.threads.vectors import (
     count_greater,
     sum_exp,
     sum_exp_and_product,
+    sum_squares,
     widen_bfloat16,
     widen_float16,
 )
@@ -63,7 +64,9 @@ PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
     GIVEN_IDS,
     GIVEN_LOGPROBS,
     GIVEN_RANKS,
-) = range(2, 19)
+    VARENTROPY,  # 0 where it was not asked for
+    MARGIN,  # 0 where it was not asked for
+) = range(2, 21)
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -93,6 +96,8 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
         context += [array.data_ptr() for array in arrays]
     else:
         context += [0] * 4
+    columns = map(output.extras.get, ("varentropy", "margin"))
+    context += [0 if column is None else column.data_ptr() for column in columns]
     is_small = logits.numel() < PARALLEL_FROM
     parallel_for(worker(), context, len(logits), num_threads=1 if is_small else None)
 
@@ -137,7 +142,7 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
         num_groups *= 2
     maxima = maxima[: blocks.size * num_groups]
     greatest, total, products, rank = _one_pass(
-        row, (maxima, blocks, padded), row[chosen], task[ENTROPY] != 0
+        row, (maxima, blocks, padded), row[chosen], task[ENTROPY] != 0 or task[VARENTROPY] != 0
     )
     is_valid = greatest > MINUS_INF and not math.isnan(total)
     lse = float(greatest) + math.log(total) if is_valid else math.nan
@@ -147,6 +152,9 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
     if task[ENTROPY]:
         entropy = math.log(total) - products / total
         float32_at(task[ENTROPY], item + 1)[item] = entropy if is_valid else math.nan
+    if task[VARENTROPY]:
+        squares = _squares(row, greatest, products / total) if is_valid else math.nan
+        float32_at(task[VARENTROPY], item + 1)[item] = squares / total
     first, last = _given_range(task, item)
     ordered = pairs[0, :0]
     if is_valid and (3 * k > 2 * maxima.size or last - first > MANY_GIVEN):
@@ -159,6 +167,9 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
     logprobs = float32_at(task[LOGPROBS] + 4 * item * task[WIDTH], k + 1)
     for column in range(k + 1):
         logprobs[column] = float(row[token_ids[column]]) - lse
+    if task[MARGIN]:
+        margin = _margin(row, (maxima, blocks), ordered, (pairs, counts)) if is_valid else math.nan
+        float32_at(task[MARGIN], item + 1)[item] = margin
     if last > first:
         _given(task, (first, last), row, ordered, lse)
 
@@ -189,6 +200,29 @@ def _one_pass(row: Any, groups: Any, chosen: Any, with_products: Any) -> Any:
             part_total = sum_exp(values, reference)
         total += part_total * weight
     return greatest, total, products, count
+
+
+@internal
+def _squares(row: Any, greatest: Any, mean: Any) -> Any:
+    """Sum of (d - mean)**2 * e**d over the row, d = x - greatest.
+
+    A pass of its own about the mean: E[d**2] - E[d]**2 of one pass would cancel, and the sums of rows that
+    ask for no varentropy stay as they are.
+    """
+    squares = 0.0
+    for start in range(0, row.size, BLOCK):
+        squares += sum_squares(row[start : min(start + BLOCK, row.size)], greatest, F32(mean))
+    return squares
+
+
+@internal
+def _margin(row: Any, groups: Any, ordered: Any, scratch: Any) -> Any:
+    """How far the second largest value lies below the largest; inf where there is none."""
+    if row.size < 2:
+        return math.inf
+    best = np.empty(2, np.int64)
+    top_ids(row, groups, best, ordered, scratch)
+    return float(row[best[0]]) - float(row[best[1]])
 
 
 @internal

@@ -75,6 +75,14 @@ def _fill_row(values: Tensor, chosen_id: int, output: DeviceRows) -> None:
     output.is_valid[0] = is_valid
     if output.entropy is not None:
         output.entropy[0] = -torch.where(logprobs.isneginf(), 0.0, logprobs.exp() * logprobs).sum()
+    if "varentropy" in output.extras:
+        apart = logprobs.where(~logprobs.isneginf(), 0.0)
+        mean = (logprobs.exp() * apart).sum()
+        output.extras["varentropy"][0] = (logprobs.exp() * (apart - mean) ** 2).sum()
+    if "margin" in output.extras:
+        best = values.sort(descending=True).values
+        margin = best[0] - best[1] if len(best) > 1 else torch.inf
+        output.extras["margin"][0] = margin if is_valid else torch.nan
     if output.given is not None:
         _fill_given(values, logprobs, output.given, is_valid=is_valid)
 

@@ -50,7 +50,11 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
         output.lse,
         output.is_valid,
         output.lse if output.entropy is None else output.entropy,
+        output.extras.get("varentropy", output.lse),
+        output.extras.get("margin", output.lse),
         has_entropy=output.entropy is not None,
+        has_varentropy="varentropy" in output.extras,
+        has_margin="margin" in output.extras,
         top=top if top <= MAX_TOP else 0,
         block=BLOCK,
     )
@@ -110,6 +114,23 @@ def _absorb(values: tl.tensor, greatest: tl.tensor, total: tl.tensor, products: 
 
 
 @triton.jit
+def _squares(values: tl.tensor, greatest: tl.tensor, mean: tl.tensor) -> tl.tensor:
+    """Sum of (d - mean)**2 * e**d, d = value - greatest."""
+    d = tl.where(values == float("-inf"), -1e4, values - greatest)
+    return tl.sum((d - mean) * (d - mean) * tl.exp(d))
+
+
+@triton.jit
+def _second(values: tl.tensor, greatest: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The second largest of the values before and of one more block; equal values are two."""
+    highest = tl.max(values)
+    is_highest = values == highest
+    others = tl.max(tl.where(is_highest, float("-inf"), values))
+    next_one = tl.where(tl.sum(is_highest.to(tl.int32)) > 1, highest, others)
+    return tl.maximum(tl.minimum(highest, greatest), tl.maximum(next_one, second))
+
+
+@triton.jit
 def _rows_kernel(
     logits: tl.tensor,
     row_stride: tl.tensor,
@@ -123,7 +144,11 @@ def _rows_kernel(
     lses: tl.tensor,
     valid: tl.tensor,
     entropies: tl.tensor,
+    varentropies: tl.tensor,
+    margins: tl.tensor,
     has_entropy: tl.constexpr,
+    has_varentropy: tl.constexpr,
+    has_margin: tl.constexpr,
     top: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
@@ -135,12 +160,15 @@ def _rows_kernel(
     total = tl.full([], 0.0, tl.float64)
     products = tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
+    second = tl.full([], float("-inf"), tl.float32)
     if top > 0:
         best = tl.full([top], NOTHING, tl.int64)
     for start in range(0, vocab_size, block):
         ids = start + tl.arange(0, block)
         values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         count += tl.sum((values > chosen).to(tl.int32))
+        if has_margin:
+            second = _second(values, greatest, second)
         greatest, total, products = _absorb(values, greatest, total, products)
         if top > 0:
             pairs = tl.where(ids < vocab_size, _pack(values, ids), NOTHING)
@@ -155,6 +183,17 @@ def _rows_kernel(
     if has_entropy:
         entropy = tl.where(is_valid, tl.log(total) - products / total, float("nan"))
         tl.store(entropies + row, entropy.to(tl.float32))
+    if has_varentropy:
+        mean = (products / total).to(tl.float32)
+        squares = tl.full([], 0.0, tl.float64)
+        for start in range(0, vocab_size, block):
+            ids = start + tl.arange(0, block)
+            values = tl.load(base + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+            squares += _squares(values, greatest, mean).to(tl.float64)
+        varentropy = tl.where(is_valid, squares / total, float("nan"))
+        tl.store(varentropies + row, varentropy.to(tl.float32))
+    if has_margin:
+        tl.store(margins + row, tl.where(is_valid, greatest - second, float("nan")))
     tl.store(token_ids + row * width, chosen_id)
     tl.store(logprobs + row * width, (chosen - lse).to(tl.float32))
     if top > 0:

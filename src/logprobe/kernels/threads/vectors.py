@@ -87,6 +87,18 @@ def sum_exp_and_product(x: Any, reference: Any) -> Any:
     return total, products
 
 
+@internal(fastmath=SUMS)
+def sum_squares(x: Any, reference: Any, mean: Any) -> Any:
+    """Sum of (d - mean)**2 * e**d, where d = x - reference."""
+    squares = ZERO
+    for i in range(x.size):
+        d = x[i] - reference
+        d = LOWEST if d < LOWEST else d  # noqa: FURB136
+        apart = d - mean
+        squares += apart * apart * exponential(d)
+    return squares
+
+
 @internal
 def count_greater(x: Any, bound: Any) -> Any:
     """How many values are strictly greater than `bound`."""

@@ -80,6 +80,8 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     prompt_rows: bool | None = None
     entropy: bool | None = None
+    varentropy: bool | None = None
+    margin: bool | None = None
     explain: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

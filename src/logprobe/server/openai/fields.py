@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from logprobe.errors import ParameterError, shortened
+from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
 from logprobe.server.openai.bodies import ResponsesBody
@@ -55,6 +56,8 @@ SAMPLING_FIELDS: Final = (
     "logprob_token_ids",
     "prompt_logprobs",
     "entropy",
+    "varentropy",
+    "margin",
     "explain",
 )
 """Fields that mean on the wire what they mean in `SamplingParams`."""
@@ -91,7 +94,7 @@ LOGPROBS_FIELDS: Final = (
 )
 """Where clients ask for alternatives; one cap holds for all."""
 
-REPORTS: Final = ("entropy", "explain", "logprob_token_ids", "logprobs_mode")
+REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode")
 """Extensions that come beside logprobs."""
 
 # vLLM's words for a text of a given form, which `response_format` says here.

@@ -84,6 +84,8 @@ class PromptRow(TokenRow, kw_only=True):
 class _FurtherColumns(Shape, kw_only=True):
     log_kept_mass: list[float | None] | UnsetType = UNSET
     entropy: list[float | None] | UnsetType = UNSET
+    varentropy: list[float | None] | UnsetType = UNSET
+    margin: list[float | None] | UnsetType = UNSET
     given: list[list[TokenRow] | None] | UnsetType = UNSET
 
 
@@ -93,6 +95,8 @@ class _PromptExtras(Shape, kw_only=True):
     prompt_rows: list[PromptRow | None] | UnsetType = UNSET
     prompt_log_kept_mass: list[float | None] | UnsetType = UNSET
     prompt_entropy: list[float | None] | UnsetType = UNSET
+    prompt_varentropy: list[float | None] | UnsetType = UNSET
+    prompt_margin: list[float | None] | UnsetType = UNSET
     prompt_given: list[list[TokenRow] | None] | UnsetType = UNSET
     logprobs_info: dict[str, Any] | UnsetType = UNSET
 
@@ -148,12 +152,16 @@ class _ChatFrame(_PromptExtras, kw_only=True):
 class _ReasoningColumns(_FurtherColumns, kw_only=True):
     reasoning_log_kept_mass: list[float | None] | UnsetType = UNSET
     reasoning_entropy: list[float | None] | UnsetType = UNSET
+    reasoning_varentropy: list[float | None] | UnsetType = UNSET
+    reasoning_margin: list[float | None] | UnsetType = UNSET
     reasoning_given: list[list[TokenRow] | None] | UnsetType = UNSET
 
 
 class _CallColumns(_ReasoningColumns, kw_only=True):
     tool_calls_log_kept_mass: list[list[float | None]] | UnsetType = UNSET
     tool_calls_entropy: list[list[float | None]] | UnsetType = UNSET
+    tool_calls_varentropy: list[list[float | None]] | UnsetType = UNSET
+    tool_calls_margin: list[list[float | None]] | UnsetType = UNSET
     tool_calls_given: list[list[list[TokenRow] | None]] | UnsetType = UNSET
 
 
