@@ -38,7 +38,7 @@ def test_every_page_with_examples_has_a_test_that_runs_them() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        DataSettings(tokens=True, unconditional=True),
+        DataSettings(tokens=True, unconditional=True, detect=True, label_column="seen"),
         DataSettings(context_column="q", choices_column="c", answer_column="a"),
     ],
     ids=["texts", "questions"],

@@ -87,7 +87,7 @@ def test_models_of_different_tokenizers_are_compared_by_word(
     tiny_llm: LLM, tiny_window_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(str(tiny_window_folder), kv_bytes=1 << 21) as other:
-        monkeypatch.setattr("logprobe.scoring.comparison._same_vocabulary", lambda *_: False)
+        monkeypatch.setattr("logprobe.scoring.comparison.same_vocabulary", lambda *_: False)
         found = compare(tiny_llm, other, TEXTS, bos=False)
         a, b = surprisal(tiny_llm, TEXTS[0], bos=False), surprisal(other, TEXTS[0], bos=False)
     assert found.unit == "word"

@@ -13,8 +13,16 @@ from logprobe.cli.inputs import STDIN, TextSource
 from logprobe.cli.options import flags_for, open_llm, settings_from, takes_engine, takes_settings
 from logprobe.cli.rows import info_dict, token_rows, totals, totals_of
 from logprobe.cli.shade import Shader, can_shade, legend
-from logprobe.cli.tables import console, print_facts, print_tokens, refuse_vocabulary, totals_lines
+from logprobe.cli.tables import (
+    console,
+    number_lines,
+    print_facts,
+    print_tokens,
+    refuse_vocabulary,
+    totals_lines,
+)
 from logprobe.errors import PromptTooLongError, require
+from logprobe.records.forms.json import finite_value
 from logprobe.sampling import SamplingParams
 from logprobe.scoring.data.settings import DataSettings, RaySettings
 from logprobe.scoring.data.sources import SUFFIXES
@@ -24,7 +32,8 @@ if TYPE_CHECKING:
 
     from logprobe.cli.rows import TokenRow
     from logprobe.llm import LLM
-    from logprobe.records import LogprobsInfo
+    from logprobe.records import FlatLogprobs, LogprobsInfo
+    from logprobe.scoring.detection import Detector
 
 _Text = Annotated[str | None, typer.Option("--text", help="The text itself, instead of a file.")]
 _Top = Annotated[
@@ -61,7 +70,8 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
         settings, cluster = settings_from(DataSettings, flags), settings_from(RaySettings, flags)
         for name in cluster.given if engine != "ray" else ():
             require(False, name, "comes with --engine ray")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True)
+        detects = settings.detect
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True, varentropy=detects)
     asks_for_rows = data.output is not None or data.lines or data.format is not None
     if asks_for_rows or _is_data(names, settings):
         if text is not None or not names:
@@ -89,8 +99,8 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
 
 def _is_data(names: list[str], settings: DataSettings) -> bool:
     """Whether the files are rows: by their number, their names, or what is asked of them."""
-    columns = {name: getattr(settings, name) for name in ("context_column", "choices_column", "keep_columns")}
-    asks_for_rows = any(columns.values()) or settings.unconditional
+    columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
+    asks_for_rows = any(columns) or settings.unconditional
     return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
 
 
@@ -126,6 +136,7 @@ class WholeText:
         num_unscored = 0 if has_bos else len(rows[0]["bytes"])
         self._after = {
             "totals": totals(rows, num_bytes, num_bytes - num_unscored),
+            **({"detect": _detected(text, output.prompt_logprobs)} if params.varentropy else {}),
             "info": info_dict(llm, output.info),
         }
 
@@ -136,6 +147,22 @@ class WholeText:
     def after(self) -> dict[str, Any]:
         """The totals, and what the numbers are."""
         return self._after
+
+
+def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
+    """The measures of a text, of its record with one position a token, the first unscored."""
+    from logprobe.scoring.detection import Detector
+
+    detector = Detector()
+    own = record[1:]
+    columns = (own.chosen_entries().logprobs, own.extras["entropy"], own.extras["varentropy"])
+    detector.add_tokens(*(column.tolist() for column in columns))
+    detector.add_text(text)
+    return _finite(detector)
+
+
+def _finite(detector: Detector) -> dict[str, float | None]:
+    return {name: finite_value(value) for name, value in detector.result().items()}
 
 
 def _starts_with_added_token(llm: LLM, text: str, token_ids: list[int]) -> bool:
@@ -167,6 +194,11 @@ class TextInWindows:
             )
         self._tally = TextTally(llm, self._settings)
         self._info: LogprobsInfo | None = None
+        self._detector: Detector | None = None
+        if settings.detect:
+            from logprobe.scoring.detection import Detector
+
+            self._detector = Detector()
         self.num_added = int(self._tally.result().bos_token_id is not None)
         self.before: dict[str, Any] = {}
 
@@ -177,12 +209,22 @@ class TextInWindows:
         from logprobe.scoring.windows import score_windows
 
         vocabulary = self._llm.text.vocabulary
-        pieces = self._tally.pieces(self._source.parts())
-        scored = score_windows(self._llm, pieces, self._settings, entropy=True, logprobs=self._num_top)
+        detector = self._detector
+        pieces = self._tally.pieces(self._parts())
+        scored = score_windows(
+            self._llm,
+            pieces,
+            self._settings,
+            entropy=True,
+            varentropy=detector is not None,
+            logprobs=self._num_top,
+        )
         with byte_bar(self._source.num_bytes, shown=self._has_bar) as advance:
             for window, score in scored:
                 assert score.record is not None
                 self._tally.add(window, score)
+                if detector is not None:
+                    detector.add_tokens(score.token_logprobs, score.entropy or (), score.varentropy or ())
                 self._info = score.record.info or self._info
                 if advance is not None:
                     advance(score.num_bytes, score.num_tokens)
@@ -191,6 +233,12 @@ class TextInWindows:
                     first = window.token_ids[: window.num_unscored].tolist()
                     unscored = token_rows(first, FlatLogprobs([None] * len(first)), vocabulary)
                     yield unscored + token_rows(score.token_ids, score.record, vocabulary)
+
+    def _parts(self) -> Iterator[str]:
+        for part in self._source.parts():
+            if self._detector is not None:
+                self._detector.add_text(part)
+            yield part
 
     def after(self) -> dict[str, Any]:
         """How it was read, the totals, and what the numbers are."""
@@ -205,6 +253,7 @@ class TextInWindows:
             "window": result.window,
             "stride": result.stride,
             "totals": totals_of(result.logprob, *counts) | words,
+            **({} if self._detector is None else {"detect": _finite(self._detector)}),
             "info": info_dict(self._llm, self._info),
         }
 
@@ -245,4 +294,4 @@ def _print_text(text: ScoredText, num_top: int, *, is_table: bool) -> None:
     note = f"first token: {facts['first_token']}"
     if "window" in facts:
         note += f"; windows of {facts['window']}, {facts['stride']} apart"
-    print_facts(totals_lines(facts["totals"], note))
+    print_facts([*totals_lines(facts["totals"], note), *number_lines(facts.get("detect", {}))])

@@ -18,7 +18,7 @@ from logprobe.cli.rows import visible
 from logprobe.scoring.data.summary import Mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import ConsoleOptions, RenderResult
 
@@ -187,6 +187,11 @@ def totals_lines(totals: Totals, note: str) -> list[list[str]]:
     ]
 
 
+def number_lines(numbers: Mapping[str, float | None]) -> list[list[str]]:
+    """One line a number, by name."""
+    return [[name, MISSING if value is None else f"{value:.6g}"] for name, value in numbers.items()]
+
+
 def summary_lines(summary: Summary) -> list[list[str]]:
     """The figures of a data set; those that it has not are left out."""
     lines = [["rows", f"{summary.num_rows} scored, {summary.num_bad} bad"]]
@@ -197,6 +202,8 @@ def summary_lines(summary: Summary) -> list[list[str]]:
         if isinstance(value, Mean):
             error = "" if value.error is None else f" ± {value.error:.4f}"
             lines.append([field.name, f"{value.mean:.4f}{error}"])
+        elif isinstance(value, dict):
+            lines += [[f"{field.name} {name}", _number(number)] for name, number in value.items()]
         else:
             lines.append([field.name, _number(value)])
     return lines

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.run import score_dataset as score_dataset
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
+    from logprobe.scoring.detection import binoculars as binoculars
     from logprobe.scoring.fields import Field as Field
     from logprobe.scoring.fields import fields_of as fields_of
     from logprobe.scoring.labels import Classification as Classification
@@ -74,6 +75,7 @@ _HOMES = {
     "read_rollouts": ".rollout_files",
     "rerank": ".labels",
     "score_dataset": ".data.run",
+    "binoculars": ".detection",
     "surprisal": ".texts",
     "write_rollouts": ".rollout_files",
 }

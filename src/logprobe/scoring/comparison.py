@@ -17,6 +17,7 @@ import numpy as np
 
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.scoring import measures
+from logprobe.scoring.score import whole_rows
 from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.texts import surprisal
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.records import FlatLogprobs
     from logprobe.records.values import IntArray
     from logprobe.scoring.scorer import Scorer
     from logprobe.scoring.texts import ScoredText
@@ -197,13 +197,14 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         ParameterError: no text that has a token to score, or one that is longer than a context.
         BatchError: a request failed.
     """
-    if _same_vocabulary(a, b):
+    if same_vocabulary(a, b):
         sequences = _sequences(a, texts, bos)
         return _of_tokens(a, [part for index, ids in sequences for part in _token_parts(a, b, index, ids)])
     return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
 
 
-def _same_vocabulary(a: Scorer, b: Scorer) -> bool:
+def same_vocabulary(a: Scorer, b: Scorer) -> bool:
+    """Whether ids mean the same tokens to both, and texts become the same ids."""
     if a.text is b.text:
         return True
     mine, theirs = a.text, b.text
@@ -257,24 +258,6 @@ def _token_parts(a: Scorer, b: Scorer, index: int, ids: IntArray) -> Iterator[To
             kl=measures.kl_divergence(rows, others),
             is_same_best=rows.argmax(axis=1) == others.argmax(axis=1),
         )
-
-
-def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
-    """The log-probabilities of the whole vocabulary by id, (T, V) nats, of a record that holds all of them.
-
-    Raises:
-        ParameterError: it holds less (score with `logprobs=-1`).
-    """
-    entries = record.top_entries()
-    widths = np.diff(entries.offsets)
-    is_whole = len(widths) > 0 and bool((widths == widths[0]).all())
-    size = int(widths[0]) if is_whole else 0
-    is_whole = is_whole and size > 0 and int(entries.token_ids.max()) == size - 1
-    require(is_whole, "record", "does not hold the whole vocabulary; score with logprobs=-1")
-    rows = np.empty((len(widths), size), np.float32)
-    positions = np.repeat(np.arange(len(widths)), size)
-    rows[positions, entries.token_ids] = entries.logprobs
-    return rows
 
 
 def _of_tokens(a: Scorer, parts: Sequence[TokenPart]) -> Comparison:

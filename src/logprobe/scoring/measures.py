@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
@@ -292,6 +292,124 @@ def _answers(confidences: npt.ArrayLike, is_correct: npt.ArrayLike) -> tuple[Flo
     require(values.shape == hits.shape, "is_correct", f"{hits.shape} for confidences {values.shape}")
     require(bool(np.all((values >= 0) & (values <= 1))), "confidences", "must lie in [0, 1]")
     return values, hits
+
+
+# -- of a text: was it learnt by heart, or written by a machine? ---------------------------------------------
+
+
+DETECTIONS: Final = ("min_k", "min_k_plus", "fast_detect_gpt", "zlib_ratio")
+"""Those of one model, by the names of the functions."""
+
+
+def min_k(logprobs: npt.ArrayLike, *, share: float = 0.2) -> float | None:
+    """Min-K% Prob: mean logprob of the least likely share of the tokens, nats; None without any.
+
+    1/|E| · Σ log p(x_t | x_<t) over t in E, the max(⌊share · T⌋, 1) tokens of lowest logprob. The higher,
+    the likelier has the model seen the text (Shi et al. 2024, https://arxiv.org/abs/2310.16789).
+
+    Raises:
+        ParameterError: a share outside (0, 1].
+    """
+    return _mean_of_least(np.asarray(logprobs, np.float64), share)
+
+
+def min_k_plus(
+    logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike, *, share: float = 0.2
+) -> float | None:
+    """Min-K%++: the same mean of (log p(x_t | x_<t) - m_t) / s_t; None without any token.
+
+    m_t and s_t are mean and standard deviation of log p(z | x_<t) for z drawn from the same distribution:
+    minus its entropy, and the root of its varentropy. The higher, the likelier has the model seen the text
+    (Zhang et al. 2024, https://arxiv.org/abs/2404.02936). Where s_t is 0, a token at the mean counts 0.
+
+    Raises:
+        ParameterError: a share outside (0, 1].
+    """
+    apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
+    return _mean_of_least(_standardised(apart, np.asarray(varentropies, np.float64)), share)
+
+
+def fast_detect_gpt(
+    logprobs: npt.ArrayLike, entropies: npt.ArrayLike, varentropies: npt.ArrayLike
+) -> float | None:
+    """Fast-DetectGPT: the conditional probability curvature, analytically; None without any token.
+
+    Σ (log p(x_t | x_<t) - m_t) / √ Σ s_t², with m_t and s_t as in `min_k_plus`, where one model samples
+    and scores. The higher, the likelier is the text a machine's (Bao et al. 2024,
+    https://arxiv.org/abs/2310.05130).
+    """
+    apart = np.asarray(logprobs, np.float64) + np.asarray(entropies, np.float64)
+    if not len(apart):
+        return None
+    return float(_standardised(np.sum(apart), np.sum(np.asarray(varentropies, np.float64))))
+
+
+def zlib_ratio(logprobs: npt.ArrayLike, num_compressed: int) -> float | None:
+    """Mean logprob of a token by the bytes that zlib makes of the text; None without any token.
+
+    -(log perplexity) / zlib entropy. The higher (the nearer to 0), the likelier has the model seen the text
+    (Carlini et al. 2021, https://arxiv.org/abs/2012.07805, whose code has the inverse; this way round as
+    Zhang et al. have it).
+    """
+    values = np.asarray(logprobs, np.float64)
+    return float(values.mean() / num_compressed) if len(values) else None
+
+
+def cross_entropy(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
+    """Mean surprisal of what is drawn from each row under the row of `others`: -Σ p log q, nats."""
+    return -_mean_under(np.exp(np.asarray(rows, np.float64)), np.asarray(others, np.float64))
+
+
+def binoculars(logprobs: npt.ArrayLike, cross_entropies: npt.ArrayLike) -> float | None:
+    """Binoculars: a text's log perplexity by the log cross-perplexity of two models; None without any token.
+
+    Mean of -log q(x_t | x_<t) / mean of -Σ_v p(v | x_<t) log q(v | x_<t), with p of the observer (a base
+    model) and q of the performer (its instruct form). The lower, the likelier is the text a machine's (Hans
+    et al. 2024, https://arxiv.org/abs/2401.12070). The paper's formula has the observer's perplexity above
+    the line; the authors' code, which their thresholds are of, has the performer's (their issue 27), and
+    this follows the code. `scoring.binoculars` has the two models score a text.
+    """
+    values, crossed = np.asarray(logprobs, np.float64), np.asarray(cross_entropies, np.float64)
+    if not (len(values) and len(crossed)):
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(-values.mean() / crossed.mean())
+
+
+def roc_auc(values: npt.ArrayLike, labels: npt.ArrayLike) -> float | None:
+    """Area under the ROC curve: how often a value with the label lies above one without it, equal ones half.
+
+    By the sum of ranks (Mann & Whitney 1947), as scikit-learn's `roc_auc_score`; None where all labels are
+    the same.
+
+    Raises:
+        ParameterError: lengths that differ, or a value that is no number.
+    """
+    numbers, hits = np.asarray(values, np.float64), np.asarray(labels, np.bool_)
+    require(numbers.shape == hits.shape, "labels", f"{hits.shape} for values {numbers.shape}")
+    require(not np.isnan(numbers).any(), "values", "hold NaN; leave out what has no number")
+    num_hits = int(hits.sum())
+    num_others = len(hits) - num_hits
+    if not (num_hits and num_others):
+        return None
+    _, place, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - (counts - 1) / 2  # the mean rank of equal values, from 1
+    above = float(middle[place][hits].sum()) - num_hits * (num_hits + 1) / 2
+    return above / (num_hits * num_others)
+
+
+def _mean_of_least(values: Floats, share: float) -> float | None:
+    require(0 < share <= 1, "share", f"must lie in (0, 1], got {share}")
+    if not len(values):
+        return None
+    num = max(int(len(values) * share), 1)
+    return float(np.mean(np.partition(values, num - 1)[:num]))
+
+
+def _standardised(apart: npt.ArrayLike, variances: npt.ArrayLike) -> Floats:
+    """Apart / √variance, where 0 / 0 is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.equal(apart, 0), 0.0, np.asarray(apart) / np.sqrt(np.asarray(variances)))
 
 
 # -- of two models' logprobs of the same tokens --------------------------------------------------------------

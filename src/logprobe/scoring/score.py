@@ -7,21 +7,26 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from logprobe.errors import require
 from logprobe.records.forms.html import shaded
 from logprobe.scoring import measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from logprobe.errors import LogprobeError
     from logprobe.records import FlatLogprobs
+
+COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """What a model gives a continuation after its context; nats, -inf where a token is impossible."""
-
-COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
 
     logprob: float  # sum over the continuation's tokens
     token_logprobs: list[float]  # (num_tokens,)
@@ -32,13 +37,13 @@ COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where 
     num_bytes: int  # UTF-8 bytes of the continuation
     num_chars: int  # Unicode code points of the continuation
     entropy: list[float] | None = None  # (num_tokens,), nats; None where it was not asked for
+    varentropy: list[float] | None = None  # (num_tokens,), nats squared; likewise
+    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
     unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
     record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
     error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
 
     @classmethod
-    varentropy: list[float] | None = None  # (num_tokens,), nats squared; likewise
-    margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
     def failed(cls, error: LogprobeError) -> Score:
         """The score of a pair that could not be scored."""
         return cls(
@@ -138,3 +143,21 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
         **columns,
         unconditional_logprob=unconditional_logprob,
     )
+
+
+def whole_rows(record: FlatLogprobs) -> NDArray[np.float32]:
+    """The log-probabilities of the whole vocabulary by id, (T, V) nats, of a record that holds all of them.
+
+    Raises:
+        ParameterError: it holds less (score with `logprobs=-1`).
+    """
+    entries = record.top_entries()
+    widths = np.diff(entries.offsets)
+    is_whole = len(widths) > 0 and bool((widths == widths[0]).all())
+    size = int(widths[0]) if is_whole else 0
+    is_whole = is_whole and size > 0 and int(entries.token_ids.max()) == size - 1
+    require(is_whole, "record", "does not hold the whole vocabulary; score with logprobs=-1")
+    rows = np.empty((len(widths), size), np.float32)
+    positions = np.repeat(np.arange(len(widths)), size)
+    rows[positions, entries.token_ids] = entries.logprobs
+    return rows

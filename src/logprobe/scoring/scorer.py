@@ -51,6 +51,7 @@ class Scorer(Protocol):
         *,
         progress: bool = False,
         entropy: bool = False,
+        varentropy: bool = False,
         unconditional: bool = False,
         logprobs: int = 0,
     ) -> list[Score]:

@@ -136,6 +136,7 @@ def score_windows(
     settings: WindowSettings,
     *,
     entropy: bool = False,
+    varentropy: bool = False,
     logprobs: int = 0,
 ) -> Iterator[tuple[Window, Score]]:
     """Each window with the score of the tokens that it is to score, in order and in bounded memory.
@@ -147,7 +148,7 @@ def score_windows(
 
     def score(batch: list[Window]) -> list[tuple[Window, Score]]:
         pairs = [part.pair for part in batch if part.num_scored]
-        scores = iter(llm.score(pairs, entropy=entropy, logprobs=logprobs))
+        scores = iter(llm.score(pairs, entropy=entropy, varentropy=varentropy, logprobs=logprobs))
         return [(part, next(scores) if part.num_scored else _no_score()) for part in batch]
 
     all_windows = windows(pieces, settings.window, settings.stride)

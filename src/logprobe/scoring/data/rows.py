@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.scorer import Scorer
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 ROWS_A_CALL = 256
 CHARS_A_CALL = 1 << 18
 
@@ -62,6 +63,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     context: str | None  # what stands before the texts; None: a text alone
     texts: list[str]  # the text, or the choices
     answer: int | None  # index of the right choice, where there is one
+    label: bool | None  # what is known of the text, where it is
     kept: dict[str, str | None]  # columns of the output that are copied
 
     @property
@@ -110,7 +112,7 @@ def batches(rows: Iterable[CheckedRow]) -> Iterator[list[CheckedRow]]:
 
 
 def _question_of(row: Row, settings: DataSettings) -> Question:
-    values, context, answer = row.values, None, None
+    values, context, answer, label = row.values, None, None, None
     if settings.context_column is not None:
         context = _text_of(values, settings.context_column, may_be_empty=True)
     if settings.choices_column is None:
@@ -119,6 +121,8 @@ def _question_of(row: Row, settings: DataSettings) -> Question:
         texts = _choices_of(values[settings.choices_column], settings.choices_column)
     if settings.answer_column is not None:
         answer = _answer_of(values[settings.answer_column], texts, settings.answer_column)
+    if settings.label_column is not None:
+        label = _label_of(values[settings.label_column], settings.label_column)
     return Question(
         index=row.index,
         source=row.source,
@@ -127,6 +131,7 @@ def _question_of(row: Row, settings: DataSettings) -> Question:
         context=context,
         texts=texts,
         answer=answer,
+        label=label,
         kept={name: _kept(values[name], name) for name in settings.keep_columns},
     )
 
@@ -163,6 +168,12 @@ def _answer_of(value: Any, choices: list[str], column: str) -> int:
     require(is_index, column, f"names none of the {len(choices)} choices: {value!r:.60}")
     answer: int = index
     return answer
+
+
+def _label_of(value: Any, column: str) -> bool:
+    text = str(value).strip().lower()
+    require(text in LABELS, column, f"must be true, false, 1 or 0, got {value!r:.60}")
+    return LABELS[text]
 
 
 def _kept(value: Any, column: str) -> str | None:
@@ -231,6 +242,9 @@ def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
         columns |= {"perplexity": real, "bits_per_byte": real, "is_greedy": pa.bool_()}
         if settings.unconditional:
             columns |= {"unconditional_logprob": real, "pmi": real}
+        if settings.detect:
+            columns |= dict.fromkeys(measures.DETECTIONS, real)
+            columns |= {"label": pa.bool_()} if settings.label_column else {}
         if settings.tokens:
             columns |= {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
             columns |= {"token_ranks": pa.list_(pa.int64()), "token_entropy": pa.list_(pa.float32())}
@@ -336,7 +350,12 @@ class TextRows:
     def score(self, pairs: list[Pair]) -> list[Score]:
         """The scores of the pairs of some rows."""
         settings = self._settings
-        return self._llm.score(pairs, entropy=settings.tokens, unconditional=settings.unconditional)
+        return self._llm.score(
+            pairs,
+            entropy=settings.tokens or settings.detect,
+            varentropy=settings.detect,
+            unconditional=settings.unconditional,
+        )
 
     def asked(self, question: Question) -> Asked:
         """The pairs of its texts, and what their scores come to.
@@ -381,15 +400,22 @@ class TextRows:
     def _values(self, question: Question, scores: list[Score]) -> dict[str, Any]:
         if self._settings.choices_column:
             return _choice_values(question, scores)
-        return _text_values(scores[0], self._settings)
+        return _text_values(question, scores[0], self._settings)
 
 
-def _text_values(score: Score, settings: DataSettings) -> dict[str, Any]:
+def _text_values(question: Question, score: Score, settings: DataSettings) -> dict[str, Any]:
     names = ("logprob", "num_tokens", "num_bytes", "num_chars", "logprob_per_token", "logprob_per_byte")
     more = ("logprob_per_char", "perplexity", "bits_per_byte", "is_greedy")
     values = {name: getattr(score, name) for name in names + more}
     if settings.unconditional:
         values |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
+    if settings.detect:
+        from logprobe.scoring.detection import Detector
+
+        detector = Detector()
+        detector.add_tokens(score.token_logprobs, score.entropy or (), score.varentropy or ())
+        detector.add_text(question.texts[0])
+        values |= detector.result() | ({"label": question.label} if settings.label_column else {})
     if settings.tokens:
         values |= {"token_ids": score.token_ids, "token_logprobs": score.token_logprobs}
         values |= {"token_ranks": score.ranks, "token_entropy": score.entropy}

@@ -47,6 +47,8 @@ class DataSettings:
         delimiter: what stands between a context and a choice.
         tokens: give each token's id, logprob, rank and entropy.
         unconditional: score each continuation after nothing too, which gives PMI.
+        detect: give each text the measures of whether the model has seen it, or a machine has written it.
+        label_column: what is known of it: true, false, 1 or 0; the summary then has each measure's AUC.
         bos: put BOS (EOS where there is none) before texts without context; None: as the tokenizer does.
         truncation: what becomes of a row longer than the context: a bad row, its end, or sliding windows.
         window: tokens a window; None: the model's context.
@@ -62,6 +64,8 @@ class DataSettings:
     delimiter: str = " "
     tokens: bool = False
     unconditional: bool = False
+    detect: bool = False
+    label_column: str | None = None
     bos: bool | None = None
     truncation: Truncation = "error"
     window: int | None = None
@@ -72,8 +76,9 @@ class DataSettings:
         require(self.truncation in TRUNCATIONS, "truncation", known)
         has_choices = self.choices_column is not None
         require(has_choices or self.answer_column is None, "answer_column", "comes with choices_column")
-        is_plain = not (has_choices and (self.tokens or self.unconditional))
-        require(is_plain, "tokens", "and unconditional are for texts, not for choices")
+        is_plain = not (has_choices and (self.tokens or self.unconditional or self.detect))
+        require(is_plain, "tokens", "and unconditional and detect are for texts, not for choices")
+        require(self.detect or self.label_column is None, "label_column", "comes with detect")
         is_cut = self.truncation == "window"
         for name in ("window", "stride"):
             require(is_cut or getattr(self, name) is None, name, "comes with truncation='window'")
@@ -82,8 +87,9 @@ class DataSettings:
     @property
     def columns(self) -> list[str]:
         """The columns to read, the main one first, none twice."""
+        has_choices = self.choices_column is not None
         main = [self.choices_column, self.context_column, self.answer_column]
-        named = main if self.choices_column else [self.text_column, self.context_column]
+        named = main if has_choices else [self.text_column, self.context_column, self.label_column]
         return list(dict.fromkeys([*(name for name in named if name is not None), *self.keep_columns]))
 
     @property

@@ -42,6 +42,7 @@ class Summary:
     acc_norm: Mean | None = None  # by the mean over characters, as lm-evaluation-harness
     acc_bytes: Mean | None = None  # by the mean over bytes
     calibration_error: float | None = None  # of the softmax over the sums, in 10 bins
+    auc: dict[str, float | None] | None = None  # of each measure; None: all labels are equal
 
 
 class Moments:
@@ -71,7 +72,7 @@ class Moments:
 
 
 class Tally:
-    """Adds up tables of rows."""
+    """Adds up tables of rows; of labelled texts it keeps each measure, for their order."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -79,6 +80,7 @@ class Tally:
         self._moments = {name: Moments() for name in ("logprob", *HITS)}
         self._bins = np.zeros((3, NUM_BINS))  # how many, their confidence, their hits
         self._names: set[str] = set()
+        self._labelled: dict[str, list[NDArray[np.float64]]] = {name: [] for name in LABELLED}
 
     def add(self, table: pa.Table) -> None:
         """Take in some rows."""
@@ -89,6 +91,9 @@ class Tally:
             self._sums[name] += float(columns[name].sum())
         for name in self._moments.keys() & columns.keys():
             self._moments[name].add(columns[name])
+        if "label" in self._names and len(table):
+            for name, values in self._labelled.items():
+                values.append(_numbers(table, name))
         if {"confidence", "acc"} <= columns.keys() and len(table):
             bins = measures.calibration(columns["confidence"], columns["acc"], num_bins=NUM_BINS)
             weights = np.stack([bins.counts, bins.confidence * bins.counts, bins.accuracy * bins.counts])
@@ -110,9 +115,17 @@ class Tally:
         if self._bins[0].sum():
             gaps = np.abs(self._bins[1] - self._bins[2]).sum()
             figures["calibration_error"] = float(gaps / self._bins[0].sum())
+        if self._labelled["label"]:
+            columns = {name: np.concatenate(values) for name, values in self._labelled.items()}
+            labels = columns.pop("label")
+            figures["auc"] = {
+                name: measures.roc_auc(values[~np.isnan(values)], labels[~np.isnan(values)] == 1)
+                for name, values in columns.items()
+            }
         return Summary(num_rows=self._num_rows, num_bad=num_bad, **figures)
 
 
+LABELLED = ("label", "logprob_per_token", *measures.DETECTIONS)
 _WANTED = {"logprob", "num_tokens", "num_bytes", "confidence", *HITS}
 
 
