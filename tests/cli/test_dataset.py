@@ -219,3 +219,28 @@ def test_ray_is_refused_where_it_cannot_be(
     done = score(*(str(data) if argument == "IN" else argument for argument in arguments))
     assert done.code == 2
     assert says in done.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", [(), ("-o", "out.parquet"), ("--context-column", "sentence")])
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("in.jsonl", '\n{"sentence": "the cat"}\nno JSON\n{"sentence": "a dog", "id": 3}\n'),
+        ("in.csv", "sentence,id\nthe cat,1\n"),
+    ],
+)
+def test_a_column_that_is_not_there_is_told_before_the_model_is_loaded(
+    cli: Callable[..., Any], tmp_path: Path, name: str, data: str, flags: tuple[str, ...]
+) -> None:
+    (tmp_path / name).write_text(data)
+    done = cli("score", str(tmp_path / name), *flags, "--model", "no/such-model-anywhere")
+    assert done.code == 1
+    assert "has no column 'text'; it has 'sentence', 'id'" in done.err
+    assert "loading" not in done.err
+
+
+def test_a_first_row_of_jsonl_may_lack_what_others_have(score: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"id": 1}\n{"text": "the cat"}\n')
+    done = score(str(tmp_path / "in.jsonl"))
+    assert [json.loads(line)["row"] for line in done.out.splitlines()] == [1]
+    assert "line 1: has no 'text'; it has 'id'" in done.err

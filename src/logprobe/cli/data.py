@@ -24,7 +24,7 @@ from logprobe.cli.options import (
 )
 from logprobe.cli.tables import print_facts, summary_lines
 from logprobe.errors import require
-from logprobe.scoring.data.sources import Format, find_sources
+from logprobe.scoring.data.sources import Format, check_columns, find_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -91,9 +91,19 @@ class DataFlags:
         Raises:
             Exit: with 1 where a row was bad.
         """
-        sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
+        sources = self.sources(settings.rows.columns)
         with _open_workers(self.model, sources, settings, cluster, **loading) as workers:
             self._print(workers, arrange)
+
+    def sources(self, columns: Sequence[str]) -> list[Source]:
+        """The files, of which each has the columns.
+
+        Raises:
+            InputError: a file that cannot be read, or that lacks one.
+        """
+        sources = find_sources(self.files or [], kind=self.format, by_line=self.lines)
+        check_columns(sources, columns)
+        return sources
 
     def _print(self, workers: Workers, arrange: Arrange | None) -> None:
         from logprobe.scoring.data.journal import json_line

@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from glob import glob, has_magic
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -31,6 +32,7 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
 }
 ROWS_A_BATCH = 1024
+FIRST_ROWS = 32  # of a jsonl file, which tell its columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,20 @@ def _check_opens(source: Source) -> None:
     with _naming(source.name), Path(source.name).open("rb"):
         if source.format == "parquet":
             _open_parquet(source.name).close()
+
+
+def check_columns(sources: Iterable[Source], columns: Sequence[str]) -> None:
+    """Find a column that a file lacks before anything is computed; standard input is not looked into.
+
+    Raises:
+        InputError: a file that lacks one altogether (of jsonl the first rows tell), or cannot be read.
+    """
+    for source in sources:
+        if source.name != STDIN:
+            with _naming(source.name):
+                known = _COLUMNS[source.format](source)
+                if known is not None:
+                    _check_columns(source.name, columns, known)
 
 
 def read_rows(sources: Iterable[Source], columns: Iterable[str]) -> Iterator[Row]:
@@ -238,6 +254,42 @@ def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> N
         raise InputError(f"{name}: has no column {', '.join(map(repr, missing))}; it has {names}")
 
 
+def _txt_columns(_: Source) -> Sequence[str] | None:
+    return None  # the one column that is asked for, whatever its name
+
+
+def _jsonl_columns(source: Source) -> Sequence[str] | None:
+    """The columns of the first rows; None where they are no objects, or hold errors, which are theirs."""
+    names: dict[str, None] = {}
+    for line in islice(_lines(source), FIRST_ROWS):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(value, dict):
+            return None
+        names |= dict.fromkeys(value)
+    return list(names) or None
+
+
+def _csv_columns(source: Source) -> Sequence[str] | None:
+    csv.field_size_limit(sys.maxsize)
+    with _binary(source) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as stream:
+        return csv.DictReader(stream, strict=True).fieldnames or []
+
+
+def _parquet_columns(source: Source) -> Sequence[str] | None:
+    with _open_parquet(source.name) as file:
+        names: list[str] = file.schema_arrow.names
+    return names
+
+
+_COLUMNS: dict[Format, Callable[[Source], Sequence[str] | None]] = {
+    "txt": _txt_columns,
+    "jsonl": _jsonl_columns,
+    "csv": _csv_columns,
+    "parquet": _parquet_columns,
+}
 _READERS: dict[Format, Callable[[Source, Sequence[str]], Iterator[Raw]]] = {
     "txt": _read_txt,
     "jsonl": _read_jsonl,
