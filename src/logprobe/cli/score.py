@@ -21,6 +21,7 @@ from logprobe.cli.tables import (
     refuse_vocabulary,
     totals_lines,
 )
+from logprobe.cli.words import BoundaryOption, ByOption, CsvOption, UnitOption, print_units
 from logprobe.errors import PromptTooLongError, require
 from logprobe.records.forms.json import finite_value
 from logprobe.sampling import SamplingParams
@@ -49,7 +50,17 @@ NOT_SCORED = "not scored"
 @takes_engine
 @takes_settings(DataSettings, RaySettings)
 @takes_data
-def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **flags: Any) -> None:
+def score(
+    *,
+    text: _Text = None,
+    top: _Top = 0,
+    by: ByOption = None,
+    as_csv: CsvOption = False,
+    boundary: BoundaryOption = None,
+    unit: UnitOption = "nats",
+    engine: _Engine = "native",
+    **flags: Any,
+) -> None:
     """Print logprob, rank and entropy of every token of a text, and the totals.
 
     A terminal shows the text itself, each token in the shade of its surprisal; --tokens or --top show the
@@ -61,6 +72,9 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
 
     Several files, files of rows, and -o make it a data set: a row of numbers for each of its rows, bad
     rows in a side file, and a summary; exit code 1 where a row was bad.
+
+    --by word prints surprisal, entropy and tokens of each word, of one text or of each row; with --csv for
+    other programs.
     """
     data, loading = DataFlags.taken(flags)
     names = data.files or []
@@ -72,6 +86,19 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
             require(False, name, "comes with --engine ray")
         detects = settings.detect
         params = SamplingParams(max_tokens=0, prompt_logprobs=top, entropy=True, varentropy=detects)
+    if by is not None:
+        _check_one_source(text, names)
+        if top or engine == "ray":
+            raise typer.BadParameter("does not come with --top and --engine ray", param_hint="--by")
+        is_data = data.lines or data.format is not None or _is_data(names, settings)
+        if is_data and text is not None:
+            raise typer.BadParameter("a data set is in files", param_hint="FILE")
+        source = None if is_data else _source_of(text, names)
+        asked = {"by": by, "boundary": boundary, "unit": unit}
+        print_units(data, settings, source, as_csv=as_csv, loading=loading, **asked)
+        return
+    if as_csv or boundary or unit != "nats":
+        raise typer.BadParameter("comes with --by", param_hint="--csv, --boundary or --unit")
     asks_for_rows = data.output is not None or data.lines or data.format is not None
     if asks_for_rows or _is_data(names, settings):
         if text is not None or not names:
@@ -82,9 +109,8 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
         raise typer.BadParameter(
             "'ray' scores data sets; give -o, --lines, or files of rows", param_hint="--engine"
         )
-    if (not names) == (text is None):
-        raise typer.BadParameter("give either a file (- is standard input) or --text", param_hint="FILE")
-    source = TextSource.of_file(names[0]) if names else TextSource.of_text("--text", text or "")
+    _check_one_source(text, names)
+    source = _source_of(text, names)
     asks_windows = data.summary or settings.window or settings.stride or settings.bos is not None
     refuse_vocabulary(top, "--top")
     with open_llm(data.model, **loading) as llm:
@@ -95,6 +121,15 @@ def score(*, text: _Text = None, top: _Top = 0, engine: _Engine = "native", **fl
             _print_json(scored)
         else:
             _print_text(scored, top, is_table=settings.tokens or top != 0)
+
+
+def _check_one_source(text: str | None, names: list[str]) -> None:
+    if (not names) == (text is None):
+        raise typer.BadParameter("give either a file (- is standard input) or --text", param_hint="FILE")
+
+
+def _source_of(text: str | None, names: list[str]) -> TextSource:
+    return TextSource.of_file(names[0]) if names else TextSource.of_text("--text", text or "")
 
 
 def _is_data(names: list[str], settings: DataSettings) -> bool:

@@ -201,9 +201,7 @@ class ServerRows:
         lora = prefixes[0].lora
         self._note(lora, source)
         number, weights_number = self._lora_number(lora), self._weights_number
-        answered = [
-            prefix._replace(lora_number=number, weights_number=weights_number) for prefix in prefixes
-        ]
+        answered = [prefix._replace(lora_number=number, weights_number=weights_number) for prefix in prefixes]
         return list(zip(answered, rows, strict=True))
 
     def _lora_number(self, lora: str | None) -> int:

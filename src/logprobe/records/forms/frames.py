@@ -14,6 +14,8 @@ from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
 from logprobe.records.rows import EXTRAS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import pyarrow as pa
 
     from logprobe.records.store.side import Parts
@@ -59,6 +61,16 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
 
     whole = {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}
     return table(parts, tokens).to_pandas(types_mapper=whole.get)
+
+
+def frame_of(rows: Sequence[Mapping[str, Any]], *, floats: Sequence[str]) -> Any:
+    """Rows of equal columns as a pandas data frame; `floats` are numbers, NaN where one is None."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise _missing("pandas") from error
+    frame = pd.DataFrame(rows)
+    return frame.astype(dict.fromkeys([name for name in floats if name in frame], "float64"))
 
 
 def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:

@@ -1,0 +1,148 @@
+"""`logprobe score --by`: a row for each word, sentence, token or character of each text, for statistics."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from logprobe.cli.options import flags_for, open_llm
+from logprobe.cli.tables import MISSING, table
+from logprobe.errors import require
+from logprobe.scoring.data.settings import DataSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from logprobe.cli.data import DataFlags
+    from logprobe.cli.inputs import TextSource
+    from logprobe.llm import LLM
+    from logprobe.scoring.data.rows import CheckedRow
+
+ByOption = Annotated[
+    Literal["word", "sentence", "token", "char"] | None,
+    typer.Option("--by", help="Print a row for each word, sentence, token or character."),
+]
+CsvOption = Annotated[bool, typer.Option("--csv", help="With --by: print the rows as CSV.")]
+BoundaryOption = Annotated[
+    Literal["end"] | None,
+    typer.Option("--boundary", help="With --by: count the end of a word to the word."),
+]
+UnitOption = Annotated[
+    Literal["nats", "bits"], typer.Option("--unit", help="With --by: the unit of surprisals and entropies.")
+]
+# What --by goes with; other settings ask for numbers that its rows do not have.
+_ALLOWED = frozenset({"text_column", "keep_columns", "bos", "window", "stride"})
+
+
+def print_units(
+    data: DataFlags,
+    settings: DataSettings,
+    source: TextSource | None,
+    *,
+    as_csv: bool,
+    loading: dict[str, Any],
+    **asked: Any,
+) -> None:
+    """Print a row a unit of a text, or of each row of the files (None).
+
+    `asked` are `by`, `boundary` and `unit`.
+
+    Raises:
+        BadParameter: settings that ask for something else.
+        Exit: with 1 where a row was bad.
+    """
+    usual = vars(DataSettings())
+    with flags_for():
+        for name, value in vars(settings).items():
+            # A window asks for windows, and long texts are read in them anyway.
+            is_fit = name in _ALLOWED or value in (usual[name], "window")
+            require(is_fit, name, "does not come with --by")
+        for name in ("output", "summary", "resume"):
+            require(not getattr(data, name), name, "does not come with --by; redirect what it prints")
+    rows = _rows_of(data, settings, source)
+    write = _csv_writer() if as_csv else _write_json if data.as_json else _write_table
+    num_bad = 0
+    with open_llm(data.model, **loading) as llm, flags_for(texts="FILE"):
+        for batch in _batches(rows):
+            num_bad += _print_batch(llm, batch, settings, asked, write)
+    if num_bad:
+        typer.echo(f"error: {num_bad} bad rows; see standard error", err=True)
+        raise typer.Exit(1)
+
+
+def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
+    """The texts to score, each checked; files are found, and their columns, before this returns."""
+    from logprobe.scoring.data.rows import checked
+    from logprobe.scoring.data.sources import Row, read_rows
+
+    if source is not None:
+        values = {settings.text_column: "".join(source.parts())}
+        own = DataSettings(text_column=settings.text_column)
+        return iter([checked(Row(index=0, source="text", line=1, num_bytes=0, values=values), own)])
+    found = read_rows(data.sources(settings.columns), settings.columns)
+    return (checked(row, settings) for row in found)
+
+
+def _batches(rows: Iterator[CheckedRow]) -> Iterator[list[CheckedRow]]:
+    from logprobe.scoring.data.rows import batches
+
+    return batches(rows)
+
+
+def _print_batch(
+    llm: LLM,
+    batch: list[CheckedRow],
+    settings: DataSettings,
+    asked: dict[str, Any],
+    write: Callable[..., None],
+) -> int:
+    """Print the rows of some texts; how many of them were bad."""
+    from logprobe.scoring.data.rows import BadRow
+    from logprobe.scoring.texts import surprisal
+
+    good = [row for row in batch if not isinstance(row, BadRow)]
+    by = asked["by"]
+    ways = {name: getattr(settings, name) for name in ("bos", "window", "stride")}
+    ways |= {name: asked[name] for name in ("boundary", "unit")}
+    for question, scored in zip(good, surprisal(llm, [row.texts[0] for row in good], **ways), strict=True):
+        write([{"row": question.index, **question.kept, **row} for row in scored.rows(by)])
+    for bad in batch:
+        if isinstance(bad, BadRow):
+            typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
+    return len(batch) - len(good)
+
+
+def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    has_header = False
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        nonlocal has_header
+        if rows and not has_header:
+            writer.writerow(rows[0])
+            has_header = True
+        writer.writerows(row.values() for row in rows)  # None is an empty cell
+
+    return write
+
+
+def _write_json(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        typer.echo(json.dumps(row))
+
+
+def _write_table(rows: list[dict[str, Any]]) -> None:
+    if rows:
+        cells = [[_cell(value) for value in row.values()] for row in rows]
+        is_left = [isinstance(value, str) for value in rows[0].values()]
+        typer.echo(table([list(rows[0]), *cells], is_left) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return MISSING
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
