@@ -33,11 +33,16 @@ from logprobe.scoring import (
     FieldDistribution,
     Judgement,
     LowConfidence,
+    MaskedLM,
     Members,
     RolloutReport,
+    ScoredText,
     Uncertainty,
+    binoculars,
     compare_rollouts,
+    minimal_pairs,
     read_rollouts,
+    surprisal,
     write_rollouts,
 )
 
@@ -144,6 +149,16 @@ async def ask_for_labels(llm: LLM, lm: AsyncLM) -> list[float]:
     assert_type(await lm.classify(["a", "b"], {"c": ["d", "e"]}), Classification | list[Classification])
     assert_type(await lm.judge([{"role": "user", "content": "Grade it."}]), Judgement | list[Judgement])
     return await lm.rerank("a", ["b"], lora="legal") + llm.rerank("a", ["b"], task="c")
+
+
+def ask_as_a_linguist(llm: LLM, bert: MaskedLM) -> list[float]:
+    text = surprisal(llm, "the cat", boundary="end", unit="bits", bos=True)
+    assert_type(text, ScoredText)
+    found = minimal_pairs(llm, [("a", "b")], ["kind"])
+    assert_type(found.by_category["kind"].error, float | None)
+    masked = bert.score(["the cat"], metric="original")
+    known = [value for value in binoculars(llm, llm, ["the cat"]) if value is not None]
+    return [found.accuracy.mean, masked[0].logprob, *(word.surprisal or 0.0 for word in text.words), *known]
 
 
 async def ask_how_sure(llm: LLM, lm: AsyncLM) -> list[float]:

@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from logprobe.scoring.labels import classify as classify
     from logprobe.scoring.labels import judge as judge
     from logprobe.scoring.labels import rerank as rerank
+    from logprobe.scoring.masked import MaskedLM as MaskedLM
+    from logprobe.scoring.masked import MaskedScore as MaskedScore
+    from logprobe.scoring.masked import MaskedWord as MaskedWord
     from logprobe.scoring.members import FieldDistribution as FieldDistribution
     from logprobe.scoring.members import Members as Members
+    from logprobe.scoring.pairs import MinimalPairs as MinimalPairs
+    from logprobe.scoring.pairs import minimal_pairs as minimal_pairs
     from logprobe.scoring.rollout_files import read_rollouts as read_rollouts
     from logprobe.scoring.rollout_files import write_rollouts as write_rollouts
     from logprobe.scoring.rollouts import Rollout as Rollout
@@ -53,7 +58,11 @@ _HOMES = {
     "FieldDistribution": ".members",
     "Judgement": ".labels",
     "LowConfidence": ".uncertainty",
+    "MaskedLM": ".masked",
+    "MaskedScore": ".masked",
+    "MaskedWord": ".masked",
     "Members": ".members",
+    "MinimalPairs": ".pairs",
     "Perplexity": ".windows",
     "Rollout": ".rollouts",
     "RolloutReport": ".rollouts",
@@ -64,6 +73,7 @@ _HOMES = {
     "Uncertainty": ".uncertainty",
     "Unit": ".texts",
     "audit": ".auditing.run",
+    "binoculars": ".detection",
     "classify": ".labels",
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",
@@ -71,11 +81,11 @@ _HOMES = {
     "compare_with_stored": ".comparison",
     "fields_of": ".fields",
     "judge": ".labels",
+    "minimal_pairs": ".pairs",
     "perplexity": ".windows",
     "read_rollouts": ".rollout_files",
     "rerank": ".labels",
     "score_dataset": ".data.run",
-    "binoculars": ".detection",
     "surprisal": ".texts",
     "write_rollouts": ".rollout_files",
 }

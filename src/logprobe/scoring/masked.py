@@ -1,0 +1,216 @@
+"""Masked models: texts → pseudo-log-likelihoods, each token from what stands on both of its sides.
+
+These are no probabilities of texts and do not sum to 1; they rank texts of one model. Models run through
+transformers, without code of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, overload
+
+import numpy as np
+
+from logprobe.errors import UnsupportedModelError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+Metric: TypeAlias = Literal["within_word_l2r", "original"]
+METRICS: Final = ("within_word_l2r", "original")
+ROWS_A_BATCH = 64
+TEXTS_AT_ONCE = 256  # whose masked copies are held
+LOGITS_A_BATCH = 1 << 26  # floats, 256 MB: long rows of wide vocabularies come in fewer at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedWord:
+    """A word as the tokenizer cuts them, and the sum over its tokens."""
+
+    text: str
+    start: int  # characters [start, end) of the text
+    end: int
+    logprob: float  # nats
+
+    @property
+    def surprisal(self) -> float:
+        """Minus the logprob, nats."""
+        return -self.logprob
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedScore:
+    """What a masked model gives each token of a text, CLS and SEP left out; nats."""
+
+    text: str
+    token_ids: NDArray[np.int64] = field(repr=False)  # (T,)
+    logprobs: NDArray[np.float64] = field(repr=False)  # (T,) of each token where it is masked
+    spans: NDArray[np.int64] = field(repr=False)  # (T, 2) characters [start, end) of the text
+    word_ids: NDArray[np.int64] = field(repr=False)  # (T,) which word each token is of
+
+    @property
+    def logprob(self) -> float:
+        """The pseudo-log-likelihood of the text."""
+        return float(self.logprobs.sum())
+
+    @cached_property
+    def words(self) -> list[MaskedWord]:
+        """The words in order."""
+        words = []
+        for _, group in groupby(range(len(self.token_ids)), key=lambda token: self.word_ids[token]):
+            tokens = list(group)
+            start, end = int(self.spans[tokens[0], 0]), int(self.spans[tokens[-1], 1])
+            logprob = float(self.logprobs[tokens].sum())
+            words.append(MaskedWord(text=self.text[start:end], start=start, end=end, logprob=logprob))
+        return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """One masked copy of a text."""
+
+    position: int  # of the token to score
+    token_id: int  # what stands there
+    masked: NDArray[np.int64]  # the ids of the copy
+
+
+class MaskedLM:
+    """A masked model (BERT, RoBERTa and their kin) that scores texts.
+
+    Args:
+        model: a folder or a Hugging Face id, with safetensors and a `tokenizer.json`.
+
+    Raises:
+        ModelNotFoundError: there is no such model, or a file is missing.
+        UnsupportedModelError: it has no masked head or no mask token, or needs code of its own.
+    """
+
+    def __init__(self, model: str) -> None:
+        import torch
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+        from logprobe.models import resolve
+
+        files = resolve(model)
+        kind = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(files.folder, use_fast=True, **kind)
+            loaded: Any = AutoModelForMaskedLM.from_pretrained(
+                files.folder, use_safetensors=True, dtype=torch.float32, **kind
+            )
+        except (ValueError, KeyError, OSError) as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UnsupportedModelError(f"{model}: cannot be read as a masked model ({reason})") from error
+        if self._tokenizer.mask_token_id is None or not self._tokenizer.is_fast:
+            raise UnsupportedModelError(f"{model}: its tokenizer has no mask token; name a masked model")
+        self._model = loaded.eval()
+        limit = self._tokenizer.model_max_length
+        self._limit = int(min(limit, getattr(loaded.config, "max_position_embeddings", None) or limit))
+
+    @overload
+    def score(  # type: ignore[overload-overlap]  # one text comes first, though a str is a sequence of them
+        self, texts: str, *, metric: Metric = ...
+    ) -> MaskedScore: ...
+    @overload
+    def score(self, texts: Sequence[str], *, metric: Metric = ...) -> list[MaskedScore]: ...
+    def score(
+        self, texts: str | Sequence[str], *, metric: Metric = "within_word_l2r"
+    ) -> MaskedScore | list[MaskedScore]:
+        """Give each token of a text, or of many, its logprob where it is masked; copies run in batches.
+
+        Args:
+            texts: one or many.
+            metric: "original" masks the token alone (Salazar et al. 2020, https://arxiv.org/abs/1910.14659);
+                "within_word_l2r" the tokens after it in the same word, too, so that the rest of a long word
+                does not give its beginning away (Kauf & Ivanova 2023, https://arxiv.org/abs/2305.10588).
+                The names are minicons'.
+
+        Raises:
+            ParameterError: another metric, a text without a token, or one that is longer than what fits.
+        """
+        require(metric in METRICS, "metric", f"must be one of {', '.join(METRICS)}, got {metric!r}")
+        many = [texts] if isinstance(texts, str) else list(texts)
+        coded = [self._encoded(number, text) for number, text in enumerate(many)]
+        scores: list[MaskedScore] = []
+        for start in range(0, len(many), TEXTS_AT_ONCE):
+            some = slice(start, start + TEXTS_AT_ONCE)
+            scores += self._scores(many[some], coded[some], metric)
+        return scores[0] if isinstance(texts, str) else scores
+
+    def _scores(self, texts: Sequence[str], coded: Sequence[Any], metric: Metric) -> list[MaskedScore]:
+        logprobs = self._logprobs([row for one in coded for row in self._rows(one, metric)])
+        scores, first = [], 0
+        for text, one in zip(texts, coded, strict=True):
+            own = _own_tokens(one)
+            scores.append(
+                MaskedScore(
+                    text=text,
+                    token_ids=np.array(one["input_ids"])[own],
+                    logprobs=logprobs[first : first + len(own)],
+                    spans=np.array(one["offset_mapping"])[own],
+                    word_ids=np.array([one.word_ids()[token] for token in own]),
+                )
+            )
+            first += len(own)
+        return scores
+
+    def _encoded(self, number: int, text: str) -> Any:
+        coded = self._tokenizer(text, return_offsets_mapping=True, verbose=False)
+        size = len(coded["input_ids"])
+        require(_own_tokens(coded), "texts", f"number {number} has no token; there is nothing to score")
+        fits = f"number {number} has {size} tokens with the special ones, but {self._limit} fit; cut it"
+        require(size <= self._limit, "texts", fits)
+        return coded
+
+    def _rows(self, coded: Any, metric: Metric) -> Iterator[_Row]:
+        ids, words = np.array(coded["input_ids"], np.int64), coded.word_ids()
+        own = _own_tokens(coded)
+        for position in own:
+            masked = ids.copy()
+            masked[position] = self._tokenizer.mask_token_id
+            if metric == "within_word_l2r":
+                later = [other for other in own if other > position and words[other] == words[position]]
+                masked[later] = self._tokenizer.mask_token_id
+            yield _Row(position=position, token_id=int(ids[position]), masked=masked)
+
+    def _logprobs(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
+        """The logprob of each row's token; rows of like length run together."""
+        found = np.empty(len(rows))
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number].masked))
+        start = 0
+        while start < len(order):
+            size = len(rows[order[min(start + ROWS_A_BATCH, len(order)) - 1]].masked)
+            most = LOGITS_A_BATCH // (size * self._model.config.vocab_size)
+            batch = order[start : start + max(min(most, ROWS_A_BATCH), 1)]
+            found[batch] = self._run([rows[number] for number in batch])
+            start += len(batch)
+        return found
+
+    def _run(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
+        import torch
+
+        size = max(len(row.masked) for row in rows)
+        pad = self._tokenizer.pad_token_id or 0
+        ids = np.full((len(rows), size), pad, np.int64)
+        mask = np.zeros((len(rows), size), np.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row.masked)] = row.masked
+            mask[place, : len(row.masked)] = 1
+        with torch.inference_mode():
+            logits = self._model(
+                input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)
+            ).logits
+            places = torch.arange(len(rows))
+            positions = torch.tensor([row.position for row in rows])
+            logprobs = torch.log_softmax(logits[places, positions].double(), dim=-1)
+            chosen = logprobs[places, torch.tensor([row.token_id for row in rows])]
+        return np.asarray(chosen.numpy(), np.float64)
+
+
+def _own_tokens(coded: Any) -> list[int]:
+    """The places of a text's own tokens: those that belong to a word."""
+    return [place for place, word in enumerate(coded.word_ids()) if word is not None]

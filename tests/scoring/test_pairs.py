@@ -1,0 +1,61 @@
+"""Minimal pairs: accuracy over all and by category."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.scoring import measures, minimal_pairs, surprisal
+
+if TYPE_CHECKING:
+    from logprobe import LLM
+
+PAIRS = [
+    ("the cat", "cat the"),
+    ("a dog in", "a in dog"),
+    ("and the", "the and"),
+    ("on a", "a on"),
+    ("x", "y"),
+]
+KINDS = ["order", "order", "little", "order", "little"]
+
+
+def test_a_pair_is_right_where_its_good_text_is_likelier(tiny_llm: LLM) -> None:
+    found = minimal_pairs(tiny_llm, PAIRS, KINDS)
+    good, bad = ([surprisal(tiny_llm, pair[side], bos=True).logprob for pair in PAIRS] for side in (0, 1))
+    np.testing.assert_allclose(found.good_logprobs, good, atol=1e-5)
+    np.testing.assert_allclose(found.bad_logprobs, bad, atol=1e-5)
+    right = [a > b for a, b in zip(good, bad, strict=True)]
+    assert found.is_right.tolist() == right
+    assert (found.accuracy.mean, found.accuracy.error) == measures.mean_and_error(right)
+    assert list(found.by_category) == ["order", "little"]
+    for name, share in found.by_category.items():
+        own = [hit for hit, kind in zip(right, KINDS, strict=True) if kind == name]
+        assert (share.mean, share.error) == measures.mean_and_error(own)
+    assert str(found).splitlines()[-1].startswith("all     ")
+    frame = found.to_pandas()
+    assert frame["category"].tolist() == KINDS
+    assert frame["is_right"].mean() == found.accuracy.mean
+
+
+def test_a_pair_of_equal_texts_is_wrong_and_one_pair_has_no_error(tiny_llm: LLM) -> None:
+    found = minimal_pairs(tiny_llm, [("the cat", "the cat")])
+    assert (found.accuracy.mean, found.accuracy.error, found.by_category) == (0.0, None, {})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "asked", "parameter"),
+    [
+        ([], {}, "pairs"),
+        (PAIRS, {"categories": ["order"]}, "categories"),
+        ([("x", "y")], {"bos": False}, "pairs"),
+        ([("x", "")], {}, "pairs"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, pairs: Any, asked: Any, parameter: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        minimal_pairs(tiny_llm, pairs, **asked)
+    assert error.value.parameter == parameter
