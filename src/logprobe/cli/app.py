@@ -26,6 +26,7 @@ from logprobe.cli.options import spread_names
 from logprobe.cli.score import score
 from logprobe.cli.serve import serve
 from logprobe.cli.uncertainty import uncertainty
+from logprobe.cli.words import pairs
 from logprobe.errors import BatchError, LogprobeError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
 )
 app.command()(score)
+app.command()(pairs)
 app.command()(classify)
 app.command()(judge)
 app.command()(rerank)

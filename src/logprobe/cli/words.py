@@ -1,18 +1,20 @@
-"""`logprobe score --by`: a row for each word, sentence, token or character of each text, for statistics."""
+"""`logprobe score --by`, a row for each word of each text, and `logprobe pairs`, minimal pairs."""
 
 from __future__ import annotations
 
 import csv
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from logprobe.cli.options import flags_for, open_llm
+from logprobe.cli.options import DEFAULT_MODEL, JsonOption, ModelOption, flags_for, open_llm, takes_engine
 from logprobe.cli.tables import MISSING, table
 from logprobe.errors import require
 from logprobe.scoring.data.settings import DataSettings
+from logprobe.scoring.data.sources import Format, Row, check_columns, find_sources, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +79,6 @@ def print_units(
 def _rows_of(data: DataFlags, settings: DataSettings, source: TextSource | None) -> Iterator[CheckedRow]:
     """The texts to score, each checked; files are found, and their columns, before this returns."""
     from logprobe.scoring.data.rows import checked
-    from logprobe.scoring.data.sources import Row, read_rows
 
     if source is not None:
         values = {settings.text_column: "".join(source.parts())}
@@ -146,3 +147,59 @@ def _cell(value: Any) -> str:
     if value is None:
         return MISSING
     return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+# -- minimal pairs -------------------------------------------------------------------------------------------
+
+_Files = Annotated[list[str], typer.Argument(metavar="FILE", help="Pairs: jsonl, csv, Parquet; - is stdin.")]
+_Good = Annotated[str, typer.Option("--good-column", help="The text that should be likelier.")]
+_Bad = Annotated[str, typer.Option("--bad-column", help="The other one.")]
+_Category = Annotated[str | None, typer.Option("--category-column", help="What each pair is about.")]
+_Bos = Annotated[bool, typer.Option("--bos/--no-bos", help="Put BOS (EOS where there is none) before texts.")]
+_Kind = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+
+
+@takes_engine
+def pairs(
+    *,
+    files: _Files,
+    good_column: _Good = "sentence_good",
+    bad_column: _Bad = "sentence_bad",
+    category_column: _Category = None,
+    bos: _Bos = True,
+    kind: _Kind = None,
+    model: ModelOption = DEFAULT_MODEL,
+    as_json: JsonOption = False,
+    **loading: Any,
+) -> None:
+    """Say how often a model finds the good text of a pair likelier than the bad one, by category.
+
+    Accuracies have their standard errors. The columns are named as BLiMP's by default. A pair that cannot be
+    read is told on standard error and left out; exit code 1 then.
+    """
+    named = [good_column, bad_column, *([category_column] if category_column else [])]
+    sources = find_sources(files, kind=kind)
+    check_columns(sources, named)
+    good: list[Row] = []
+    bad: list[Row] = []
+    for row in read_rows(sources, named):
+        texts = [row.values.get(name) for name in (good_column, bad_column)]
+        is_pair = all(isinstance(text, str) and text for text in texts)
+        (good if row.problem is None and is_pair else bad).append(row)
+    for row in bad:
+        problem = row.problem or "its texts must be texts, and not empty"
+        typer.echo(f"bad row: {row.source}, line {row.line}: {problem}", err=True)
+    with open_llm(model, **loading) as llm, flags_for(pairs="FILE"):
+        from logprobe.scoring.pairs import minimal_pairs
+
+        found = minimal_pairs(
+            llm,
+            [(row.values[good_column], row.values[bad_column]) for row in good],
+            [str(row.values[category_column]) for row in good] if category_column else None,
+            bos=bos,
+        )
+    accuracies = {"accuracy": found.accuracy, "by_category": found.by_category}
+    typer.echo(json.dumps(accuracies, default=asdict) if as_json else str(found))
+    if bad:
+        typer.echo(f"error: {len(bad)} bad rows; see standard error", err=True)
+        raise typer.Exit(1)
