@@ -24,8 +24,39 @@ def test_the_command_prints_a_table_or_json(
     assert found["kl"]["mean"] > 0
     assert pq.read_metadata(tmp_path / "c.parquet").num_rows == found["num_positions"]
     lines = cli("compare", model, model, *flags).out.splitlines()
-    assert lines[0] == "unit                    token"
+    assert lines[0].split() == ["unit", "token"]
     assert lines[3].split()[:3] == ["kl", "mean", "0"]
+    assert [line.split()[:3] for line in lines if line.startswith("Mean KLD")] == [
+        ["Mean", "KLD", "0.000000"]
+    ]
+    assert [line.split()[3:] for line in lines if line.startswith("Same top p")] == [
+        ["100.000000", "±", "0.000000", "%"]
+    ]
     assert cli("compare", model, model).code == 2
     assert "no such file" in cli("compare", model, model, "--data", "none.txt").error_line
     assert "max_batch_rows" in cli("compare", model, f"{model},max_batch_row=1", *flags).err
+
+
+def test_a_baseline_is_saved_and_stands_for_the_model(
+    cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in.txt").write_text("\n".join(TEXTS))
+    model, base = str(tiny_model_folder), str(tmp_path / "base.lpkl")
+    data = ("--data", str(tmp_path / "in.txt"), "--lines")
+    facts = json.loads(cli("compare", model, "--save", base, *data, "--json").out)
+    assert facts["num_texts"] == 3
+    assert facts["num_bytes"] == (tmp_path / "base.lpkl").stat().st_size
+    rough = f"{model},dtype=bfloat16"
+    live = json.loads(cli("compare", model, rough, *data, "--json").out)
+    for texts in ((), data):
+        found = json.loads(cli("compare", base, rough, *texts, "--json").out)
+        assert found["num_positions"] == facts["num_positions"]
+        assert found["statistics"]["RMS Δp"] == live["statistics"]["RMS Δp"]
+        assert abs(found["kl"]["mean"] - live["kl"]["mean"]) < 4 * found["kl_error"]
+    assert "exists" in cli("compare", model, "--save", base, *data).error_line
+    lines = cli("compare", model, "--save", str(tmp_path / "b.lpkl"), *data).out.splitlines()
+    assert lines[0].split() == ["num_texts", "3"]
+    assert "takes one model" in cli("compare", model, rough, "--save", base, *data).error_line
+    assert "takes one model" in cli("compare", model, "--save", base).error_line
+    assert "name the model" in cli("compare", base).error_line
+    assert "cannot be read" in cli("compare", str(tmp_path / "none.lpkl"), model).error_line

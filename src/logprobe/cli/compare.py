@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 _Model = Annotated[
     str,
-    typer.Argument(help="A model, settings after a comma (smollm2,dtype=float16), or a scored .parquet."),
+    typer.Argument(
+        help="A model, settings after a comma (smollm2,dtype=float16), a baseline (.lpkl), a scored .parquet."
+    ),
+]
+_Other = Annotated[str | None, typer.Argument(help="A model, or where A is scored a scored .parquet.")]
+_Save = Annotated[
+    str | None, typer.Option("--save", help="Keep A's whole rows in a file that ends in .lpkl; no B then.")
 ]
 _Data = Annotated[
     list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, patterns.")
@@ -37,13 +44,15 @@ _Plot = Annotated[str | None, typer.Option("--plot", help="Draw the logprobs to 
 _Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Put BOS before each text, or do not.")]
 LORA = "lora"
 STORED = ".parquet"
+BASELINE = ".lpkl"
 
 
 @takes_engine
 def compare(
     a: _Model,
-    b: _Model,
+    b: _Other = None,
     *,
+    save: _Save = None,
     data: _Data = None,
     text_column: _Column = "text",
     lines: _Lines = False,
@@ -61,17 +70,19 @@ def compare(
     are compared token by token, others word by word. Settings: those of `logprobe serve`, and lora=FOLDER.
     --device and the like are for the models that do not say otherwise.
     A scored .parquet (--tokens) as A is compared with the model B on the run's own data.
-    """
-    if a.endswith(STORED) and b.endswith(STORED):
-        from logprobe.scoring.comparison import compare_stored
 
-        comparison = compare_stored(a, b)
-    else:
-        if not data:
-            raise typer.BadParameter("name the texts to compare on", param_hint="--data")
+    --save keeps A's whole rows, so that any B is compared with them later: `compare base.lpkl B`.
+    """
+    texts = None
+    if data:
         rows = read_rows(find_sources(data, kind=format, by_line=lines), [text_column])
         texts = [_text(row.values.get(text_column), row) for row in islice(rows, limit)]
-        comparison = (_compare_file if a.endswith(STORED) else _compare_models)(a, b, texts, bos, engine)
+    if save is not None:
+        if b is not None or texts is None:
+            raise typer.BadParameter("takes one model, and texts (--data)", param_hint="--save")
+        _save(a, texts, save, bos, engine, as_json=as_json)
+        return
+    comparison = _compared(a, b, texts, bos, engine)
     _write(comparison, output, plot)
     if as_json:
         typer.echo(json.dumps(comparison.to_dict()))
@@ -79,18 +90,42 @@ def compare(
         print_facts(list(_lines_of(comparison.to_dict())))
 
 
-def _compare_models(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
+def _compared(
+    a: str, b: str | None, texts: list[str] | None, bos: bool | None, engine: dict[str, Any]
+) -> Comparison:
+    """Two models, or a file in the place of the first or of both."""
     from logprobe.scoring.comparison import compare as compare_models
+    from logprobe.scoring.comparison import compare_stored, compare_with_stored
 
+    if b is None:
+        raise typer.BadParameter("name the model to compare with", param_hint="B")
+    if a.endswith(STORED) and b.endswith(STORED):
+        return compare_stored(a, b)
+    if texts is None and not a.endswith(BASELINE):
+        raise typer.BadParameter("name the texts to compare on", param_hint="--data")
     with ExitStack() as stack, flags_for():
+        if a.endswith(BASELINE):
+            from logprobe.scoring.baseline.models import compare_with_baseline
+
+            return compare_with_baseline(a, _open(b, stack, engine), texts, bos=bos)
+        assert texts is not None
+        if a.endswith(STORED):
+            return compare_with_stored(a, _open(b, stack, engine), texts, bos=bos)
         return compare_models(_open(a, stack, engine), _open(b, stack, engine), texts, bos=bos)
 
 
-def _compare_file(a: str, b: str, texts: list[str], bos: bool | None, engine: dict[str, Any]) -> Comparison:
-    from logprobe.scoring.comparison import compare_with_stored
+def _save(
+    model: str, texts: list[str], path: str, bos: bool | None, engine: dict[str, Any], *, as_json: bool
+) -> None:
+    from logprobe.scoring.baseline.models import save_baseline
 
     with ExitStack() as stack, flags_for():
-        return compare_with_stored(a, _open(b, stack, engine), texts, bos=bos)
+        baseline = save_baseline(_open(model, stack, engine), texts, path, bos=bos)
+    facts = asdict(baseline) | {"share_of_llama_cpp": baseline.share}
+    if as_json:
+        typer.echo(json.dumps(facts))
+    else:
+        print_facts(list(_lines_of(facts)))
 
 
 def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
@@ -129,7 +164,23 @@ def _write(comparison: Comparison, output: str | None, plot: str | None) -> None
 def _lines_of(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The figures in the order in which they are read; those that have no meaning are left out."""
     for name, value in figures.items():
-        if isinstance(value, dict):
-            yield name, "  ".join(f"{part} {number:.6g}" for part, number in value.items())
+        if name == "statistics" and value is not None:
+            yield from ((title, _figure(**figure)) for title, figure in value.items())
+        elif isinstance(value, dict):
+            yield from _parts_of(name, value)
         elif value is not None:
             yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _parts_of(name: str, parts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers on one line, and such as are nested on the next ones."""
+    numbers = {part: value for part, value in parts.items() if isinstance(value, int | float)}
+    yield name, "  ".join(f"{part} {number:.6g}" for part, number in numbers.items())
+    for part, value in parts.items():
+        if isinstance(value, dict):
+            yield from _parts_of(part, value)
+
+
+def _figure(value: float, error: float | None, unit: str | None) -> str:
+    spread = "" if error is None else f" ± {error:.6f}"
+    return f"{value:.6f}{spread}{' %' if unit else ''}"

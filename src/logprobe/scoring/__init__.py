@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from logprobe.scoring.auditing.endpoint import Endpoint as Endpoint
     from logprobe.scoring.auditing.report import AuditReport as AuditReport
     from logprobe.scoring.auditing.run import audit as audit
+    from logprobe.scoring.baseline.models import Baseline as Baseline
+    from logprobe.scoring.baseline.models import compare_with_baseline as compare_with_baseline
+    from logprobe.scoring.baseline.models import save_baseline as save_baseline
+    from logprobe.scoring.comparison import Acceptance as Acceptance
     from logprobe.scoring.comparison import Comparison as Comparison
     from logprobe.scoring.comparison import compare as compare
     from logprobe.scoring.comparison import compare_stored as compare_stored
@@ -49,7 +53,9 @@ if TYPE_CHECKING:
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "Acceptance": ".comparison",
     "AuditReport": ".auditing.report",
+    "Baseline": ".baseline.models",
     "Classification": ".labels",
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
@@ -78,6 +84,7 @@ _HOMES = {
     "compare": ".comparison",
     "compare_rollouts": ".rollouts",
     "compare_stored": ".comparison",
+    "compare_with_baseline": ".baseline.models",
     "compare_with_stored": ".comparison",
     "fields_of": ".fields",
     "judge": ".labels",
@@ -85,6 +92,7 @@ _HOMES = {
     "perplexity": ".windows",
     "read_rollouts": ".rollout_files",
     "rerank": ".labels",
+    "save_baseline": ".baseline.models",
     "score_dataset": ".data.run",
     "surprisal": ".texts",
     "write_rollouts": ".rollout_files",

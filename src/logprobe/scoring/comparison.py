@@ -3,7 +3,7 @@
 A is what should be (the reference, a trainer, a model before a change), B what is used in its place (fewer
 bits, a sampler, a model after it). With the same vocabulary every position is compared; models of different
 tokenizers are compared by what they give whole words and bytes. A run of `score_dataset` that kept its tokens
-is compared by logprobs alone: its file holds no whole distributions.
+is compared by logprobs alone: its file holds no whole distributions; that of `scoring.baseline` does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,11 +29,17 @@ if TYPE_CHECKING:
 
     from logprobe.records.values import IntArray
     from logprobe.scoring.scorer import Scorer
+    from logprobe.scoring.statistics import Figure
     from logprobe.scoring.texts import ScoredText
+
+    Floats = NDArray[np.float64]
 
 POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocabulary of 49,152
 CLIP = 0.2  # PPO's usual band
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+MAX_DRAFTED: Final = 8
+SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
+"""A text that tokenizers of the same tokens split alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,33 @@ class Spread:
         return {"mean": self.mean, "max": self.max, **percentiles}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """How often A would accept what B drafts, or B what A drafts: Σ min(p, q) (Leviathan et al. 2023)."""
+
+    mean: float  # the expected share a of drafted tokens that are accepted
+    error: float | None  # its standard error; None of one position
+    uncertainty: float  # what a baseline's file leaves open of it at most; 0 of two models
+    by_position: Floats = field(repr=False)  # (num_positions,)
+
+    def tokens_a_cycle(self, num_drafted: int) -> float:
+        """Expected tokens of one run of the large model after g drafted ones: (1 - a^(g + 1)) / (1 - a).
+
+        As if each were accepted with the mean probability a, whatever came before it.
+        """
+        return math.fsum(self.mean**power for power in range(num_drafted + 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure by name."""
+        cycles = {str(count): self.tokens_a_cycle(count) for count in range(1, MAX_DRAFTED + 1)}
+        return {
+            "mean": self.mean,
+            "error": self.error,
+            "uncertainty": self.uncertainty,
+            "tokens_a_cycle": cycles,
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What two models gave the same tokens; nats.
@@ -78,6 +111,11 @@ class Comparison:
     words: Sequence[str] | None = field(default=None, repr=False)  # None where they are tokens
     kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
+    acceptance_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
+    # Of a baseline's file: the most that the standard error of each KL can be, nats, and that an acceptance
+    # can be off. None where both models ran.
+    kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
+    acceptance_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def delta(self) -> Spread:
@@ -95,6 +133,32 @@ class Comparison:
         return None if self.kl_by_position is None else Spread.of(self.kl_by_position)
 
     @property
+    def kl_error(self) -> float | None:
+        """The standard error of the mean KL that comes from a baseline's file, at most; nats."""
+        if self.kl_error_by_position is None:
+            return None
+        return float(np.sqrt(np.sum(self.kl_error_by_position**2))) / self.num_positions
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """How often one of the two would accept what the other drafts, at temperature 1."""
+        shares, errors = self.acceptance_by_position, self.acceptance_error_by_position
+        if shares is None:
+            return None
+        mean, error = measures.mean_and_error(shares)
+        uncertainty = 0.0 if errors is None else float(errors.mean())
+        return Acceptance(mean=mean, error=error, uncertainty=uncertainty, by_position=shares)
+
+    @property
+    def statistics(self) -> dict[str, Figure] | None:
+        """Figures by llama.cpp's names, in its units (percent where it prints them), with standard errors."""
+        from logprobe.scoring.statistics import figures
+
+        if self.kl_by_position is None or self.is_same_best is None:
+            return None
+        return figures(self.logprobs_a, self.logprobs_b, self.kl_by_position, self.is_same_best)
+
+    @property
     def agreement(self) -> float | None:
         """Share of positions where both find the same token most likely."""
         return None if self.is_same_best is None else float(np.mean(self.is_same_best))
@@ -107,10 +171,23 @@ class Comparison:
         return measures.importance_ratios(self.logprobs_a, self.logprobs_b)
 
     @property
+    def text_ratios(self) -> NDArray[np.float64] | None:
+        """Importance ratios of whole texts: the product of their tokens'."""
+        if self.unit != "token":
+            return None
+        starts = np.flatnonzero(np.diff(self.text_indices, prepend=-1))
+        sums = [np.add.reduceat(logprobs, starts) for logprobs in (self.logprobs_a, self.logprobs_b)]
+        return measures.importance_ratios(*sums)
+
+    @property
     def effective_sample_share(self) -> float | None:
         """Kish's effective sample size of the token ratios, as a share of the positions."""
-        ratios = self.ratios
-        return None if ratios is None else measures.effective_sample_size(ratios) / len(ratios)
+        return _effective_share(self.ratios)
+
+    @property
+    def effective_text_share(self) -> float | None:
+        """The same of the texts' ratios, as a share of the texts."""
+        return _effective_share(self.text_ratios)
 
     @property
     def clipped_share(self) -> float | None:
@@ -126,21 +203,27 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure by name, nested as JSON is; None where it has no meaning."""
-        kl, ratios = self.kl, self.ratios
+        kl, ratios, text_ratios = self.kl, self.ratios, self.text_ratios
+        acceptance, statistics = self.acceptance, self.statistics
         bits_a, bits_b = self.bits_per_byte()
         return {
             "unit": self.unit,
             "num_positions": self.num_positions,
             "num_bytes": self.num_bytes,
             "kl": None if kl is None else kl.to_dict(),
+            "kl_error": self.kl_error,
             "agreement": self.agreement,
             "delta": self.delta.to_dict(),
             "bias": self.bias,
             "ratio": None if ratios is None else Spread.of(ratios).to_dict(),
             "clipped_share": self.clipped_share,
             "effective_sample_share": self.effective_sample_share,
+            "text_ratio": None if text_ratios is None else Spread.of(text_ratios).to_dict(),
+            "effective_text_share": self.effective_text_share,
             "bits_per_byte_a": bits_a,
             "bits_per_byte_b": bits_b,
+            "acceptance": None if acceptance is None else acceptance.to_dict(),
+            "statistics": statistics and {name: figure._asdict() for name, figure in statistics.items()},
         }
 
     def to_parquet(self, path: str | Path) -> None:
@@ -184,6 +267,10 @@ class Comparison:
         figure.savefig(path)
 
 
+def _effective_share(ratios: NDArray[np.float64] | None) -> float | None:
+    return None if ratios is None else measures.effective_sample_size(ratios) / len(ratios)
+
+
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:
     """Score the same texts with two models and compare what they give.
 
@@ -198,8 +285,8 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         BatchError: a request failed.
     """
     if same_vocabulary(a, b):
-        sequences = _sequences(a, texts, bos)
-        return _of_tokens(a, [part for index, ids in sequences for part in _token_parts(a, b, index, ids)])
+        texts_of_a = sequences(a, texts, bos)
+        return of_tokens(a, [part for index, ids in texts_of_a for part in _token_parts(a, b, index, ids)])
     return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
 
 
@@ -212,11 +299,12 @@ def same_vocabulary(a: Scorer, b: Scorer) -> bool:
         mine.vocabulary.token_bytes(i) == theirs.vocabulary.token_bytes(i)
         for i in range(len(mine.vocabulary))
     )
-    probe = "The 12 cats\n\tdidn't é 🌊 你好"
+    probe = SAME_TOKENS_PROBE
     return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()
 
 
-def _sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[tuple[int, IntArray]]:
+def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[tuple[int, IntArray]]:
+    """The place and the tokens of each text that has something to score, with what stands before it."""
     prefix = prefix_of(a.text, bos)
     for index, text in enumerate(texts):
         ids = np.concatenate([prefix, a.text.encode(text, add_special_tokens=False)])
@@ -224,60 +312,87 @@ def _sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[tu
             yield index, ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenPart:
-    """Some positions of one text."""
+class WholeRows(NamedTuple):
+    """Whole rows at some positions, and what they give the tokens there."""
+
+    rows: NDArray[np.float32]  # (M, V) nats
+    token_logprobs: Floats  # (M,) nats
+
+
+class TokenPart(NamedTuple):
+    """Some positions of one text through two models, (M,) each."""
 
     text_index: int
     start: int  # position of the first of them
-    token_ids: IntArray  # (n,)
-    logprobs_a: NDArray[np.float64]  # (n,) nats
-    logprobs_b: NDArray[np.float64]
-    kl: NDArray[np.float64]  # (n,) nats
-    is_same_best: NDArray[np.bool_]  # (n,)
+    token_ids: IntArray
+    logprobs_a: Floats
+    logprobs_b: Floats
+    kl: Floats
+    is_same_best: NDArray[np.bool_]
+    acceptance: Floats
+    kl_error: Floats | None = None
+    acceptance_error: Floats | None = None
+
+
+def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
+    """A model's whole rows at the tokens of a continuation."""
+    (score,) = llm.score([pair], logprobs=-1)
+    assert score.record is not None
+    return WholeRows(whole_rows(score.record), np.array(score.token_logprobs))
+
+
+def whole_parts(llm: Scorer, ids: IntArray, size: int) -> Iterator[tuple[int, int, WholeRows]]:
+    """Ranges of positions of a text, each with its whole rows: only those of one are held."""
+    for start in range(1, len(ids), size):
+        end = min(start + size, len(ids))
+        yield start, end, whole_scores(llm, (ids[:start], ids[start:end]))
 
 
 def _token_parts(a: Scorer, b: Scorer, index: int, ids: IntArray) -> Iterator[TokenPart]:
     """Positions by the hundreds: both models' whole rows of that many are held, never those of a text."""
-    for start in range(1, len(ids), POSITIONS_A_CALL):
-        end = min(start + POSITIONS_A_CALL, len(ids))
-        pair = (ids[:start], ids[start:end])
-        (mine,) = a.score([pair], logprobs=-1)
-        (theirs,) = b.score([pair], logprobs=-1)
-        assert mine.record is not None
-        assert theirs.record is not None
-        rows, others = whole_rows(mine.record), whole_rows(theirs.record)
-        width = min(rows.shape[1], others.shape[1])  # a head may be padded
-        rows, others = rows[:, :width], others[:, :width]
+    for start, end, mine in whole_parts(a, ids, POSITIONS_A_CALL):
+        theirs = whole_scores(b, (ids[:start], ids[start:end]))
+        width = min(mine.rows.shape[1], theirs.rows.shape[1])  # a head may be padded
+        rows, others = mine.rows[:, :width], theirs.rows[:, :width]
         yield TokenPart(
             text_index=index,
             start=start,
             token_ids=ids[start:end],
-            logprobs_a=np.array(mine.token_logprobs),
-            logprobs_b=np.array(theirs.token_logprobs),
-            kl=measures.kl_divergence(rows, others),
+            logprobs_a=mine.token_logprobs,
+            logprobs_b=theirs.token_logprobs,
+            kl=np.maximum(measures.kl_divergence(rows, others), 0.0),
             is_same_best=rows.argmax(axis=1) == others.argmax(axis=1),
+            acceptance=measures.acceptance(rows, others),
         )
 
 
-def _of_tokens(a: Scorer, parts: Sequence[TokenPart]) -> Comparison:
+def of_tokens(llm: Scorer, parts: Sequence[TokenPart]) -> Comparison:
+    """What some positions come to; `llm` knows the bytes of their tokens.
+
+    Raises:
+        ParameterError: there is none.
+    """
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
-    ids, logprobs_a, logprobs_b, kl, same = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("token_ids", "logprobs_a", "logprobs_b", "kl", "is_same_best")
-    )
+    ids = np.concatenate([part.token_ids for part in parts])
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
+    kl_errors, acceptance_errors = (
+        None if parts[0].kl_error is None else np.concatenate([getattr(part, name) for part in parts])
+        for name in ("kl_error", "acceptance_error")
+    )
     return Comparison(
         unit="token",
         num_positions=len(ids),
-        num_bytes=len(a.text.vocabulary.bytes_of(ids.tolist())),
-        logprobs_a=logprobs_a,
-        logprobs_b=logprobs_b,
+        num_bytes=len(llm.text.vocabulary.bytes_of(ids.tolist())),
+        logprobs_a=np.concatenate([part.logprobs_a for part in parts]),
+        logprobs_b=np.concatenate([part.logprobs_b for part in parts]),
+        kl_by_position=np.concatenate([part.kl for part in parts]),
+        is_same_best=np.concatenate([part.is_same_best for part in parts]),
+        acceptance_by_position=np.concatenate([part.acceptance for part in parts]),
         text_indices=text_indices,
         positions=positions,
         token_ids=ids.astype(np.int64),
-        kl_by_position=np.maximum(kl, 0.0),
-        is_same_best=same,
+        kl_error_by_position=kl_errors,
+        acceptance_error_by_position=acceptance_errors,
     )
 
 

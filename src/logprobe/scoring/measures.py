@@ -180,6 +180,12 @@ def lumped(logprobs: npt.ArrayLike) -> Floats:
     return np.concatenate([given, rest], axis=-1)
 
 
+def acceptance(rows: npt.ArrayLike, others: npt.ArrayLike) -> Floats:
+    """Σ min(p, q) of each row and another: how often speculative sampling accepts (Leviathan et al. 2023)."""
+    smaller = np.minimum(np.asarray(rows, np.float64), np.asarray(others, np.float64))
+    return np.asarray(np.exp(smaller).sum(axis=-1))
+
+
 def log_mass(rows: npt.ArrayLike, is_member: npt.ArrayLike) -> Floats:
     """Log of the mass that each row gives to the members, (V,) bool; nats."""
     return logsumexp(np.asarray(rows, np.float64)[..., np.asarray(is_member, np.bool_)])
