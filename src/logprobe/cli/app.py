@@ -17,6 +17,7 @@ import typer
 from logprobe import __version__
 from logprobe.cli.chat import chat
 from logprobe.cli.compare import compare
+from logprobe.cli.distil import distil
 from logprobe.cli.generate import generate
 from logprobe.cli.info import app as processors
 from logprobe.cli.info import info
@@ -46,6 +47,7 @@ app.command()(rerank)
 app.command()(generate)
 app.command()(uncertainty)
 app.command()(compare)
+app.command()(distil)
 app.command()(info)
 app.command()(chat)
 app.command()(serve)

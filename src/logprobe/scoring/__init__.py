@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.settings import DataSettings as DataSettings
     from logprobe.scoring.data.summary import Summary as Summary
     from logprobe.scoring.detection import binoculars as binoculars
+    from logprobe.scoring.distillation.run import DistilSummary as DistilSummary
+    from logprobe.scoring.distillation.run import distil as distil
+    from logprobe.scoring.distillation.settings import DistilSettings as DistilSettings
     from logprobe.scoring.fields import Field as Field
     from logprobe.scoring.fields import fields_of as fields_of
     from logprobe.scoring.labels import Classification as Classification
@@ -59,6 +62,8 @@ _HOMES = {
     "Classification": ".labels",
     "Comparison": ".comparison",
     "DataSettings": ".data.settings",
+    "DistilSettings": ".distillation.settings",
+    "DistilSummary": ".distillation.run",
     "Endpoint": ".auditing.endpoint",
     "Field": ".fields",
     "FieldDistribution": ".members",
@@ -86,6 +91,7 @@ _HOMES = {
     "compare_stored": ".comparison",
     "compare_with_baseline": ".baseline.models",
     "compare_with_stored": ".comparison",
+    "distil": ".distillation.run",
     "fields_of": ".fields",
     "judge": ".labels",
     "minimal_pairs": ".pairs",

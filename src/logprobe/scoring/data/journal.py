@@ -163,9 +163,13 @@ class Journal:
         self, end: int, rows: Sequence[dict[str, Any]], bad: Sequence[BadRow], info: LogprobsInfo | None
     ) -> None:
         """Answer the rows from `num_done` up to `end`, all or nothing."""
+        self.write_table(end, pa.Table.from_pylist(list(rows), self._schema), bad, info)
+
+    def write_table(self, end: int, rows: pa.Table, bad: Sequence[BadRow], info: LogprobsInfo | None) -> None:
+        """`write`, with the rows as a table of the journal's schema."""
         name = f"{self.num_done:012d}-{end:012d}"
         metadata = {INFO_KEY: info.to_json().encode()} if info is not None else None
-        table = pa.Table.from_pylist(list(rows), self._schema.with_metadata(metadata))
+        table = rows.replace_schema_metadata(metadata)
         with _naming(self.path):
             if bad:
                 lines = "".join(json.dumps(row.to_dict()) + "\n" for row in bad)
@@ -177,10 +181,10 @@ class Journal:
             )
         self.num_done = end
 
-    def tables(self) -> Iterator[pa.Table]:
-        """The rows of each part, in order."""
+    def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """The rows of each part, in order, or some columns of theirs."""
         for part in self._all_parts():
-            yield pq.read_table(part)
+            yield pq.read_table(part, columns=columns)
 
     def leave(self) -> None:
         """Give the run up: what was written stays for `resume`; where nothing was, nothing stays."""
@@ -214,6 +218,32 @@ class Journal:
             _write_durably(self._run_path, lambda path: path.write_text(f"{text}\n"))
             self._parts.rename(self._done)  # in one go: half of the parts would look like a damaged run
             shutil.rmtree(self._done)
+
+    def share(self, folder: Path) -> None:
+        """Make the parts files of a folder too, named as those of a split of Hugging Face's `datasets` are.
+
+        What a kill leaves is done again: the parts stay until `leave_shared`.
+        """
+        parts = self._all_parts()
+        with _naming(folder):
+            folder.mkdir(exist_ok=True)
+            for number, part in enumerate(parts):
+                shard = folder / f"train-{number:05d}-of-{len(parts):05d}.parquet"
+                shard.unlink(missing_ok=True)
+                try:
+                    os.link(part, shard)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(part, shard)
+            errors = self._error_parts()
+            if errors:
+                _write_durably(self.errors_path, lambda path: _concatenate(errors, path))
+            else:
+                self.errors_path.unlink(missing_ok=True)
+
+    def leave_shared(self) -> None:
+        """The parts go: they are files of another folder."""
+        self._parts.rename(self._done)
+        shutil.rmtree(self._done)
 
     def _info(self) -> bytes | None:
         for part in self._all_parts():

@@ -267,6 +267,17 @@ class ScoredBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return len(self.rows) + len(self.bad)
 
 
+def source_of_numbers(llm: Scorer) -> dict[str, str | None]:
+    """A model and its weights, as they are now."""
+    facts = llm.engine.capabilities()
+    return {
+        "model": facts.model,
+        "weights": f"{facts.dtype} {facts.weights}",
+        "weight_version": facts.weight_version,
+        "lora": llm.lora,
+    }
+
+
 class RowScorer:
     """Scores rows in batches, each on its own.
 
@@ -282,13 +293,7 @@ class RowScorer:
 
     def source_of_numbers(self) -> dict[str, str | None]:
         """The model and its weights, as they are now."""
-        facts = self._llm.engine.capabilities()
-        return {
-            "model": facts.model,
-            "weights": f"{facts.dtype} {facts.weights}",
-            "weight_version": facts.weight_version,
-            "lora": self._llm.lora,
-        }
+        return source_of_numbers(self._llm)
 
     def score(self, batch: Sequence[CheckedRow]) -> ScoredBatch:
         """The numbers of each row, or what is wrong with it.

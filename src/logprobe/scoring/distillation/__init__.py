@@ -1,0 +1,1 @@
+"""A teacher's rows on texts and conversations, in the files that trainers read."""

@@ -1,0 +1,271 @@
+"""A data set's teacher rows from files to a folder, in bounded memory, and resumed where it was stopped.
+
+Its way: `data.sources` → `rows` → `formats` → `data.journal`, whose parts become the folder's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from logprobe.errors import InputError, OutputError, require
+from logprobe.scoring.data.journal import Journal
+from logprobe.scoring.data.rows import BadRow, source_of_numbers
+from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
+from logprobe.scoring.distillation.formats import COMPRESSION_FILE, compression_config, schema_of, table_of
+from logprobe.scoring.distillation.rows import SequenceReader, batches, scored, teacher_rows
+from logprobe.scoring.distillation.settings import FORMATS, DistilSettings
+from logprobe.scoring.scorer import in_flight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from logprobe.records.info import LogprobsInfo
+    from logprobe.scoring.data.sources import Format, Source
+    from logprobe.scoring.distillation.rows import TeacherRow, TokenSequence
+    from logprobe.scoring.distillation.settings import TrainingFormat
+    from logprobe.scoring.scorer import Scorer
+
+BYTES_A_PART = 1 << 26
+SECONDS_A_PART = 20.0
+RUN_FILE: Final = "run.json"
+DATA: Final = "data"
+JOURNAL: Final = "data.parquet"
+MASSES: Final = ("num_positions", "lost_mass", "max_lost_mass")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilSummary:
+    """What a teacher's data came to."""
+
+    num_rows: int  # written; a conversation's turns are a row each
+    num_bad: int  # rows of the data set, in the side file
+    num_positions: int  # that a student learns from
+    lost_mass: float | None  # mean over positions of what the k best leave out; None of no position
+    max_lost_mass: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistilledBatch:
+    """What a batch of rows came to."""
+
+    end: int  # one past the index of its last row
+    num_rows: int  # of the data set
+    num_bytes: float  # of the files, for progress
+    table: pa.Table
+    bad: list[BadRow]
+    source: dict[str, str | None]
+    info: LogprobsInfo | None
+
+
+class DistilRun:
+    """Writes a teacher's rows on some files; every batch that ends is told to `advance` as (bytes, rows).
+
+    Raises:
+        ParameterError: settings that this model cannot follow.
+    """
+
+    def __init__(
+        self,
+        llm: Scorer,
+        sources: Sequence[Source],
+        settings: DistilSettings,
+        kind: TrainingFormat = "parquet",
+        *,
+        advance: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._llm, self._sources, self._settings, self._kind = llm, sources, settings, kind
+        self._advance = advance
+        self._reader = SequenceReader(llm, settings)
+        self._vocabulary_size: int = llm.engine.capabilities().vocab_size
+        self._top = min(settings.top, self._vocabulary_size)
+        self.was_finished = False  # the run that was to be resumed: nothing was left to do
+
+    def to_folder(self, path: str | Path, *, resume: bool = False, force: bool = False) -> DistilSummary:
+        """Write all rows to a folder's Parquet files, bad rows to a side file.
+
+        Raises:
+            InputError: a file that cannot be read, an output that exists, other settings than the run
+                resumed, or numbers of other weights than those before them.
+            OutputError: it cannot be written; what was written is kept for `resume`.
+            LogprobeError: the engine failed; likewise.
+        """
+        folder = Path(path)
+        if resume and any(source.name == STDIN for source in self._sources):
+            raise InputError("standard input: cannot be read again; save it to a file to resume from it")
+        if force:
+            _clear(folder)
+        elif (finished := self._finished(folder, resume=resume)) is not None:
+            self.was_finished = True
+            return finished
+        has_turns = self._settings.messages_column is not None
+        schema = schema_of(self._kind, self._vocabulary_size, has_turns=has_turns)
+        journal = Journal(folder / JOURNAL, schema, self._identity(), resume=resume, force=force)
+        try:
+            self._write(journal)
+        except BaseException:
+            journal.leave()
+            raise
+        summary = _summed(journal)
+        journal.share(folder / DATA)
+        if self._kind == "distillkit":
+            _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
+        run = {"settings": self._identity(), "summary": asdict(summary)}
+        _write_text(folder / RUN_FILE, json.dumps(run, indent=2) + "\n")
+        journal.leave_shared()
+        return summary
+
+    def _finished(self, folder: Path, *, resume: bool) -> DistilSummary | None:
+        """What a run came to that is finished; None where there is something to do."""
+        try:
+            run = json.loads((folder / RUN_FILE).read_text())
+        except FileNotFoundError:
+            return None
+        if not resume:
+            raise InputError(f"{folder}: exists; give --force to write it anew, or another name")
+        now = json.loads(json.dumps(self._identity()))
+        other = sorted(name for name in now if run["settings"].get(name) != now[name])
+        if other:
+            remedy = "repeat its settings, or give --force"
+            raise InputError(f"{folder}: the run to resume had another {', '.join(other)}; {remedy}")
+        return DistilSummary(**run["summary"])
+
+    def _write(self, journal: Journal) -> None:
+        tables: list[pa.Table] = []
+        bad: list[BadRow] = []
+        since, batch, info = time.monotonic(), None, None
+        for batch in self._batches(skip=journal.num_done):
+            journal.agree(batch.source)
+            tables.append(batch.table)
+            bad += batch.bad
+            info = batch.info or info  # a batch may hold bad rows alone
+            is_full = sum(table.nbytes for table in tables) >= BYTES_A_PART
+            if is_full or time.monotonic() - since >= SECONDS_A_PART:
+                journal.write_table(batch.end, pa.concat_tables(tables), bad, info)
+                tables, bad, since = [], [], time.monotonic()
+        if batch is not None and (tables or bad):
+            journal.write_table(batch.end, pa.concat_tables(tables), bad, info)
+
+    def _batches(self, *, skip: int) -> Iterator[DistilledBatch]:
+        rows = islice(read_rows(self._sources, [self._settings.column]), skip, None)
+        asked = batches((self._reader.read(row) for row in rows), self._top)
+        for batch in in_flight(self._distil, asked):
+            if self._advance is not None:
+                self._advance(int(batch.num_bytes), batch.num_rows)
+            yield batch
+
+    def _distil(self, batch: list[TokenSequence | BadRow]) -> DistilledBatch:
+        sequences = [one for one in batch if not isinstance(one, BadRow)]
+        bad = [one for one in batch if isinstance(one, BadRow)]
+        scores = scored(self._llm, sequences, self._top) if sequences else []
+        source, info = source_of_numbers(self._llm), None
+        rows: list[TeacherRow] = []
+        for sequence, score in zip(sequences, scores, strict=True):
+            assert score.record is not None
+            info = score.record.info
+            rows += teacher_rows(sequence, score.record)
+        if info is not None:
+            # Others may have taken over since.
+            source |= {"weight_version": info.weight_version, "lora_version": info.lora_version}
+        has_turns = self._settings.messages_column is not None
+        schema = schema_of(self._kind, self._vocabulary_size, has_turns=has_turns)
+        last = batch[-1]
+        return DistilledBatch(
+            end=(last.index if isinstance(last, BadRow) else last.row.index) + 1,
+            num_rows=len(batch),
+            num_bytes=sum(row.num_bytes for row in bad) + sum(one.row.num_bytes for one in sequences),
+            table=table_of(rows, self._kind, self._vocabulary_size) if rows else schema.empty_table(),
+            bad=bad,
+            source=source,
+            info=info,
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share: everything that changes a row or its place."""
+        inputs = [[source.name, source.format, source.by_line, source.num_bytes] for source in self._sources]
+        own = {"inputs": inputs, "format": self._kind}
+        return own | source_of_numbers(self._llm) | asdict(self._settings)
+
+
+def _summed(journal: Journal) -> DistilSummary:
+    num_rows = num_positions = 0
+    lost, most = 0.0, 0.0
+    for table in journal.tables(list(MASSES)):
+        counts, means, largest = (table.column(name).to_numpy() for name in MASSES)
+        num_rows += len(counts)
+        num_positions += int(counts.sum())
+        lost += float(np.sum(counts * means))
+        most = max(most, float(largest.max(initial=0.0)))
+    is_some = num_positions > 0
+    return DistilSummary(
+        num_rows=num_rows,
+        num_bad=journal.num_bad(),
+        num_positions=num_positions,
+        lost_mass=lost / num_positions if is_some else None,
+        max_lost_mass=most if is_some else None,
+    )
+
+
+def _clear(folder: Path) -> None:
+    """What an earlier run wrote goes, and nothing else."""
+    for file in (folder / RUN_FILE, folder / COMPRESSION_FILE, *(folder / DATA).glob("train-*-of-*.parquet")):
+        file.unlink(missing_ok=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """A file that is whole where it is."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+def distil(
+    llm: Scorer,
+    inputs: str | Path | Sequence[str | Path],
+    output: str | Path,
+    *,
+    format: TrainingFormat = "parquet",  # noqa: A002 - the flag's name
+    settings: DistilSettings | None = None,
+    kind: Format | None = None,
+    by_line: bool = False,
+    resume: bool = False,
+    force: bool = False,
+) -> DistilSummary:
+    """Write a teacher's most likely tokens on the rows of files as a student's trainer reads them.
+
+    Args:
+        llm: the teacher.
+        inputs: txt, jsonl, csv and Parquet files, folders of them, patterns, or `-` for standard input.
+        output: a folder: `data/train-*.parquet`, what the run was and came to (`run.json`), and bad rows
+            (`data.parquet.errors.jsonl`).
+        format: `parquet`, `distillkit` or `axolotl`.
+        settings: what is learnt, and how many tokens are kept.
+        kind: the inputs' format where their names do not say it.
+        by_line: a txt file's rows are its lines, not the whole of it.
+        resume: go on with a run that was stopped, even killed; no row is lost or doubled.
+        force: write the output anew if it exists.
+
+    Raises:
+        InputError: a file that cannot be read, an output that exists, other settings than the run resumed.
+        ParameterError: settings that cannot be used.
+        OutputError: the output cannot be written.
+    """
+    require(format in FORMATS, "format", f"must be one of {', '.join(FORMATS)}, got {format!r}")
+    names = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
+    sources = find_sources([os.fspath(name) for name in names], kind=kind, by_line=by_line)
+    run = DistilRun(llm, sources, settings or DistilSettings(), format)
+    return run.to_folder(output, resume=resume, force=force)

@@ -1,0 +1,264 @@
+"""A data set distilled: texts and conversations, resumed, with bad rows."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from logprobe.errors import InputError, LogprobeError, ParameterError
+from logprobe.scoring import DistilSettings, distil
+from logprobe.scoring.data.sources import find_sources
+from logprobe.scoring.distillation import run as runs
+from logprobe.scoring.distillation.run import DistilRun
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from logprobe import LLM
+    from logprobe.scoring.distillation.settings import TrainingFormat
+
+TEXTS = ["the cat and the dog, é 🌊", "the end of the cat and the dog", "x", "the cat"]
+CONVERSATIONS: list[Any] = [
+    [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": "and the dog"},
+        {"role": "user", "content": "the end"},
+        {"role": "assistant", "content": "x"},
+    ],
+    [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ],
+]
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    return written(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS])
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    files = sorted((folder / "data").glob("train-*-of-*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def whole(llm: LLM, ids: list[int]) -> np.ndarray:
+    """The model's whole rows after each of some tokens, (T, V)."""
+    (score,) = llm.score([(ids[:1], [*ids[1:], ids[-1]])], logprobs=-1)
+    assert score.record is not None
+    size = llm.engine.capabilities().vocab_size
+    return np.array([[row[i].logprob for i in range(size)] for row in score.record if row is not None])
+
+
+def test_texts_get_the_best_tokens_after_each_of_theirs(tiny_llm: LLM, texts: Path, tmp_path: Path) -> None:
+    summary = distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=6))
+    found = rows_of(tmp_path / "out")
+    assert [row["row"] for row in found] == [0, 1, 2, 3]
+    lost = []
+    for row, text in zip(found, TEXTS, strict=True):
+        ids = tiny_llm.text.encode(text).tolist()
+        assert row["input_ids"] == ids
+        assert row["positions"] == list(range(len(ids)))
+        expected = whole(tiny_llm, ids)
+        best = np.take_along_axis(expected, np.array(row["target_token_ids"]), axis=1)
+        assert np.array(row["target_logprobs"]) == pytest.approx(best, abs=1e-5)
+        assert best == pytest.approx(-np.sort(-expected, axis=1)[:, :6], abs=1e-5)
+        lost += (1 - np.exp(best).sum(axis=1)).tolist()
+    assert summary.num_rows == 4
+    assert summary.num_positions == len(lost)
+    assert summary.lost_mass == pytest.approx(np.mean(lost), abs=1e-5)
+    assert summary.max_lost_mass == pytest.approx(max(lost), abs=1e-5)
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["summary"]["lost_mass"] == summary.lost_mass
+    assert run["settings"]["top"] == 6
+
+
+def test_a_conversation_is_laid_out_once_and_a_row_a_turn(tiny_llm: LLM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [{"m": messages} for messages in CONVERSATIONS])
+    settings = DistilSettings(top=4, messages_column="m")
+    summary = distil(tiny_llm, source, tmp_path / "out", settings=settings)
+    found = rows_of(tmp_path / "out")
+    assert [(row["row"], row["turn"]) for row in found] == [(0, 1), (0, 3), (1, 2)]
+    assert summary.num_rows == 3
+    edge = tiny_llm.text
+    for row in found:
+        messages = CONVERSATIONS[row["row"]][: row["turn"] + 1]
+        laid_out = edge.tokenizer.apply_chat_template(messages, tokenize=False)
+        before = edge.tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        ids = edge.encode(laid_out, add_special_tokens=False).tolist()
+        assert row["input_ids"] == ids
+        # What the rows that count predict is the turn's own text.
+        answer = [ids[place + 1] for place in row["positions"]]
+        assert edge.vocabulary.bytes_of(answer).decode() == laid_out[len(before) :]
+        expected = whole(tiny_llm, ids)[row["positions"]]
+        best = np.take_along_axis(expected, np.array(row["target_token_ids"]), axis=1)
+        assert np.array(row["target_logprobs"]) == pytest.approx(best, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["distillkit", "axolotl"])
+def test_a_turns_labels_are_its_own_tokens(kind: TrainingFormat, tiny_llm: LLM, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [{"m": json.dumps(messages)} for messages in CONVERSATIONS])
+    settings = DistilSettings(top=4, messages_column="m")
+    distil(tiny_llm, source, tmp_path / "plain", settings=settings)
+    distil(tiny_llm, source, tmp_path / "out", settings=settings, format=kind)
+    assert (tmp_path / "out" / "compression_config.yaml").exists() == (kind == "distillkit")
+    for row, plain in zip(rows_of(tmp_path / "out"), rows_of(tmp_path / "plain"), strict=True):
+        learnt = [place + 1 for place in plain["positions"]]
+        labels = [row["input_ids"][place] if place in learnt else -100 for place in range(len(row["labels"]))]
+        assert row["labels"] == labels
+        assert row["input_ids"] == plain["input_ids"]
+
+
+def test_bad_rows_are_named_and_the_others_are_written(tiny_llm: LLM, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "the cat"}, {"text": 3}, {"text": "the cat " * 200}, {"other": 1}]
+    source = written(tmp_path / "in.jsonl", [*rows, {"text": "x"}])
+    summary = distil(tiny_llm, source, tmp_path / "out", settings=DistilSettings(top=4))
+    assert (summary.num_rows, summary.num_bad) == (2, 3)
+    bad = [
+        json.loads(line) for line in (tmp_path / "out" / "data.parquet.errors.jsonl").read_text().splitlines()
+    ]
+    assert [line["row"] for line in bad] == [1, 2, 3]
+    assert "give max_tokens" in bad[1]["error"]
+    cut = distil(tiny_llm, source, tmp_path / "cut", settings=DistilSettings(top=4, max_tokens=20))
+    assert (cut.num_rows, cut.num_bad) == (3, 2)
+    assert max(len(row["input_ids"]) for row in rows_of(tmp_path / "cut")) == 20
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([], "must be a list of messages"),
+        ("[", "as JSON where it is text"),
+        ([{"role": "user", "content": "a"}], "has no turn of the assistant"),
+        ([{"role": "assistant", "content": "a"}], "begin a conversation with another"),
+        (3, "must be a list of messages"),
+    ],
+)
+def test_a_conversation_that_teaches_nothing_is_a_bad_row(
+    messages: Any, problem: str, tiny_llm: LLM, tmp_path: Path
+) -> None:
+    source = written(tmp_path / "in.jsonl", [{"m": messages}])
+    summary = distil(tiny_llm, source, tmp_path / "out", settings=DistilSettings(messages_column="m"))
+    assert (summary.num_rows, summary.num_bad, summary.lost_mass) == (0, 1, None)
+    (bad,) = (tmp_path / "out" / "data.parquet.errors.jsonl").read_text().splitlines()
+    assert problem in bad
+
+
+class StoppedError(Exception):
+    """What stops a run."""
+
+
+def stopping(after: int) -> Any:
+    """Stops a run after so many batches."""
+    left = iter(range(after))
+
+    def advance(*_: int) -> None:
+        if next(left, None) is None:
+            raise StoppedError
+
+    return advance
+
+
+@pytest.mark.parametrize("kind", ["parquet", "distillkit", "axolotl"])
+def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
+    kind: TrainingFormat, tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = DistilSettings(top=4)
+    expected = distil(tiny_llm, texts, tmp_path / "whole", settings=settings, format=kind)
+    monkeypatch.setattr("logprobe.scoring.distillation.rows.ROWS_A_CALL", 1)
+    monkeypatch.setattr(runs, "BYTES_A_PART", 1)
+    sources = find_sources([str(texts)])
+    for after in (1, 2):
+        run = DistilRun(tiny_llm, sources, settings, kind, advance=stopping(after))
+        with pytest.raises(StoppedError):
+            run.to_folder(tmp_path / "out", resume=after > 1)
+    with pytest.raises(InputError, match="--resume"):
+        distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind)
+    with pytest.raises(InputError, match="another top"):
+        distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), format=kind, resume=True)
+    summary = distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind, resume=True)
+    assert summary == expected
+    files = sorted(file.name for file in (tmp_path / "out" / "data").iterdir())
+    assert files == [f"train-{number:05d}-of-00004.parquet" for number in range(4)]
+    assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
+    assert not list((tmp_path / "out").glob("*.parts*"))
+
+
+def test_a_finished_run_says_so_and_is_written_anew_by_force(
+    tiny_llm: LLM, texts: Path, tmp_path: Path
+) -> None:
+    settings = DistilSettings(top=4)
+    first = distil(tiny_llm, texts, tmp_path / "out", settings=settings)
+    with pytest.raises(InputError, match="exists"):
+        distil(tiny_llm, texts, tmp_path / "out", settings=settings)
+    run = DistilRun(tiny_llm, find_sources([str(texts)]), settings)
+    assert run.to_folder(tmp_path / "out", resume=True) == first
+    assert run.was_finished
+    with pytest.raises(InputError, match="another top"):
+        distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), resume=True)
+    kept = tmp_path / "out" / "data" / "mine.txt"
+    kept.write_text("mine")
+    other = distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), force=True)
+    assert other.lost_mass is not None
+    assert first.lost_mass is not None
+    assert other.lost_mass < first.lost_mass
+    assert kept.read_text() == "mine"
+
+
+def test_what_was_shared_before_a_kill_is_shared_again(
+    tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            distil(tiny_llm, texts, tmp_path / "out")
+    summary = distil(tiny_llm, texts, tmp_path / "out", resume=True)
+    assert summary.num_rows == len(rows_of(tmp_path / "out")) == 4
+
+
+def test_hugging_faces_datasets_open_the_folder(tiny_llm: LLM, texts: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+    for kind in ("parquet", "distillkit", "axolotl"):
+        distil(tiny_llm, texts, tmp_path / kind, format=kind)
+        found = datasets.load_dataset(str(tmp_path / kind), split="train", cache_dir=str(tmp_path / "cache"))
+        assert found["row"] == [0, 1, 2, 3]
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for settings, name in (
+        ({"top": 0}, "top"),
+        ({"top": 1 << 20}, "top"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages_column": "m", "max_tokens": 5}, "max_tokens"),
+        ({"messages_column": "m", "bos": True}, "bos"),
+    ):
+        with pytest.raises(ParameterError) as caught:
+            DistilSettings(**settings)
+        assert caught.value.parameter == name
+
+
+def test_another_format_is_refused(tiny_llm: LLM, texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(LogprobeError, match="must be one of"):
+        distil(tiny_llm, texts, tmp_path / "out", format="trl")  # type: ignore[arg-type]
+
+
+def test_more_than_the_vocabulary_is_the_vocabulary(tiny_llm: LLM, texts: Path, tmp_path: Path) -> None:
+    summary = distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=4096))
+    assert summary.lost_mass == pytest.approx(0, abs=1e-6)
+    size = tiny_llm.engine.capabilities().vocab_size
+    assert {len(ids) for row in rows_of(tmp_path / "out") for ids in row["target_token_ids"]} == {size}
+    assert math.isfinite(summary.max_lost_mass or 0)
