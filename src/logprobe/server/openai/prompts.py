@@ -13,8 +13,9 @@ import numpy as np
 
 from logprobe.server.http.errors import bad_request
 from logprobe.server.limits import check_count
-from logprobe.server.openai.thinking import lay_out_reasoning, template_variables
-from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout
+from logprobe.server.openai.thinking import template_variables
+from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout, lay_out
+from logprobe.text.reasoning import FIELDS, lay_out_reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -145,7 +146,11 @@ def render_messages(
     Where the template leaves reasoning out, that of earlier turns or all of it, the reply names the field.
     """
     check_fields(messages)
-    text, is_whole = lay_out_reasoning(messages, service.text, layout)
+    text, is_whole = (
+        lay_out_reasoning(messages, service.text, layout)
+        if any(field in message for message in messages for field in FIELDS)
+        else (lay_out(messages, service.text, layout), True)
+    )
     if not is_whole:
         service.call.without_effect.append(reasoning_field)
     check_texts([text], "messages", service)
