@@ -111,6 +111,11 @@ test-trainers: $(VENV)/.test  ## TRL's trainers, unchanged, against the server o
 	$(BIN)/python benchmarks/rivals/install.py trl
 	$(BIN)/python -m pytest -q -rP tests/trainers
 
+.PHONY: test-evaluators
+test-evaluators: $(VENV)/.test  ## Inspect, lighteval and lm-evaluation-harness, unchanged: our model in process and over HTTP beside their own on transformers
+	$(BIN)/python benchmarks/rivals/install.py evaluators
+	$(BIN)/python -m pytest -q -rP tests/evaluators
+
 # genlm-control by itself: its import sets how vLLM starts.
 ON_VLLM := tests/engine/backends tests/integrations/vllm tests/next_token tests/docs/test_next_token_page.py
 .PHONY: test-vllm

@@ -38,6 +38,14 @@ VLLM_TESTS = (
 )
 # Stands on its own engine in one environment, and on vLLM in the other.
 GENLM = ("genlm-backend==0.3.1", "genlm-control==0.4.1")
+# Each with what its own model on transformers needs.
+EVALUATORS = (
+    "inspect-ai==0.3.285",
+    "openai==3.57.0",
+    "lighteval==0.13.0",
+    "lm-eval[hf,api]==0.4.13",
+    "llguidance>=1.2",  # calls of tools that must come
+)
 # The wheel declares these, and text generation needs none of them.
 VLLM_UNNEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 
@@ -109,6 +117,11 @@ CLIENTS = {
     "clients_2": Recipe(
         steps=(("instructor==1.17.0", "litellm==1.110.2", "dspy==3.4.1"),),
         modules=("instructor", "litellm", "dspy"),
+        is_shared=True,
+    ),
+    "evaluators": Recipe(
+        steps=((TORCH,), (TORCH, *EVALUATORS, *OWN_DEPENDENCIES)),
+        modules=("inspect_ai", "lighteval", "lm_eval.models.huggingface", "openai"),
         is_shared=True,
     ),
     "structured_logprobs": Recipe(

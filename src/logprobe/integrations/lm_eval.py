@@ -1,16 +1,17 @@
-"""lm-evaluation-harness on this library, in process: the model `logprobe`.
+"""lm-evaluation-harness on this library: the model `logprobe`, in process or behind a server's address.
 
     python -m logprobe.integrations.lm_eval run --model logprobe --model_args pretrained=smollm2 --tasks ...
+    python -m logprobe.integrations.lm_eval run --model logprobe --model_args base_url=$URL --tasks ...
 
 is the harness's own command with that model known to it (0.4.13 has no way for a package to add one from
 outside); in Python, importing this module makes `simple_evaluate(model="logprobe", ...)` work. Contexts that
-requests share are computed once, and a whole task is one batch. Splits, windows and truncation are those of
-the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
+requests share are computed once, and in process a whole task is one batch. A server gives its tokenizer and
+chat template, so that `--apply_chat_template` needs no files here either. Splits, windows and truncation are
+those of the harness's `hf` model, and so are the scores. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
 
-import atexit
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import TemplateLM
@@ -19,7 +20,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from logprobe.errors import UnknownParameterError
-from logprobe.llm import LLM
+from logprobe.integrations.evaluators import open_model, prefix_token_id
 from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
     from lm_eval.api.instance import Instance
 
-PAIRS_A_CALL = 4096  # bounds the records held at once
+    from logprobe.integrations.evaluators import Pair
+
 KNOWN_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int}
 PASSED_BY = {"do_sample", "num_beams", "use_cache", "until", "max_gen_toks"}  # of `hf`, answered otherwise
-Pair = tuple[list[int], list[int]]
 
 
 @register_model("logprobe")
@@ -38,25 +39,31 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
     """A model of this library for lm-evaluation-harness.
 
     Args:
-        pretrained: a known name, a local folder, a `.gguf` file or a Hugging Face id.
+        pretrained: a known name, a local folder, a `.gguf` file or a Hugging Face id; of a server, a name
+            that it serves. None: `smollm2`, or the server's own.
+        base_url: the address of a server of this library; None: the model runs in this process.
+        api_key: a key that the server lets in.
         max_length: longest sequence in tokens; None: the model's context.
         add_bos_token: put BOS before texts, or do not; None: as the tokenizer does.
         max_gen_toks: most tokens to generate where a task does not say.
-        lora: a folder of LoRA weights to run on.
+        lora: a folder of LoRA weights to run on; of a server, the name of weights that are loaded there.
         batch_size: taken and not needed: a task is one batch.
         max_batch_size: likewise.
         device: `cpu`; anything else is a GPU where there is one.
-        settings: those of `EngineConfig`.
+        settings: those of `EngineConfig`; beside `base_url`, `num_concurrent` exchanges at once.
 
     Raises:
         ModelError: the model cannot be had or used.
         UnknownParameterError: a setting of that name does not exist.
+        ServerError: there is no such server.
     """
 
     def __init__(
         self,
-        pretrained: str = "smollm2",
+        pretrained: str | None = None,
         *,
+        base_url: str | None = None,
+        api_key: str | None = None,
         max_length: int | None = None,
         add_bos_token: bool | None = None,
         max_gen_toks: int = 256,
@@ -68,17 +75,16 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
     ) -> None:
         super().__init__()
         del batch_size, max_batch_size
-        # The harness names a GPU unless told otherwise, also where there is none.
-        self.llm = LLM(pretrained, device="cpu" if device == "cpu" else "auto", **settings)
-        atexit.register(self.llm.close)  # the harness has no word for the end; threads must not outlive it
-        self.tokenizer = self.llm.text.tokenizer
-        limit = self.llm.engine.capabilities().max_model_len
+        if base_url is None:
+            # The harness names a GPU unless told otherwise, also where there is none.
+            settings["device"] = "cpu" if device == "cpu" else "auto"
+        self.model = open_model(pretrained, base_url=base_url, api_key=api_key, lora=lora, **settings)
+        self.tokenizer = self.model.tokenizer
+        limit = self.model.max_model_len
         self.max_length = min(max_length or limit, limit)
         self.add_bos_token = add_bos_token
         self.max_gen_toks = max_gen_toks
-        if lora:
-            self.llm.add_lora("lora", lora)
-            self.llm = self.llm.with_lora("lora")
+        self.name = pretrained or base_url or "smollm2"
 
     @property
     def eot_token_id(self) -> int:
@@ -89,12 +95,12 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context."""
-        return int(self.llm.text.prefix()[0])
+        return prefix_token_id(self.model)
 
     @property
     def tokenizer_name(self) -> str:
         """What the harness's cache of requests knows the tokenizer by."""
-        return str(self.llm.config.model).replace("/", "__")
+        return self.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids of a text; one that begins with BOS gets no other."""
@@ -102,8 +108,7 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
             add_special_tokens = True if self.add_bos_token is None else self.add_bos_token
             bos = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = add_special_tokens and not (bos and string.startswith(bos))
-        ids: list[int] = self.llm.text.encode(string, add_special_tokens=add_special_tokens).tolist()
-        return ids
+        return self.model.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -126,13 +131,8 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
         return scores
 
     def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        cut = [self._cut(*pair) for pair in pairs]
-        starts = range(0, len(cut), PAIRS_A_CALL)
-        return [
-            (score.logprob, score.is_greedy)
-            for start in starts
-            for score in self.llm.score(cut[start : start + PAIRS_A_CALL], progress=True)
-        ]
+        scores = self.model.score([self._cut(*pair) for pair in pairs])
+        return [(score.logprob, score.is_greedy) for score in scores]
 
     def _cut(self, context: list[int], continuation: list[int]) -> Pair:
         """The last `max_length` + 1 tokens, as the harness cuts."""
@@ -169,10 +169,10 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
             room = self.max_length - kwargs["max_gen_toks"]
             prompts.append(self.tok_encode(context)[-room:])
             params.append(self._params(kwargs, stops[-1]))
-        outputs = self.llm.generate(prompts, params, progress=True)
+        outputs = self.model.generate(prompts, params)
         texts = [
-            postprocess_generated_text(output.outputs[0].text, stop, None)
-            for output, stop in zip(outputs, stops, strict=True)
+            postprocess_generated_text(output.text, stop, None)
+            for [output], stop in zip(outputs, stops, strict=True)
         ]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)

@@ -1,0 +1,288 @@
+"""A model as tools that evaluate ask it: scores of pairs of ids, texts that go on from ids, many at once.
+
+`InProcess` runs one here, `Served` asks a server of this library. Before it: `lm_eval`, `lighteval`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+from functools import partial
+from itertools import chain, groupby, islice
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
+from urllib.parse import quote
+
+import msgspec
+
+from logprobe.engine.protocol import Capabilities
+from logprobe.errors import ServerError, require
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Sequence
+
+    from logprobe.sampling import SamplingParams
+
+Pair = tuple[list[int], list[int]]
+PAIRS_A_CALL: Final = 4096  # bounds the records held at once
+EXCHANGES: Final = 8  # at once
+CONTINUATIONS_A_BODY: Final = 16  # after one context
+TIMEOUT_S: Final = 600.0  # of one exchange, waits for a full server included
+TOKEN_BYTES: Final = 512  # of one token of a reply, with its text and numbers
+REPLY_BYTES: Final = 1 << 16  # of what stands around them
+CARRIED: Final = (
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "min_tokens",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+"""What is asked of a server of `SamplingParams`, under the same names."""
+
+
+class Scored(NamedTuple):
+    """A continuation after its context."""
+
+    logprob: float  # nats
+    is_greedy: bool
+
+
+class Text(NamedTuple):
+    """One text that a model went on with."""
+
+    text: str
+    token_ids: list[int]
+
+
+class EvaluatedModel(Protocol):
+    """What tools ask."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own, as transformers has it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the model takes; a scored sequence may have one more."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+    def score(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """(context, continuation) pairs, in their order."""
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
+        """The texts of each prompt, `n` of them."""
+
+
+def prefix_token_id(model: EvaluatedModel) -> int:
+    """What stands before a text without context: BOS, or EOS where the model has none.
+
+    Raises:
+        ParameterError: it has neither.
+    """
+    tokenizer = model.tokenizer
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    require(first is not None, "context", "is empty and the model has no BOS or EOS; give a context")
+    return int(first)
+
+
+def open_model(
+    name: str | None,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    lora: str | None = None,
+    num_concurrent: int | None = None,
+    **settings: Any,
+) -> EvaluatedModel:
+    """A model of this process, or behind a server's address; it ends with the process.
+
+    Args:
+        name: a known name, a folder, a `.gguf` file or a Hugging Face id; of a server, a name that it serves.
+            None: `smollm2`, or the server's own.
+        base_url: the server's address, with or without `/v1`.
+        api_key: a key that the server lets in.
+        lora: a folder of LoRA weights to run on; of a server, the name of weights that are loaded there.
+        num_concurrent: exchanges with the server at once; None: 8.
+        settings: those of `EngineConfig`, of a model of this process.
+
+    Raises:
+        ModelError: the model cannot be had or used.
+        ParameterError: a setting that cannot be used, or does not exist.
+        ServerError: there is no such server.
+    """
+    if base_url is None:
+        for setting, value in {"api_key": api_key, "num_concurrent": num_concurrent}.items():
+            require(value is None, setting, "is for a server; give its base_url")
+        return InProcess("smollm2" if name is None else name, lora, **settings)
+    for setting in settings:
+        require(False, setting, "is the server's to set; leave it out beside base_url")
+    num_concurrent = EXCHANGES if num_concurrent is None else num_concurrent
+    return Served(base_url, api_key, model=name, lora=lora, num_concurrent=num_concurrent)
+
+
+@final
+class InProcess:
+    """Implements `EvaluatedModel` on an engine of this process."""
+
+    def __init__(self, model: str, lora: str | None, **settings: Any) -> None:
+        from logprobe.llm import LLM
+
+        llm = LLM(model, **settings)
+        atexit.register(llm.close)  # tools have no word for the end; threads must not outlive it
+        if lora is not None:
+            llm.add_lora("lora", lora)
+        self.llm = llm if lora is None else llm.with_lora("lora")
+        self.tokenizer = llm.text.tokenizer
+        self.max_model_len = llm.engine.capabilities().max_model_len
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.llm.text.encode(text, add_special_tokens=add_special_tokens).tolist()
+        return ids
+
+    def score(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """By one call for thousands of pairs: contexts that they share are computed once."""
+        return [
+            Scored(score.logprob, score.is_greedy)
+            for start in range(0, len(pairs), PAIRS_A_CALL)
+            for score in self.llm.score(pairs[start : start + PAIRS_A_CALL], progress=True)
+        ]
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
+        """By one call."""
+        outputs = self.llm.generate(prompts, params, progress=True)
+        return [[Text(one.text, one.token_ids) for one in output.outputs] for output in outputs]
+
+
+class _Score(msgspec.Struct):
+    logprob: float
+    is_greedy: bool
+
+
+class _Scores(msgspec.Struct):
+    data: list[_Score]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    text: str
+    token_ids: list[int]
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+@final
+class Served:
+    """Implements `EvaluatedModel` on a server of this library; its tokenizer runs here."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None, *, model: str | None, lora: str | None, num_concurrent: int
+    ) -> None:
+        from logprobe.engine.backends.bridge import LoopThread
+        from logprobe.integrations.remote.link import FACTS_BYTES, TOKENIZER_BYTES, Link, decoded
+        from logprobe.integrations.remote.text import RemoteText
+
+        is_count = isinstance(num_concurrent, int) and num_concurrent > 0
+        require(is_count, "num_concurrent", "must be a positive integer", got=num_concurrent)
+        self._link = Link(base_url, api_key, TIMEOUT_S)
+        self._bridge = LoopThread()
+        atexit.register(self.close)
+        self._common = {"model": model, "lora": lora}
+        self._num_concurrent = num_concurrent
+        query = "" if model is None else f"?model={quote(model, safe='')}"
+
+        def fetch(path: str, max_bytes: int = TOKENIZER_BYTES) -> bytes:
+            return self._bridge.run(self._link.get(path + query, max_bytes))
+
+        try:
+            facts = decoded(fetch("/v1/capabilities", FACTS_BYTES), Capabilities, self._link.url)
+            self.max_model_len = facts.max_model_len
+            self.tokenizer = RemoteText(fetch).tokenizer
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the connections go; the server stays as it is."""
+        atexit.unregister(self.close)
+        self._bridge.run(self._link.close())
+        self._bridge.close()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def score(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """By `/v1/score`: pairs that follow each other with one context are one body."""
+        bodies = [
+            (context, [continuation for _, continuation in some])
+            for context, group in groupby(pairs, itemgetter(0))
+            for some in _batched(group, CONTINUATIONS_A_BODY)
+        ]
+        return [*chain.from_iterable(self._all(self._scores(*body) for body in bodies))]
+
+    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
+        """By `/v1/completions`."""
+        return self._all(self._texts(*asked) for asked in zip(prompts, params, strict=True))
+
+    def _all(self, exchanges: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Exchanges, some at once, in their order; where one fails the others are given up."""
+
+        async def run() -> list[Any]:
+            room = asyncio.Semaphore(self._num_concurrent)
+
+            async def one(exchange: Coroutine[Any, Any, Any]) -> Any:
+                async with room:
+                    return await exchange
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(exchange)) for exchange in exchanges]
+            return [task.result() for task in tasks]
+
+        try:
+            return self._bridge.run(run())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _scores(self, context: list[int], continuations: list[list[int]]) -> list[Scored]:
+        body = {"context": context, "continuations": continuations, **self._common}
+        num_tokens = sum(map(len, continuations))
+        data = await self._posted("/v1/score", body, num_tokens, _Scores)
+        if len(data.data) != len(continuations):
+            raise ServerError(
+                f"{self._link.url}/v1/score: gave {len(data.data)} of {len(continuations)} scores"
+            )
+        return [Scored(one.logprob, one.is_greedy) for one in data.data]
+
+    async def _texts(self, prompt: list[int], params: SamplingParams) -> list[Text]:
+        carried = {name: getattr(params, name) for name in CARRIED}
+        body = {"prompt": prompt, "return_token_ids": True, **carried, **self._common}
+        num_tokens = params.n * params.max_tokens
+        choices = (await self._posted("/v1/completions", body, num_tokens, _Completion)).choices
+        if sorted(choice.index for choice in choices) != [*range(params.n)]:
+            raise ServerError(f"{self._link.url}/v1/completions: gave no {params.n} texts")
+        return [Text(one.text, one.token_ids) for one in sorted(choices, key=lambda choice: choice.index)]
+
+    async def _posted(self, path: str, body: dict[str, Any], num_tokens: int, kind: type[Any]) -> Any:
+        from logprobe.integrations.remote.link import decoded
+
+        given = {name: value for name, value in body.items() if value is not None}
+        data = await self._link.post(path, given, REPLY_BYTES + num_tokens * TOKEN_BYTES)
+        return decoded(data, kind, f"{self._link.url}{path}")
+
+
+def _batched(items: Iterable[Pair], size: int) -> Iterable[list[Pair]]:
+    iterator = iter(items)
+    return iter(partial(lambda: list(islice(iterator, size))), [])
