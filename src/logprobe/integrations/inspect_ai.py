@@ -1,0 +1,346 @@
+"""Inspect on this library, in process: `inspect eval TASK --model logprobe/smollm2`.
+
+Inspect finds the model by the entry point `inspect_ai` of this package. Samples that run at once share the
+engine's steps, and what their conversations begin with is computed once. Needs the extra `inspect`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from inspect_ai.model import (
+    ChatMessageUser,
+    GenerateConfig,
+    ModelAPI,
+    ModelOutput,
+    messages_to_openai,
+    model_output_from_openai,
+    modelapi,
+)
+from inspect_ai.tool import ToolFunction
+
+from logprobe.errors import ParameterError, PromptTooLongError, UnknownParameterError, require
+from logprobe.llm import LLM
+from logprobe.records.forms.json import ChatEncoder, entry_rows
+from logprobe.sampling import SamplingParams
+from logprobe.text.channels import Channels, call_format, template_of
+from logprobe.text.chat import Layout, variables_of
+from logprobe.text.pieces import Cutter
+from logprobe.text.reasoning import lay_out_reasoning
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from logprobe.engine.request import CompletionOutput, RequestOutput
+    from logprobe.text.channels import ResponseForm
+
+MOST_TOKENS: Final = 2048  # of a reply where nothing says more, as Inspect's `hf` has it
+SAMPLING: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "seed": "seed",
+    "stop_seqs": "stop",
+    "num_choices": "n",
+    "best_of": "best_of",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "logit_bias": "logit_bias",
+    "prompt_logprobs": "prompt_logprobs",
+}
+"""Fields of `GenerateConfig` that are fields of `SamplingParams`."""
+READ: Final = frozenset(SAMPLING) | {
+    "max_tokens",
+    "logprobs",
+    "top_logprobs",
+    "response_schema",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "extra_body",
+}
+OF_INSPECT: Final = frozenset(
+    {"max_retries", "timeout", "attempt_timeout", "max_connections", "adaptive_connections", "system_message"}
+    | {"max_tool_output", "internal_tools", "reasoning_history", "cache"}
+)
+"""Fields that Inspect itself acts on."""
+OF_HTTP: Final = frozenset({"extra_headers", "cache_prompt", "reasoning_summary", "batch"})
+"""Fields that change no number of a model in this process."""
+TEMPLATE: Final = "chat_template_kwargs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """One request of Inspect's."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    functions: list[dict[str, Any]]  # that may be called
+    begun: str  # the prompt, which may have begun the reply; empty where a form holds from its first token on
+    room: int  # tokens that fit after the prompt
+
+
+@modelapi(name="logprobe")
+class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which may not be there
+    """A model of this library for Inspect.
+
+    Args:
+        model_name: a known name, a local folder, a `.gguf` file or a Hugging Face id.
+        base_url: refused: a server is asked by `vllm/NAME` or `openai-api/NAME`.
+        api_key: taken and not needed.
+        config: what requests ask by default.
+        use_chat_template: lay messages out by the model's chat template; False: the one user's message is the
+            prompt as it is, for perplexities and for models without a template.
+        lora: a folder of LoRA weights to run on.
+        settings: those of `EngineConfig`.
+
+    Raises:
+        ModelError: the model cannot be had or used.
+        ParameterError: a setting that cannot be used, or that does not exist.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - as every provider of Inspect's has it
+        *,
+        use_chat_template: bool = True,
+        lora: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model_name=model_name, base_url=base_url, api_key=api_key, config=config)
+        remedy = "is for servers; ask one by vllm/NAME or openai-api/NAME (docs/evaluators.md)"
+        require(base_url is None, "base_url", remedy, got=base_url)
+        self.use_chat_template = use_chat_template
+        self.llm = LLM(model_name, **settings)
+        atexit.register(self.llm.close)  # models that Inspect keeps are never closed
+        if lora is not None:
+            self.llm.add_lora("lora", lora)
+        self.client = (self.llm if lora is None else self.llm.with_lora("lora")).client
+        self.text = self.llm.text
+        self._encoder = ChatEncoder(self.text.vocabulary)
+
+    async def generate(
+        self,
+        input: list[Any],  # noqa: A002 - Inspect's name for it
+        tools: list[Any],
+        tool_choice: Any,
+        config: GenerateConfig,
+    ) -> ModelOutput:
+        """The next message of a conversation, with the log-probabilities that `config` asks for; nats.
+
+        `logprobs` has a row for each token of the reply, marks of reasoning and calls too. A prompt that does
+        not fit ends as `model_length`, as does a reply that fills the model's context.
+
+        Raises:
+            ParameterError: a field that cannot be honoured, or what the chat template refuses.
+        """
+        asked = await self._asked(input, tools, tool_choice, config)
+        try:
+            [output] = await self.client.generate([asked.token_ids], asked.params)
+        except PromptTooLongError as error:
+            return ModelOutput.from_content(self.model_name, str(error), stop_reason="model_length")
+        reply = await model_output_from_openai(self._reply(asked, output))
+        if asked.params.max_tokens == asked.room:
+            for choice in reply.choices:
+                if choice.stop_reason == "max_tokens":
+                    choice.stop_reason = "model_length"
+        return reply
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        ids: list[int] = self.text.encode(text, add_special_tokens=False).tolist()
+        return ids
+
+    async def count_text_tokens(self, text: str) -> int:
+        """How many tokens a text has."""
+        return len(await self.tokenize(text))
+
+    def max_connections(self) -> int:
+        """As many samples at once as a step has rows."""
+        return self.llm.config.max_batch_rows
+
+    def connection_key(self) -> str:
+        """Each model has its own engine."""
+        return str(self.model_name)
+
+    def collapse_user_messages(self) -> bool:
+        """Templates want turns that alternate."""
+        return True
+
+    def collapse_assistant_messages(self) -> bool:
+        """Templates want turns that alternate."""
+        return True
+
+    def close(self) -> None:
+        """End the engine."""
+        self.llm.close()
+
+    async def _asked(
+        self, messages: list[Any], tools: list[Any], tool_choice: Any, config: GenerateConfig
+    ) -> Asked:
+        functions = [_function(tool) for tool in tools]
+        further = dict(config.extra_body or {})
+        variables = self._template_variables(config, further.pop(TEMPLATE, None))
+        if self.use_chat_template:
+            layout = Layout(
+                tools=functions or None,
+                continue_final_message=messages[-1].role == "assistant",
+                chat_template_kwargs=variables,
+            )
+            prompt, _ = lay_out_reasoning(await messages_to_openai(messages), self.text, layout)
+            ids = self.text.encode(prompt, add_special_tokens=False).tolist()
+        else:
+            prompt, ids = self._plain_prompt(messages, functions, variables)
+        room = max(self.llm.engine.capabilities().max_model_len + 1 - len(ids), 1)
+        wanted = min(room, MOST_TOKENS if config.max_tokens is None else config.max_tokens)
+        params = _params(config, further | {"max_tokens": wanted})
+        calls = self._calls(functions, tool_choice, config, prompt)
+        if calls is not None:
+            is_free = params.response_format is None
+            require(is_free, "response_schema", "and tool_choice both give the form of the reply")
+            params = replace(params, response_format=calls)
+        is_formed = calls is None and params.response_format is not None
+        begun = "" if is_formed else prompt
+        return Asked(token_ids=ids, params=params, functions=functions, begun=begun, room=room)
+
+    def _plain_prompt(
+        self, messages: list[Any], functions: Sequence[Any], variables: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """One user's message as it is, as a text or as the ids of its metadata."""
+        [*before, message] = messages
+        is_one = not before and isinstance(message, ChatMessageUser) and not functions and not variables
+        remedy = "goes with one user's message, without tools and template variables; leave it out"
+        require(is_one, "use_chat_template=false", remedy)
+        ids = (message.metadata or {}).get("prompt_token_ids")
+        return message.text, self.text.encode(message.text).tolist() if ids is None else ids
+
+    def _template_variables(self, config: GenerateConfig, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        variables, effort = dict(given or {}), config.reasoning_effort
+        if effort is None:
+            return variables
+        known = variables_of(str(self.text.tokenizer.chat_template))
+        ways = [{"reasoning_effort": effort}, *([{"enable_thinking": False}] if effort == "none" else [])]
+        read = [way for way in ways if way.keys() <= known]
+        require(read, "reasoning_effort", "says nothing to the model's chat template; leave it out")
+        return variables | read[0]
+
+    def _calls(
+        self, functions: Sequence[dict[str, Any]], tool_choice: Any, config: GenerateConfig, prompt: str
+    ) -> dict[str, Any] | None:
+        """The form of a reply that must call; None where the model is free."""
+        is_named = isinstance(tool_choice, ToolFunction)
+        is_single = config.parallel_tool_calls is False
+        if not functions or not (is_named or tool_choice == "any"):
+            remedy = "cannot be promised where the model is free to call; give tool_choice any, or a tool"
+            require(not (functions and is_single), "parallel_tool_calls", remedy)
+            return None
+        form = self._form()
+        if form is None or form.tools is None:
+            raise ParameterError("tool_choice", "how this model writes calls is not known; give auto")
+        wanted = tool_choice.name if is_named else "required"
+        return call_format(form, functions, wanted, parallel=not is_single, prefix=prompt)
+
+    def _form(self) -> ResponseForm | None:
+        """How the model writes its replies."""
+        return template_of(self.text) if self.use_chat_template else None
+
+    def _reply(self, asked: Asked, output: RequestOutput) -> dict[str, Any]:
+        """What was generated in the shape of OpenAI's chat, as servers of this library and vLLM's have it."""
+        num_prompt, num_tokens = (
+            len(output.prompt_token_ids),
+            sum(len(one.token_ids) for one in output.outputs),
+        )
+        reply = {
+            "id": output.request_id,
+            "object": "chat.completion",
+            "created": 0,
+            "model": self.model_name,
+            "choices": [self._choice(asked, completion) for completion in output.outputs],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_tokens,
+                "total_tokens": num_prompt + num_tokens,
+            },
+        }
+        if output.prompt_logprobs is not None:
+            rows = entry_rows(output.prompt_logprobs, self.text.vocabulary)
+            reply["prompt_logprobs"] = [row and dict(map(_vllm_entry, row)) for row in rows]
+        return reply
+
+    def _choice(self, asked: Asked, completion: CompletionOutput) -> dict[str, Any]:
+        message, reason = self._message(asked, completion), completion.finish_reason
+        record = completion.logprobs
+        rows = None if record is None else {"content": msgspec.json.decode(self._encoder.content(record))}
+        return {
+            "index": completion.index,
+            "message": message,
+            "logprobs": rows,
+            "finish_reason": "tool_calls" if "tool_calls" in message and reason == "stop" else reason,
+        }
+
+    def _message(self, asked: Asked, completion: CompletionOutput) -> dict[str, Any]:
+        """What the assistant says: content, reasoning and calls apart, where the model's form is known."""
+        form = self._form()
+        may_call = bool(asked.functions) and form is not None and form.tools is not None
+        if form is None or not (form.has_reasoning or may_call):
+            return {"role": "assistant", "content": completion.text}
+        cutter: Cutter[CompletionOutput] = Cutter(self.text.bytes_of, (), 0)
+        piece = cutter.take(completion)
+        assert piece is not None, "it has ended"
+        channels = Channels(form, asked.begun, self.text, asked.functions)
+        parts = channels.take(piece)
+        said = {
+            channel: "".join(part.text for part in parts if part.channel == channel)
+            for channel in ("content", "reasoning")
+        }
+        calls = [part.call for part in parts if part.call is not None]
+        message: dict[str, Any] = {"role": "assistant", "content": said["content"]}
+        if said["reasoning"]:
+            message["reasoning_content"] = said["reasoning"]
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{secrets.token_hex(12)}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return message
+
+
+def _vllm_entry(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A candidate at a place of a prompt, as vLLM tells it; that of the prompt itself comes first."""
+    told = {"logprob": entry["logprob"], "rank": entry["rank"], "decoded_token": entry["token"]}
+    return str(entry["token_id"]), told
+
+
+def _function(tool: Any) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    return {"type": "function", "function": tool.model_dump(exclude={"options"}, exclude_none=True)}
+
+
+def _params(config: GenerateConfig, further: Mapping[str, Any]) -> SamplingParams:
+    """What a configuration asks for, and what `extra_body` says in the words of `SamplingParams`.
+
+    Raises:
+        ParameterError: a field that is not honoured here.
+    """
+    given = {name: value for name, value in config.model_dump().items() if value is not None}
+    for name in given.keys() - READ - OF_INSPECT - OF_HTTP:
+        raise UnknownParameterError(name, READ, of="logprobe/")
+    asked = {own: given[name] for name, own in SAMPLING.items() if name in given}
+    require(config.logprobs or not config.top_logprobs, "top_logprobs", "comes with logprobs")
+    if config.logprobs:
+        asked["logprobs"] = config.top_logprobs or 0
+    if config.response_schema is not None:
+        schema = config.response_schema.json_schema.model_dump(exclude_none=True)
+        named = {"name": config.response_schema.name, "schema": schema}
+        asked["response_format"] = {"type": "json_schema", "json_schema": named}
+    return SamplingParams(**{**asked, **further})
