@@ -97,7 +97,7 @@ def _map(row: Row, k: int | None) -> dict[str, float]:
 
 
 def object_rows(items: Sequence[Any], *, is_prompt: bool) -> Rows:
-    """OpenAI's chat rows, and this library's rows of prompts."""
+    """OpenAI's chat rows."""
     rows: Rows = []
     for item in items:
         if item is None:
@@ -127,6 +127,41 @@ def to_objects(rows: Sequence[Row | None], k: int | None) -> list[Any]:
         )
         for row in rows
     ]
+
+
+def id_rows(items: Sequence[Any]) -> Rows:
+    """vLLM's rows of prompts: a map of ids, the token that stands there first."""
+    rows: Rows = []
+    for item in items:
+        if item is None:
+            rows.append(None)
+            continue
+        named = [({"token_id": key} | value, value["logprob"]) for key, value in item.items()]
+        (token, number), *_ = named
+        rows.append(Row(token | {"token": token["decoded_token"]}, number, named, is_prompt=True))
+    return rows
+
+
+def to_ids(rows: Sequence[Row | None], k: int | None) -> list[Any]:
+    told: list[Any] = []
+    for row in rows:
+        if row is None:
+            told.append(None)
+            continue
+        own = row.token | {"decoded_token": row.token["token"]}
+        entries = [(own, row.number)]
+        entries += [entry for entry in row.sorted()[:k] if _name(entry[0]) != _name(own)]
+        told.append(
+            {
+                token["token_id"]: {
+                    "logprob": number,
+                    "rank": token["rank"],
+                    "decoded_token": token["decoded_token"],
+                }
+                for token, number in entries
+            }
+        )
+    return told
 
 
 # -- an exchange, and the lies -------------------------------------------------------------------------------
@@ -260,9 +295,7 @@ def shifted(rows: Rows, exchange: Exchange) -> Rows:
 
 def _name(token: Any) -> Any:
     """What tells a token from others, in a table's own words."""
-    if isinstance(token, str):
-        return token
-    return token.get("token_id", token["token"])
+    return token if isinstance(token, str) else token.get("token_id", token.get("token"))
 
 
 def to_bfloat16(number: float) -> float:
@@ -286,7 +319,8 @@ def repeated(rows: Rows, exchange: Exchange) -> Rows:
 
 def duplicated(row: Row) -> Row:
     """The sampled token once more among the alternatives, in the place of the last (list forms alone)."""
-    if row.others is None or not row.others or isinstance(row.others[0][0], str) or row.number is None:
+    is_map = not row.others or isinstance(row.others[0][0], str) or "token_id" in row.others[0][0]
+    if is_map or row.others is None or row.number is None:
         return row
     best = row.sorted()
     own = [entry for entry in best if _name(entry[0]) == _name(row.token)] or [
@@ -338,7 +372,7 @@ def wrong_text(rows: Rows, exchange: Exchange) -> Rows:
             continue
         rivals = [token for token, _ in row.sorted() if _name(token) != _name(row.token)]
         rival = rivals[0] if rivals else row.token
-        text = rival if isinstance(rival, str) else rival["token"]
+        text = rival if isinstance(rival, str) else rival.get("token", rival.get("decoded_token"))
         told.append(replace(row, token=row.token | {"token": text}))
     return told
 
@@ -396,7 +430,7 @@ def base_prompt(rows: Rows, exchange: Exchange) -> Rows:
         others = legacy_rows(choice["logprobs"], num_prompt_rows(choice, exchange, exchange.other))
     else:
         held = next(one for one in (choice, exchange.other) if one.get("prompt_logprobs"))
-        others = object_rows(held["prompt_logprobs"], is_prompt=True)
+        others = id_rows(held["prompt_logprobs"])
     return [
         other if row is not None and row.is_prompt else row for row, other in zip(rows, others, strict=False)
     ] + rows[len(others) :]
@@ -661,9 +695,8 @@ class Proxy:
                 logprobs["content"] = to_objects(rows, asked(exchange.body, "logprobs"))
         for holder in (reply, *reply.get("choices", ())):
             if holder.get("prompt_logprobs") is not None:
-                given = object_rows(holder["prompt_logprobs"], is_prompt=True)
-                rows = self._told(given, exchange, "prompt_logprobs")
-                holder["prompt_logprobs"] = to_objects(rows, asked(exchange.body, "prompt_logprobs"))
+                rows = self._told(id_rows(holder["prompt_logprobs"]), exchange, "prompt_logprobs")
+                holder["prompt_logprobs"] = to_ids(rows, asked(exchange.body, "prompt_logprobs"))
         return reply
 
     def _told(self, rows: Rows, exchange: Exchange, table: str) -> Rows:
