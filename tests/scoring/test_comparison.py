@@ -19,7 +19,8 @@ from logprobe.scoring import (
     compare_with_stored,
     score_dataset,
 )
-from logprobe.scoring.comparison import common_units, whole_rows
+from logprobe.scoring.comparison import common_units
+from logprobe.scoring.score import whole_rows
 from logprobe.scoring.texts import surprisal
 
 if TYPE_CHECKING:

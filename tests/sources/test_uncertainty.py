@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.scoring.comparison import whole_rows
+from logprobe.scoring.score import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,8 @@ from logprobe.errors import InputError, require
 from logprobe.records.forms.json import finite_fields
 from logprobe.scoring import measures
 from logprobe.scoring.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
-from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread, whole_rows
+from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread
+from logprobe.scoring.score import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

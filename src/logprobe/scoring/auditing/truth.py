@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import numpy as np
 
 from logprobe.scoring.auditing.distributions import Shaping, distributions, tempered
-from logprobe.scoring.comparison import whole_rows
+from logprobe.scoring.score import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
