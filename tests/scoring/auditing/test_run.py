@@ -10,12 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
 import pytest
 
 from logprobe import LLM
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.scoring import AuditReport, audit
-from logprobe.scoring.auditing.precision import own_runs, rounded
+from logprobe.scoring.auditing.precision import distances, own_runs, rounded
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -153,6 +154,18 @@ def test_a_low_precision_is_known_by_its_distance(tiny_model_folder: Path, new_s
         with pytest.raises(ParameterError) as caught:
             own_runs(object())
         assert caught.value.parameter == "precision"
+
+
+def test_a_precision_that_a_model_does_not_run_in_is_left_out(tiny_llm: LLM) -> None:
+    @contextmanager
+    def runs(precision: str) -> Iterator[LLM]:
+        if precision != "float32":
+            raise UnsupportedModelError(f"not in {precision}")
+        yield tiny_llm
+
+    found, refused = distances(runs, [((1,), (2, 3), np.zeros(2))])
+    assert [one.precision for one in found] == ["float32"]
+    assert refused["q4_0"] == "not in q4_0"
 
 
 def test_weights_are_rounded_as_blocks_are() -> None:

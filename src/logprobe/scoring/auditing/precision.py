@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.errors import ParameterError
+from logprobe.errors import ModelError, ParameterError
 from logprobe.scoring.auditing.report import Distance
 
 if TYPE_CHECKING:
@@ -31,23 +31,27 @@ BLOCK_SIZE: Final = 32  # weights of a row that share a scale
 def distances(
     runs: Callable[[str], AbstractContextManager[Scorer]],
     samples: Sequence[tuple[tuple[int, ...], tuple[int, ...], Floats]],
-) -> tuple[Distance, ...]:
-    """How far numbers are from each precision's own, the nearest first; nats.
+) -> tuple[tuple[Distance, ...], dict[str, str]]:
+    """How far numbers are from each precision's own, the nearest first, nats; and what could not be run, why.
 
     Args:
         runs: a model that computes in the precision of a name, for a `with` block.
         samples: contexts, the tokens after each, and the numbers that were reported of these, NaN where there
             is none.
     """
-    found = []
+    found, refused = [], {}
     for precision in PRECISIONS:
-        with runs(precision) as llm:
-            scores = llm.score([(list(context), list(ids)) for context, ids, _ in samples])
+        try:
+            with runs(precision) as llm:
+                scores = llm.score([(list(context), list(ids)) for context, ids, _ in samples])
+        except ModelError as error:  # a model that does not run in it, by its proof
+            refused[precision] = str(error)
+            continue
         own = np.concatenate([np.asarray(score.token_logprobs, np.float64) for score in scores])
         errors = np.abs(own - np.concatenate([numbers for _, _, numbers in samples]))
         errors = errors[np.isfinite(errors)]
         found.append(Distance(precision=precision, mean=float(errors.mean()), worst=float(errors.max())))
-    return tuple(sorted(found, key=lambda one: one.mean))
+    return tuple(sorted(found, key=lambda one: one.mean)), refused
 
 
 def own_runs(llm: Any) -> Callable[[str], AbstractContextManager[Scorer]]:

@@ -567,7 +567,11 @@ class _Run:
             title = "the precision was not looked at: no ask has the model's own rows"
             self.findings.add("left-out", title, severity="note")
             return ()
-        return distances(own_runs(self.llm), self.samples)
+        found, refused = distances(own_runs(self.llm), self.samples)
+        for precision, words in refused.items():
+            title = f"{precision} was not looked at: our own run is refused ({printable(words, MAX_TEXT)})"
+            self.findings.add("left-out", title, severity="note")
+        return found
 
     def _store(self, fitted: Fitted) -> None:
         """Chosen numbers of prompts, and the first alternatives of greedy replies, for a later audit."""
