@@ -1,0 +1,112 @@
+"""Reports of audits made by hand, for what shows them: a truthful endpoint and one that is not."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from logprobe.scoring.auditing.report import (
+    AuditReport,
+    Distance,
+    Errors,
+    Evidence,
+    FieldAnswer,
+    Finding,
+    Steadiness,
+    StoredPrompt,
+    StoredRow,
+)
+
+HOSTILE: Final = '<script>alert("1")</script>\x1b[2J'
+"""A text of an endpoint's that would run on a page and clear a terminal."""
+
+TRUTHFUL: Final = AuditReport(
+    created="2026-01-01T00:00:00Z",
+    endpoint="http://127.0.0.1:8000",
+    model="m",
+    lora=None,
+    server="some server 1.2",
+    ours={"model_id": "tiny", "dtype": "float32"},
+    max_nats=0.01,
+    asks=("echo", "completion, temperature 0.5"),
+    requests=412,
+    rows=9120,
+    distributions={"echo": "raw", "completion, temperature 0.5": "temperature+renormalised"},
+    errors=(
+        Errors(ask="echo", of="chosen", distribution="raw", count=8, worst=2e-6, mean=1e-6, p99=2e-6),
+        Errors(
+            ask="echo",
+            of="alternatives",
+            distribution="raw",
+            count=40,
+            worst=3e-6,
+            mean=1e-6,
+            p99=2e-6,
+            kl=1e-9,
+            rank_flips=1,
+            widest_flip=1e-6,
+        ),
+    ),
+    steadiness=(
+        Steadiness(circumstance="three times alone", requests=3, is_equal=True, worst=0.0),
+        Steadiness(circumstance="beside 8 others", requests=9, is_equal=False, worst=2e-6, begins_at=3),
+        Steadiness(circumstance="prompt of 64 tokens", requests=2, is_equal=True, worst=0.0),
+        Steadiness(circumstance="prompt of 65 tokens", requests=2, is_equal=False, worst=2e-6, begins_at=64),
+    ),
+    fields=(
+        FieldAnswer(field="completions.logprobs", form="whole", answer="answered"),
+        FieldAnswer(field="completions.logprobs", form="stream", answer="answered"),
+        FieldAnswer(field="chat.min_p", form="whole", answer="refused", detail="400 no such field"),
+    ),
+    findings=(Finding(kind="form", severity="note", title="It has no /v1/responses.", count=1, of=1),),
+    stored=(
+        StoredPrompt(
+            ask="echo",
+            where="prompt",
+            prompt="The keys to the cabinet",
+            token_ids=(1, 2, 3, 4),
+            rows=tuple(
+                StoredRow(position=place, token_id=place + 1, theirs=theirs, ours=ours)
+                for place, theirs, ours in ((1, -1.0, -1.0), (2, -2.000001, -2.0), (3, None, -9.0))
+            ),
+        ),
+        StoredPrompt(
+            ask="completion",
+            where="completion",
+            prompt="The sky",
+            token_ids=(5, 6),
+            rows=(StoredRow(position=0, token_id=7, theirs=-0.5, ours=-0.50001),),
+        ),
+    ),
+    worst_nats=3e-6,
+    precision=(
+        Distance(precision="float32", mean=1e-6, worst=3e-6),
+        Distance(precision="bfloat16", mean=0.02, worst=0.3),
+    ),
+)
+
+WRONG: Final = Finding(
+    kind="temperature-unasked",
+    severity="wrong",
+    title="Numbers are after a temperature of 0.7 that nobody asked.",
+    count=138,
+    of=140,
+    worst_nats=2.31,
+    evidence=tuple(
+        Evidence(
+            ask="completion, temperature 0",
+            prompt=HOSTILE,
+            position=place,
+            where="completion",
+            token=" Paris",  # noqa: S106 - no password
+            theirs=-0.1234,
+            ours=-0.4321,
+            note=HOSTILE,
+        )
+        for place in range(5)
+    ),
+    correction="multiply by 0.7, and normalise",
+)
+UNTRUTHFUL: Final = AuditReport.from_dict(
+    TRUTHFUL.to_dict()
+    | {"findings": (WRONG, *TRUTHFUL.findings), "worst_nats": 2.31, "server": HOSTILE, "model": HOSTILE}
+)

@@ -1,0 +1,59 @@
+"""An audit's lines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from audit_samples import TRUTHFUL, UNTRUTHFUL, WRONG
+from logprobe.scoring.auditing import words
+from logprobe.scoring.auditing.report import DISTRIBUTIONS
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, "-"), (0.0, "0"), (2.31, "2.3100"), (3.14e-6, "3.1e-06"), (-0.5, "-0.5000"), (math.inf, "inf")],
+)
+def test_nats_have_as_many_digits_as_people_compare(value: float | None, expected: str) -> None:
+    assert words.nats(value) == expected
+
+
+def test_the_verdict_counts_what_is_wrong_and_what_is_worth_a_note() -> None:
+    assert (words.verdict(TRUTHFUL), words.verdict(UNTRUTHFUL)) == ("TRUTHFUL", "NOT TRUTHFUL")
+    assert words.summary(UNTRUTHFUL) == "worst 2.3100 nats, 1 finding, 1 note"
+    assert words.measured(TRUTHFUL) == "412 requests, 9,120 rows"
+
+
+def test_every_distribution_has_words_also_when_joined() -> None:
+    assert set(words.DISTRIBUTION_WORDS) == set(DISTRIBUTIONS)
+    assert words.distribution_words("temperature+renormalised") == (
+        "after temperature, what truncation kept, renormalised"
+    )
+
+
+def test_evidence_says_where_and_both_numbers() -> None:
+    assert words.place_of(WRONG.evidence[0]) == "completion, temperature 0, completion row 0, ' Paris'"
+    assert words.numbers_of(WRONG.evidence[0]).startswith("theirs -0.1234, ours -0.4321; ")
+
+
+def test_a_circumstance_says_how_far_and_from_where() -> None:
+    lines = [words.steady_words(row) for row in TRUTHFUL.steadiness]
+    assert lines == [
+        "equal bits",
+        "up to 2.0e-06 from row 3 on",
+        "equal bits",
+        "up to 2.0e-06 from row 64 on",
+    ]
+    assert words.steadiness_words(TRUTHFUL) == (
+        "equal bits in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
+    )
+
+
+def test_errors_of_all_asks_are_one_line() -> None:
+    (first, second) = TRUTHFUL.errors
+    both = replace(TRUTHFUL, errors=(first, replace(second, of="chosen", mean=7e-6, count=24)))
+    line = words.errors_words(both, "chosen")
+    assert line == "32 chosen: worst 3.0e-06 (echo), mean 5.5e-06, 1 rank flip up to 1.0e-06"
+    assert words.errors_words(both, "alternatives") is None
