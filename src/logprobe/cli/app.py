@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from logprobe import __version__
+from logprobe.cli.audit import audit
 from logprobe.cli.chat import chat
 from logprobe.cli.compare import compare
 from logprobe.cli.distil import distil
@@ -48,6 +49,7 @@ app.command()(generate)
 app.command()(uncertainty)
 app.command()(compare)
 app.command()(distil)
+app.command()(audit)
 app.command()(info)
 app.command()(chat)
 app.command()(serve)

@@ -1,0 +1,262 @@
+"""`logprobe audit`: whether an endpoint tells the truth."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from logprobe.cli.options import (
+    ENGINE_FLAGS,
+    MODEL_HELP,
+    JsonOption,
+    complete_model,
+    flags_for,
+    open_llm,
+    takes_settings,
+)
+from logprobe.cli.tables import console
+from logprobe.cli.verdicts import print_report
+from logprobe.config import EngineConfig
+from logprobe.errors import InputError, OutputError
+from logprobe.scoring.data.sources import Format, find_sources, read_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from logprobe.scoring.auditing.report import AuditReport
+
+KEY_VARIABLE: Final = "OPENAI_API_KEY"
+MAX_NATS: Final = 1e-3
+TIMEOUT_S: Final = 60.0
+# Of parameters that are called otherwise here.
+FLAGS: Final = {
+    "url": "URL",
+    "api_key": "--api-key-env",
+    "texts": "--data",
+    "model": "--endpoint-model",
+}
+
+_Endpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="An OpenAI-compatible server, as http://host:8000.",
+    ),
+]
+_Model = Annotated[
+    str | None,
+    typer.Option("--model", help=f"What computes the truth. {MODEL_HELP}", autocompletion=complete_model),
+]
+_EndpointModel = Annotated[
+    str | None, typer.Option(help="The endpoint's name for it; by default the one model that it lists.")
+]
+_Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora", metavar="NAME=FOLDER", help="Audit LoRA weights: the endpoint's name, the folder."
+    ),
+]
+_Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", help="Prompts: txt, jsonl, csv, Parquet, folders, patterns; instead of ours."),
+]
+_Column = Annotated[str, typer.Option("--text-column", help="The column of the prompts.")]
+_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a prompt.")]
+_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+_Limit = Annotated[int | None, typer.Option("--limit", help="Take so many prompts.")]
+_KeyVariable = Annotated[
+    str | None, typer.Option(help=f"The environment variable of the key; by default {KEY_VARIABLE}.")
+]
+_Before = Annotated[
+    Path | None, typer.Option(help="A report of before a change: what should have changed, and what not.")
+]
+_MaxNats = Annotated[float, typer.Option(help="How far a number may be from the exact one.")]
+_Precision = Annotated[
+    bool, typer.Option("--precision", help="Tell the precision that it seems to compute in, too; loads more.")
+]
+_Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for a full server included.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
+_Html = Annotated[Path | None, typer.Option(help="Write a page with plots.")]
+_Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
+
+
+@takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
+def audit(
+    endpoint: _Endpoint,
+    *,
+    model: _Model = None,
+    endpoint_model: _EndpointModel = None,
+    lora: _Lora = None,
+    data: _Data = None,
+    text_column: _Column = "text",
+    lines: _Lines = False,
+    format: _Format = None,  # noqa: A002 - the flag's name
+    limit: _Limit = None,
+    api_key_env: _KeyVariable = None,
+    timeout_s: _Timeout = TIMEOUT_S,
+    before: _Before = None,
+    max_nats: _MaxNats = MAX_NATS,
+    precision: _Precision = False,
+    quick: _Quick = False,
+    html: _Html = None,
+    output: _Output = None,
+    as_json: JsonOption = False,
+    **engine: Any,
+) -> None:
+    """Find out whether log-probabilities are true, against the same rows computed exactly.
+
+    Says of which distribution a server's numbers are, how far off, whether they stay the same beside other
+    requests, in streams and over lengths, and which fields it takes and ignores. Exit code 1 where something
+    is wrong, or a number further off than --max-nats.
+    """
+    for path in (output, html):
+        _check_writable(path)
+    texts = _texts(data, text_column, format, limit, by_line=lines)
+    asked: dict[str, Any] = {
+        "model": endpoint_model,
+        "texts": texts,
+        "before": None if before is None else _read_report(before),
+        "max_nats": max_nats,
+        "precision": precision,
+        "quick": quick,
+    }
+    report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
+    _show(report, output, html, as_json=as_json)
+    if not (report.is_truthful and report.worst_nats <= max_nats):
+        raise typer.Exit(1)
+
+
+def _audited(
+    url: str,
+    api_key: str | None,
+    timeout_s: float,
+    model: str,
+    lora: str | None,
+    asked: Mapping[str, Any],
+    engine: Mapping[str, Any],
+) -> AuditReport:
+    from logprobe.scoring.auditing.endpoint import Endpoint
+    from logprobe.scoring.auditing.run import audit as run
+
+    with flags_for(**FLAGS):
+        endpoint = Endpoint(url, api_key=api_key, timeout_s=timeout_s)  # refused before a model is loaded
+        with _opened(model, lora, engine) as llm, _bar() as progress:
+            return run(endpoint, llm, lora=_named_folder(lora)[0], progress=progress, **asked)
+
+
+# -- what comes in -------------------------------------------------------------------------------------------
+
+
+def _given(model: str | None) -> str:
+    if model is None:
+        raise typer.BadParameter("name the model that computes the truth", param_hint="--model")
+    return model
+
+
+@contextmanager
+def _opened(model: str, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
+    """The model, with LoRA weights where they are named."""
+    name, folder = _named_folder(lora)
+    with open_llm(model, **engine) as llm:
+        if name is not None:
+            llm.add_lora(name, folder)
+        yield llm if name is None else llm.with_lora(name)
+
+
+def _named_folder(lora: str | None) -> tuple[str | None, str]:
+    name, separator, folder = (lora or "").partition("=")
+    if lora is not None and not (name and separator and folder):
+        raise typer.BadParameter(f"{lora!r} is no NAME=FOLDER", param_hint="--lora")
+    return name or None, folder
+
+
+def _key(variable: str | None) -> str | None:
+    """The key for the endpoint: of the variable that was named, which must be there, or of the usual one."""
+    if variable is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    key = os.environ.get(variable)
+    if not key:
+        # The name is not repeated: some take the flag for the key itself.
+        raise typer.BadParameter("names no environment variable that is set", param_hint="--api-key-env")
+    return key
+
+
+def _read_report(path: Path) -> AuditReport:
+    from logprobe.scoring.auditing.report import AuditReport
+
+    try:
+        return AuditReport.from_dict(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: is no report that -o wrote ({error})") from error
+
+
+def _texts(
+    names: list[str] | None, column: str, kind: Format | None, limit: int | None, *, by_line: bool
+) -> list[str] | None:
+    if not names:
+        return None
+    rows = read_rows(find_sources(names, kind=kind, by_line=by_line), [column])
+    return [_text(row.values.get(column), row) for row in islice(rows, limit)]
+
+
+def _text(value: Any, row: Any) -> str:
+    if row.problem is not None or not isinstance(value, str):
+        raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
+    return value
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse a file that cannot be, before minutes of requests."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise OutputError(f"{path}: there is no such folder; make it first")
+
+
+# -- what goes out -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar over requests on standard error; None where nobody sees it."""
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("asking", total=None)
+
+        def advance(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{done}/{total} {what}")
+
+        yield advance
+
+
+def _show(report: AuditReport, output: Path | None, html: Path | None, *, as_json: bool) -> None:
+    from logprobe.scoring.auditing.html import page
+
+    values = json.dumps(report.to_dict())
+    _write(output, lambda: values)
+    _write(html, lambda: page(report))
+    if as_json:
+        typer.echo(values)
+    else:
+        print_report(report)
+
+
+def _write(path: Path | None, make: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(make(), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error

@@ -1,0 +1,77 @@
+"""The verdict of an audit on a terminal, read from the top down in ten seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from logprobe.cli.tables import console, print_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from logprobe.scoring.auditing.report import AuditReport, Finding
+
+
+def print_report(report: AuditReport) -> None:
+    """The verdict, the findings with some evidence each, and what else was found, in a screen of lines."""
+    from logprobe.scoring.auditing import words
+
+    screen = console()
+    colour = "bold green" if report.is_truthful else "bold red"
+    server = f" ({report.server})" if report.server else ""
+    first = Text.assemble((words.verdict(report), colour), f"  {words.summary(report)}")
+    screen.print(first, soft_wrap=True)
+    screen.print(_plain(f"{words.asked_of(report)}{server}; {words.measured(report)}"), soft_wrap=True)
+    for finding in report.findings:
+        screen.print()
+        for line in _finding_lines(finding):
+            screen.print(line, soft_wrap=True)
+    screen.print()
+    if facts := [[name, _plain(value)] for name, value in _facts(report)]:
+        print_facts(facts)
+
+
+def _finding_lines(finding: Finding) -> Iterator[Text]:
+    from logprobe.scoring.auditing.words import extent_of, numbers_of, place_of
+
+    style = "red" if finding.severity == "wrong" else "yellow"
+    extent = f"  ({extent_of(finding)})" if finding.of > 1 else ""
+    yield Text.assemble(
+        (f"{finding.severity:<5}", style), f"  {finding.kind}: {_plain(finding.title)}{extent}"
+    )
+    for row in finding.evidence[:1]:
+        yield Text(f"       {_plain(place_of(row))}: {_plain(numbers_of(row))}")
+    if finding.correction is not None:
+        yield Text(f"       to correct: {_plain(finding.correction)}")
+
+
+def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
+    from logprobe.scoring.auditing import words
+
+    for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
+        yield "distribution", f"{words.distribution_words(distribution)}: {', '.join(asks)}"
+    of_all = {
+        "errors": words.errors_words(report, "chosen"),
+        "": words.errors_words(report, "alternatives"),
+        "steadiness": words.steadiness_words(report),
+    }
+    yield from ((name, line) for name, line in of_all.items() if line is not None)
+    for answer, fields in _grouped((row.answer, f"{row.field} ({row.form})") for row in report.fields):
+        if answer != "answered":
+            yield answer, ", ".join(fields)
+    if report.precision:
+        yield "precision", f"nearest to {words.precision_words(report.precision)} (mean nats)"
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]]:
+    groups: dict[str, list[str]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups.items()
+
+
+def _plain(text: str) -> str:
+    """An endpoint's words on one line: what could steer a terminal shows as an escape."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

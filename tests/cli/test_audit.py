@@ -1,0 +1,208 @@
+"""`logprobe audit` of servers, and of reports made by hand."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from audit_samples import TRUTHFUL, UNTRUTHFUL
+from logprobe.cli.verdicts import print_report
+from logprobe.scoring.auditing.report import AuditReport
+from logprobe.server import ServerSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from logprobe import LLM
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[[AuditReport], dict[str, Any]]:
+    """Let the audit find what is given; what it was asked."""
+
+    def answer(report: AuditReport) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def audit(endpoint: Any, llm: Any, **given: Any) -> AuditReport:
+            asked.update(given, endpoint=endpoint, llm=llm)
+            return report
+
+        monkeypatch.setattr("logprobe.scoring.auditing.run.audit", audit)
+        return asked
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
+    """The tiny Llama served behind a key."""
+    settings = ServerSettings(model_name="tiny", api_key=(KEY,))
+    with new_serving(tiny_llm, settings) as (address, _):
+        yield address
+
+
+def test_our_own_server_is_truthful_and_its_report_goes_into_files(
+    cli: Callable[..., Any],
+    url: str,
+    tiny_model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TINY_KEY", KEY)
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    flags = ("--model", str(tiny_model_folder), "--api-key-env", "TINY_KEY", "--quick")
+    done = cli("audit", url, *flags, "-o", str(report), "--html", str(page))
+    assert done.out.startswith("TRUTHFUL  worst "), done
+    assert done.code == 0
+    assert AuditReport.from_dict(json.loads(report.read_text())).is_truthful
+    assert page.read_text().startswith("<!doctype html>")
+    assert all(KEY not in text for text in (done.out, done.err, report.read_text(), page.read_text()))
+    # The same numbers once more: nothing changed.
+    again = cli("audit", f"{url}/v1", *flags, "--before", str(report), "--json")
+    assert json.loads(again.out)["findings"] == json.loads(report.read_text())["findings"]
+    assert again.code == 0
+
+
+def test_a_key_that_is_refused_is_one_line_without_the_key(
+    cli: Callable[..., Any], url: str, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another")
+    done = cli("audit", url, "--model", str(tiny_model_folder))
+    assert done.code == 2
+    assert "--api-key-env" in done.error_line
+    assert "sk-of-another" not in done.err
+
+
+def test_an_endpoint_that_is_not_there_is_one_line(cli: Callable[..., Any], tiny_model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    done = cli("audit", f"http://127.0.0.1:{port}", "--model", str(tiny_model_folder))
+    assert done.code == 1
+    assert str(port) in done.error_line
+
+
+def test_what_is_asked_arrives(
+    cli: Callable[..., Any],
+    tiny_model_folder: Path,
+    adapter_folders: dict[str, Path],
+    answering: Callable[[AuditReport], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    asked = answering(TRUTHFUL)
+    (tmp_path / "before.json").write_text(json.dumps(TRUTHFUL.to_dict()))
+    (tmp_path / "in.txt").write_text("the cat\nthe dog\nthe end")
+    done = cli(
+        *("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder)),
+        *("--endpoint-model", "m", "--lora", f"mine={adapter_folders['wide']}"),
+        *("--data", str(tmp_path / "in.txt"), "--lines", "--limit", "2"),
+        *("--before", str(tmp_path / "before.json"), "--max-nats", "0.5", "--timeout-s", "7", "--precision"),
+    )
+    assert done.code == 0, done
+    assert asked["endpoint"].settings.timeout_s == 7
+    assert asked["llm"].lora == asked["lora"] == "mine"
+    assert asked["before"] == TRUTHFUL
+    names = ("model", "texts", "max_nats", "precision", "quick", "progress")
+    assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, True, False, None]
+
+
+@pytest.mark.parametrize(
+    ("report", "flags", "code"),
+    [
+        (TRUTHFUL, (), 0),
+        (UNTRUTHFUL, (), 1),
+        (TRUTHFUL, ("--max-nats", "1e-6"), 1),  # of 3e-6
+        (TRUTHFUL, ("--json",), 0),
+    ],
+)
+def test_the_exit_code_says_whether_it_is_right(
+    report: AuditReport,
+    flags: tuple[str, ...],
+    code: int,
+    cli: Callable[..., Any],
+    tiny_model_folder: Path,
+    answering: Callable[[AuditReport], dict[str, Any]],
+) -> None:
+    answering(report)
+    done = cli("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder), *flags)
+    assert done.code == code
+    assert not flags or "--json" not in flags or AuditReport.from_dict(json.loads(done.out)) == report
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ((), "--model"),
+        (("--model", "MODEL", "--lora", "mine"), "--lora"),
+        (("--model", "MODEL", "--api-key-env", KEY), "--api-key-env"),
+        (("--model", "MODEL", "--max-nat", "1"), "--max-nat"),
+    ],
+)
+def test_wrong_use_is_one_line_and_repeats_no_key(
+    flags: tuple[str, ...], named: str, cli: Callable[..., Any], tiny_model_folder: Path
+) -> None:
+    words = [str(tiny_model_folder) if flag == "MODEL" else flag for flag in flags]
+    done = cli("audit", "http://127.0.0.1:1", *words)
+    assert done.code == 2
+    assert named in done.error_line
+    assert KEY not in done.err
+
+
+def test_an_address_that_is_none_is_refused_before_a_model_is_loaded(
+    cli: Callable[..., Any], tiny_model_folder: Path
+) -> None:
+    done = cli("audit", "127.0.0.1:8000", "--model", str(tiny_model_folder))
+    assert (done.code, "loading" in done.err) == (2, False)
+    assert "URL" in done.error_line
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"version": 77}', "\xff", None])
+def test_a_file_that_is_no_report_is_refused_by_name(
+    text: str | None, cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "before.json"
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    done = cli("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder), "--before", str(path))
+    assert done.code == 1
+    assert done.error_line.startswith(str(path))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_any_request(
+    cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    done = cli(
+        *("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder)),
+        *("--html", str(tmp_path / "none" / "page.html")),
+    )
+    assert done.code == 1
+    assert "there is no such folder" in done.error_line
+
+
+def test_a_verdict_is_read_from_its_first_line_and_steers_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_report(UNTRUTHFUL)
+    first, second, _, finding, evidence, correction, *rest = capsys.readouterr().out.splitlines()
+    assert first == "NOT TRUTHFUL  worst 2.3100 nats, 1 finding, 1 note"
+    assert second.endswith("412 requests, 9,120 rows")
+    assert finding.startswith("wrong  temperature-unasked: Numbers are after a temperature of 0.7")
+    assert finding.endswith("(138 of 140)")
+    assert "row 0, ' Paris': theirs -0.1234, ours -0.4321" in evidence
+    assert correction == "       to correct: multiply by 0.7, and normalise"
+    assert "\x1b" not in "".join([first, second, finding, evidence, correction, *rest])
+    facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
+    assert facts["refused"] == "chat.min_p (whole)"
+    assert facts["precision"].startswith("nearest to float32 1.0e-06")
+
+
+def test_a_report_without_anything_still_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    bare = replace(TRUTHFUL, distributions={}, errors=(), steadiness=(), fields=(), precision=(), findings=())
+    print_report(bare)
+    assert capsys.readouterr().out.startswith("TRUTHFUL  worst")
