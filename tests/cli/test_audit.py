@@ -1,4 +1,4 @@
-"""`logprobe audit` of servers, and of reports made by hand."""
+"""`logprobe audit` of servers, of reports made by hand, and of rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from audit_samples import TRUTHFUL, UNTRUTHFUL
+from logprobe import SamplingParams
 from logprobe.cli.verdicts import print_report
+from logprobe.scoring import write_rollouts
 from logprobe.scoring.auditing.report import AuditReport
 from logprobe.server import ServerSettings
 
@@ -198,7 +200,7 @@ def test_a_verdict_is_read_from_its_first_line_and_steers_no_terminal(
     assert correction == "       to correct: multiply by 0.7, and normalise"
     assert "\x1b" not in "".join([first, second, finding, evidence, correction, *rest])
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
-    assert facts["refused"] == "chat.min_p (whole)"
+    assert facts["refused"] == "chat.min_p"
     assert facts["precision"].startswith("nearest to float32 1.0e-06")
 
 
@@ -206,3 +208,68 @@ def test_a_report_without_anything_still_has_a_verdict(capsys: pytest.CaptureFix
     bare = replace(TRUTHFUL, distributions={}, errors=(), steadiness=(), fields=(), precision=(), findings=())
     print_report(bare)
     assert capsys.readouterr().out.startswith("TRUTHFUL  worst")
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the tiny Llama drew, with numbers after temperature (whole), and after truncation too (cut)."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    drawn: dict[str, Any] = {"n": 3, "max_tokens": 12, "seed": 3, "ignore_eos": True, "temperature": 0.8}
+    asked: dict[str, Any] = {"whole": drawn, "cut": drawn | {"top_p": 0.7}}
+    for name, params in asked.items():
+        sampling = SamplingParams(**params, logprobs=0, logprobs_mode="processed_logprobs")
+        write_rollouts(folder / f"{name}.parquet", tiny_llm.generate(["the cat", "a dog and"], sampling))
+    return {name: str(folder / f"{name}.parquet") for name in asked}
+
+
+def test_rollouts_of_the_model_are_truthful(
+    cli: Callable[..., Any], rollouts: dict[str, str], tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    flags = ("--model", str(tiny_model_folder), "-o", str(tmp_path / "report.json"))
+    done = cli("audit", rollouts["whole"], *flags)
+    assert done.code == 0, done
+    first, _, stored, *_ = done.out.splitlines()
+    assert first.startswith("TRUTHFUL  worst ")
+    assert first.endswith(", 72 tokens of 6 samples")
+    assert stored.split("  ")[-1].strip() == "after temperature"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report == json.loads(cli("audit", rollouts["whole"], *flags, "--json").out)
+    assert report["num_tokens"] == 72
+
+
+def test_rollouts_of_a_cut_distribution_say_what_to_apply(
+    cli: Callable[..., Any], rollouts: dict[str, str], tiny_model_folder: Path
+) -> None:
+    done = cli("audit", rollouts["cut"], "--model", str(tiny_model_folder))
+    assert done.code == 1
+    assert done.out.startswith("TO CORRECT  worst ")
+    assert "to correct: add log_kept_mass" in done.out
+    other = cli("audit", rollouts["cut"], "--model", str(tiny_model_folder), "--temperature", "3")
+    assert other.out.startswith("NOT TRUTHFUL")
+
+
+def test_two_files_are_compared_without_a_model(cli: Callable[..., Any], rollouts: dict[str, str]) -> None:
+    done = cli("audit", rollouts["whole"], rollouts["whole"])
+    assert done.code == 0
+    assert done.out.startswith("TRUTHFUL  worst 0 nats")
+    assert "tokens differ" in cli("audit", rollouts["whole"], rollouts["cut"]).error_line
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("whole",), "--model"),
+        (("whole", "--html", "page.html"), "--html"),
+        (("whole", "--before", "report.json"), "--before"),
+        (("http://127.0.0.1:1", "whole"), "TRAINER.parquet"),
+    ],
+)
+def test_flags_of_the_other_kind_are_refused(
+    words: tuple[str, ...], named: str, cli: Callable[..., Any], rollouts: dict[str, str]
+) -> None:
+    done = cli("audit", *(rollouts.get(word, word) for word in words))
+    assert done.code == 2
+    assert named in done.error_line

@@ -1,4 +1,4 @@
-"""`logprobe audit`: whether an endpoint tells the truth."""
+"""`logprobe audit`: whether an endpoint, or the rows that a trainer stored, tell the truth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from logprobe.cli.options import (
     takes_settings,
 )
 from logprobe.cli.tables import console
-from logprobe.cli.verdicts import print_report
+from logprobe.cli.verdicts import print_report, print_rollouts
 from logprobe.config import EngineConfig
 from logprobe.errors import InputError, OutputError
 from logprobe.scoring.data.sources import Format, find_sources, read_rows
@@ -41,12 +41,19 @@ FLAGS: Final = {
     "texts": "--data",
     "model": "--endpoint-model",
 }
+STORED: Final = ".parquet"
 
 _Endpoint = Annotated[
     str,
     typer.Argument(
-        metavar="URL",
-        help="An OpenAI-compatible server, as http://host:8000.",
+        metavar="URL|ROLLOUTS.parquet",
+        help="An OpenAI-compatible server, as http://host:8000, or what a sampler stored of its samples.",
+    ),
+]
+_Trainer = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TRAINER.parquet", help="The same samples with a trainer's numbers, in place of --model."
     ),
 ]
 _Model = Annotated[
@@ -84,11 +91,18 @@ _Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with plots.")]
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
+_Temperature = Annotated[
+    float | None, typer.Option(help="That rollouts were drawn with; by default as they say themselves.")
+]
+_TopK = Annotated[int | None, typer.Option(help="Likewise.")]
+_TopP = Annotated[float | None, typer.Option(help="Likewise.")]
+_MinP = Annotated[float | None, typer.Option(help="Likewise.")]
 
 
 @takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
 def audit(
     endpoint: _Endpoint,
+    trainer: _Trainer = None,
     *,
     model: _Model = None,
     endpoint_model: _EndpointModel = None,
@@ -104,6 +118,10 @@ def audit(
     max_nats: _MaxNats = MAX_NATS,
     precision: _Precision = False,
     quick: _Quick = False,
+    temperature: _Temperature = None,
+    top_k: _TopK = None,
+    top_p: _TopP = None,
+    min_p: _MinP = None,
     html: _Html = None,
     output: _Output = None,
     as_json: JsonOption = False,
@@ -111,24 +129,37 @@ def audit(
 ) -> None:
     """Find out whether log-probabilities are true, against the same rows computed exactly.
 
-    Says of which distribution a server's numbers are, how far off, whether they stay the same beside other
-    requests, in streams and over lengths, and which fields it takes and ignores. Exit code 1 where something
-    is wrong, or a number further off than --max-nats.
+    Of a server: of which distribution its numbers are, how far off, whether they stay the same beside other
+    requests, in streams and over lengths, and which fields it takes and ignores. Of rollouts that a sampler
+    stored: how far a trainer's numbers of the same tokens are from them, and what to apply.
+    Exit code 1 where something is wrong, or a number further off than --max-nats.
     """
     for path in (output, html):
         _check_writable(path)
-    texts = _texts(data, text_column, format, limit, by_line=lines)
-    asked: dict[str, Any] = {
-        "model": endpoint_model,
-        "texts": texts,
-        "before": None if before is None else _read_report(before),
-        "max_nats": max_nats,
-        "precision": precision,
-        "quick": quick,
-    }
-    report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
-    _show(report, output, html, as_json=as_json)
-    if not (report.is_truthful and report.worst_nats <= max_nats):
+    if endpoint.endswith(STORED):
+        for flag, value in {"--html": html, "--before": before}.items():
+            _refuse(value, flag, "is of endpoints alone")
+        drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        names = {"rollouts": "ROLLOUTS.parquet", "other": "--model"}
+        with flags_for(**names), _opened(None if trainer else _given(model), lora, engine) as llm:
+            is_right = _audit_rollouts(
+                endpoint, trainer or llm, drawn, max_nats, output=output, as_json=as_json
+            )
+    else:
+        _refuse(trainer, "TRAINER.parquet", "goes with rollouts alone")
+        texts = _texts(data, text_column, format, limit, by_line=lines)
+        asked: dict[str, Any] = {
+            "model": endpoint_model,
+            "texts": texts,
+            "before": None if before is None else _read_report(before),
+            "max_nats": max_nats,
+            "precision": precision,
+            "quick": quick,
+        }
+        report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
+        _show(report, output, html, as_json=as_json)
+        is_right = report.is_truthful and report.worst_nats <= max_nats
+    if not is_right:
         raise typer.Exit(1)
 
 
@@ -153,6 +184,11 @@ def _audited(
 # -- what comes in -------------------------------------------------------------------------------------------
 
 
+def _refuse(value: object, flag: str, why: str) -> None:
+    if value is not None:
+        raise typer.BadParameter(why, param_hint=flag)
+
+
 def _given(model: str | None) -> str:
     if model is None:
         raise typer.BadParameter("name the model that computes the truth", param_hint="--model")
@@ -160,9 +196,12 @@ def _given(model: str | None) -> str:
 
 
 @contextmanager
-def _opened(model: str, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
-    """The model, with LoRA weights where they are named."""
+def _opened(model: str | None, lora: str | None, engine: Mapping[str, Any]) -> Iterator[Any]:
+    """The model, with LoRA weights where they are named; None where no model is needed."""
     name, folder = _named_folder(lora)
+    if model is None:
+        yield None
+        return
     with open_llm(model, **engine) as llm:
         if name is not None:
             llm.add_lora(name, folder)
@@ -260,3 +299,28 @@ def _write(path: Path | None, make: Callable[[], str]) -> None:
         path.write_text(make(), encoding="utf-8")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+
+
+# -- rollouts ------------------------------------------------------------------------------------------------
+
+
+def _audit_rollouts(
+    path: str,
+    trainer: Any,
+    drawn: Mapping[str, Any],
+    max_nats: float,
+    *,
+    output: Path | None,
+    as_json: bool,
+) -> bool:
+    """Compare what a sampler stored with a trainer, show it, and say whether it is right."""
+    from logprobe.scoring.rollouts import compare_rollouts
+
+    report = compare_rollouts(path, trainer, **drawn)
+    values = json.dumps(report.to_dict())
+    _write(output, lambda: values)
+    if as_json:
+        typer.echo(values)
+    else:
+        print_rollouts(report, max_nats)
+    return report.is_right(max_nats)

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from logprobe.cli.options import JsonOption, flags_for, open_llm, takes_engine
-from logprobe.cli.tables import print_facts
+from logprobe.cli.tables import figure_lines, print_facts
 from logprobe.errors import InputError, OutputError
 from logprobe.scoring.data.sources import Format, find_sources, read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from logprobe.llm import LLM
     from logprobe.scoring.comparison import Comparison
 
@@ -87,7 +85,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(comparison.to_dict()))
     else:
-        print_facts(list(_lines_of(comparison.to_dict())))
+        print_facts(list(figure_lines(comparison.to_dict())))
 
 
 def _compared(
@@ -125,7 +123,7 @@ def _save(
     if as_json:
         typer.echo(json.dumps(facts))
     else:
-        print_facts(list(_lines_of(facts)))
+        print_facts(list(figure_lines(facts)))
 
 
 def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
@@ -159,28 +157,3 @@ def _write(comparison: Comparison, output: str | None, plot: str | None) -> None
             write(Path(path))
         except OSError as error:
             raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
-
-
-def _lines_of(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The figures in the order in which they are read; those that have no meaning are left out."""
-    for name, value in figures.items():
-        if name == "statistics" and value is not None:
-            yield from ((title, _figure(**figure)) for title, figure in value.items())
-        elif isinstance(value, dict):
-            yield from _parts_of(name, value)
-        elif value is not None:
-            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _parts_of(name: str, parts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Numbers on one line, and such as are nested on the next ones."""
-    numbers = {part: value for part, value in parts.items() if isinstance(value, int | float)}
-    yield name, "  ".join(f"{part} {number:.6g}" for part, number in numbers.items())
-    for part, value in parts.items():
-        if isinstance(value, dict):
-            yield from _parts_of(part, value)
-
-
-def _figure(value: float, error: float | None, unit: str | None) -> str:
-    spread = "" if error is None else f" ± {error:.6f}"
-    return f"{value:.6f}{spread}{' %' if unit else ''}"

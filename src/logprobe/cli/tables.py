@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.cells import cell_len
@@ -207,6 +207,31 @@ def summary_lines(summary: Summary) -> list[list[str]]:
         else:
             lines.append([field.name, _number(value)])
     return lines
+
+
+def figure_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The figures in the order in which they are read; those that have no meaning are left out."""
+    for name, value in figures.items():
+        if name == "statistics" and value is not None:
+            yield from ((title, _figure(**figure)) for title, figure in value.items())
+        elif isinstance(value, dict):
+            yield from _parts_of(name, value)
+        elif value is not None:
+            yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _parts_of(name: str, parts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers on one line, and such as are nested on the next ones."""
+    numbers = {part: value for part, value in parts.items() if isinstance(value, int | float)}
+    yield name, "  ".join(f"{part} {number:.6g}" for part, number in numbers.items())
+    for part, value in parts.items():
+        if isinstance(value, dict):
+            yield from _parts_of(part, value)
+
+
+def _figure(value: float, error: float | None, unit: str | None) -> str:
+    spread = "" if error is None else f" ± {error:.6f}"
+    return f"{value:.6f}{spread}{' %' if unit else ''}"
 
 
 def table(lines: Sequence[Sequence[str]], is_left: Sequence[bool] | None = None) -> str:

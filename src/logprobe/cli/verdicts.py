@@ -1,4 +1,4 @@
-"""The verdict of an audit on a terminal, read from the top down in ten seconds."""
+"""Verdicts on a terminal: of an endpoint and of rollouts, each read from the top down in ten seconds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from logprobe.cli.tables import console, print_facts
+from logprobe.cli.tables import console, figure_lines, print_facts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from logprobe.scoring.auditing.report import AuditReport, Finding
+    from logprobe.scoring.rollouts import RolloutReport
 
 
 def print_report(report: AuditReport) -> None:
@@ -51,16 +52,16 @@ def _facts(report: AuditReport) -> Iterator[tuple[str, str]]:
     from logprobe.scoring.auditing import words
 
     for distribution, asks in _grouped((name, ask) for ask, name in report.distributions.items()):
-        yield "distribution", f"{words.distribution_words(distribution)}: {', '.join(asks)}"
+        yield "distribution", f"{words.distribution_words(distribution)}: {words.some_of(asks)}"
     of_all = {
         "errors": words.errors_words(report, "chosen"),
         "": words.errors_words(report, "alternatives"),
         "steadiness": words.steadiness_words(report),
     }
     yield from ((name, line) for name, line in of_all.items() if line is not None)
-    for answer, fields in _grouped((row.answer, f"{row.field} ({row.form})") for row in report.fields):
+    for answer, fields in _grouped((row.answer, row.field) for row in report.fields):
         if answer != "answered":
-            yield answer, ", ".join(fields)
+            yield answer, ", ".join(dict.fromkeys(fields))
     if report.precision:
         yield "precision", f"nearest to {words.precision_words(report.precision)} (mean nats)"
 
@@ -75,3 +76,39 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> Iterable[tuple[str, list[str]]
 def _plain(text: str) -> str:
     """An endpoint's words on one line: what could steer a terminal shows as an escape."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def print_rollouts(report: RolloutReport, max_nats: float) -> None:
+    """Whether stored numbers are those that a trainer divides by, and what to apply where they are not."""
+    screen = console()
+    worst = f"worst {report.as_stored.worst_nats:.6g} nats"
+    if report.corrected is not None and report.correction is not None:
+        worst += f", {report.corrected.worst_nats:.6g} once corrected"
+    size = f"{report.num_tokens:,} tokens of {report.num_sequences:,} samples"
+    screen.print(Text.assemble(_rollouts_verdict(report, max_nats), f"  {worst}, {size}"), soft_wrap=True)
+    if report.correction is not None:
+        screen.print(f"to correct: {report.correction}", soft_wrap=True)
+    screen.print()
+    print_facts(list(_rollouts_facts(report)))
+
+
+def _rollouts_verdict(report: RolloutReport, max_nats: float) -> tuple[str, str]:
+    """The verdict and its colour."""
+    if report.is_right(max_nats):
+        return "TRUTHFUL", "bold green"
+    corrected = report.corrected
+    if report.correction is not None and corrected is not None and corrected.worst_nats <= max_nats:
+        return "TO CORRECT", "bold yellow"
+    return "NOT TRUTHFUL", "bold red"
+
+
+def _rollouts_facts(report: RolloutReport) -> Iterator[tuple[str, str]]:
+    from logprobe.scoring.auditing.words import distribution_words
+
+    scale = "" if report.scale is None else f", of {report.scale:.4g}"
+    yield "stored numbers are", distribution_words(report.distribution) + scale
+    yield "the trainer's", distribution_words(report.target)
+    yield "mean nats from each", ", ".join(f"{name} {error:.3g}" for name, error in report.errors.items())
+    yield from (("as stored, " + name, line) for name, line in figure_lines(report.as_stored.to_dict()))
+    if report.corrected is not None and report.correction is not None:
+        yield from (("corrected, " + name, line) for name, line in figure_lines(report.corrected.to_dict()))
