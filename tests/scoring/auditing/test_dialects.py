@@ -41,6 +41,15 @@ def test_an_echo_is_split_where_the_generated_tokens_begin() -> None:
     assert found.completion == (Row(Entry(-3.0, None, " c"), None, is_map=True),)
 
 
+def test_an_echo_that_counts_a_token_without_a_row_keeps_the_prompts_rows() -> None:
+    # vLLM 0.32 with max_tokens 0 beside return_token_ids.
+    logprobs = {"tokens": ["a", " b"], "token_logprobs": [None, -2], "top_logprobs": None}
+    choice = {"text": "", "logprobs": logprobs, "token_ids": [9], "prompt_token_ids": [3, 4]}
+    found = reply_of("echo", {"choices": [choice], "usage": {"completion_tokens": 1}}, max_tokens=0)
+    assert found.prompt == (None, Row(Entry(-2.0, None, " b"), None, is_map=True))
+    assert found.completion == ()
+
+
 def test_prompt_rows_of_vllm() -> None:
     rows = [
         None,

@@ -334,8 +334,8 @@ def _read_completion(value: Any, ask: Ask) -> Reply:
     if ask.form != "echo" or rows is None:
         return replace(reply, completion=rows)
     num_generated = reply.num_completion_tokens
-    if num_generated is None:
-        num_generated = ask.max_tokens
+    # Some generate a token that nobody asked, count it, and give it no row (vLLM 0.32 beside ids).
+    num_generated = ask.max_tokens if num_generated is None else min(num_generated, ask.max_tokens)
     stop = len(rows) - min(num_generated, len(rows))
     first: tuple[Row | None, ...] = rows[:stop]
     if first and first[0] is not None and first[0].chosen is not None and first[0].chosen.logprob is None:
