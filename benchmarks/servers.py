@@ -36,6 +36,8 @@ class Program:
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None  # where it runs; None: where this process does
+    start_limit_s: float = START_LIMIT_S
 
 
 @dataclass
@@ -85,13 +87,14 @@ def serving(program: Program) -> Iterator[Served]:
         process = subprocess.Popen(
             [word.replace("{port}", str(port)) for word in program.words],
             env={**os.environ, **_COMMON_ENVIRONMENT, **program.environment},
+            cwd=program.folder,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
         try:
             served = Served(f"http://127.0.0.1:{port}")
-            _await_health(served, process)
+            _await_health(served, process, program.start_limit_s)
             yield served
         finally:
             _end(process)
@@ -114,8 +117,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _await_health(served: Served, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
+def _await_health(served: Served, process: subprocess.Popen[bytes], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RivalError(f"{served.url}: the server ended with code {process.returncode} at its start")
@@ -124,4 +127,4 @@ def _await_health(served: Served, process: subprocess.Popen[bytes]) -> None:
                 return
         except OSError:
             time.sleep(0.05)
-    raise RivalError(f"{served.url}: the server was not ready in {START_LIMIT_S} s")
+    raise RivalError(f"{served.url}: the server was not ready in {limit_s:g} s")

@@ -98,6 +98,11 @@ RECIPES = {
     "minicons": Recipe(steps=((TORCH,), (TORCH, "minicons==0.3.39")), modules=("minicons.scorer",)),
     "surprisal": Recipe(steps=((TORCH,), (TORCH, "surprisal[transformers]==0.1.7")), modules=("surprisal",)),
     "llama_cpp": Recipe(steps=(("xllamacpp", "numpy"),), modules=("xllamacpp",)),
+    "transformers_serve": Recipe(
+        steps=((TORCH,), (TORCH, "transformers[serving]==5.23.0")),
+        modules=("transformers", "fastapi", "openai"),
+        is_shared=True,
+    ),
 }
 # Clients of the server, which no benchmark needs: one environment for all that agree.
 CLIENTS = {
@@ -177,9 +182,12 @@ def lay_beside(python: Path, recipe: Recipe, folder: Path) -> None:
                 shutil.unpack_archive(path, folder, filter="data")
 
 
-def make_weights(folder: Path) -> None:
-    """Make llama.cpp's 8-bit file with this project's own packages, unless it is there."""
-    run(sys.executable, str(Path(__file__).with_name("quantise.py")), str(folder / "weights.q8_0.gguf"))
+def make_weights(name: str, folder: Path) -> None:
+    """Make llama.cpp's files with this project's own packages, unless they are there; others need none."""
+    for form in ("q8_0", "f32") if name == "llama_cpp" else ():
+        run(
+            sys.executable, str(Path(__file__).with_name("quantise.py")), str(folder / f"weights.{form}.gguf")
+        )
 
 
 def verify(python: Path, recipe: Recipe) -> None:
@@ -206,6 +214,7 @@ def build(name: str) -> str:
     folder = shared_folder(name, recipe) if recipe.is_shared else ROOT / name
     python, stamp = folder / "bin" / "python", folder / ".recipe"
     if stamp.exists() and stamp.read_text() == recipe.fingerprint:
+        make_weights(name, folder)
         verify(python, recipe)
         return "reused"
     if not python.exists():
@@ -214,8 +223,7 @@ def build(name: str) -> str:
         pip_install(python, *step)
     if recipe.beside:
         install_vllm_requirements(python, recipe.beside)
-    if name == "llama_cpp":
-        make_weights(folder)
+    make_weights(name, folder)
     if recipe.sources or recipe.wheels:
         lay_beside(python, recipe, folder / "sources")
     verify(python, recipe)

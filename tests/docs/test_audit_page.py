@@ -1,22 +1,32 @@
-"""docs/audit.md: its example runs, and it explains every finding."""
+"""docs/audit.md: its example runs, it explains every finding, and its tables are those of the newest run."""
 
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from doc_pages import PAGES, examples_of, run_examples
 from logprobe.scoring.auditing.report import KINDS
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
     from logprobe import LLM
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE = PAGES["audit.md"]
+
+
+@pytest.fixture
+def audit_servers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script that writes the tables."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), str(BENCHMARKS / "rivals"), *sys.path])
+    import audit_servers
+
+    return audit_servers
 
 
 def test_the_example_runs(
@@ -31,3 +41,16 @@ def test_every_finding_is_explained_and_no_other() -> None:
     section = PAGE.split("## What a finding means")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`([a-z-]+)`", " ".join(cells))) == sorted(KINDS)
+
+
+def test_the_tables_are_those_of_the_newest_run(audit_servers: Any) -> None:
+    content = audit_servers.newest_results()[audit_servers.BENCH]
+    assert f"{audit_servers.BEGIN}\n{audit_servers.tables(content)}\n{audit_servers.END}" in PAGE
+
+
+def test_a_server_that_could_not_be_run_is_said_to_be_so(audit_servers: Any) -> None:
+    outcome = audit_servers.Outcome(
+        name="a server", version="1.2", note="it has no logprobs", day="2026-01-01"
+    )
+    assert audit_servers.line_of(outcome)[:2] == ("a server (1.2)", "not run")
+    assert audit_servers.section_of(outcome).endswith("Not run on 2026-01-01: it has no logprobs.")
