@@ -95,6 +95,24 @@ def test_generated_tokens_are_known_again_by_their_text(tokens: Tokens) -> None:
     assert twice.repeated == [2]
 
 
+def test_rows_of_whole_characters_place_no_token_within_one(tokens: Tokens) -> None:
+    """llama.cpp gives the last token of a character all of its bytes, and those before it no row."""
+    letter, *within = tokens.encode_plain("a🌊".encode())
+    own = Row(Entry(-1.0, letter, "a", b"a"))
+    merged = Row(Entry(-1.0, within[-1], "🌊", "🌊".encode()))
+    found = align_completion(Reply(text="a🌊\ufffd", completion=(own, merged, own)), tokens)
+    assert found.is_cut
+    assert found.pairs == [(0, own)]
+    assert found.ids == (letter,)
+
+
+def test_a_text_may_leave_out_what_is_no_whole_character(tokens: Tokens) -> None:
+    within = tokens.encode_plain("a🌊".encode())[1]
+    assert not tokens.is_whole(within)
+    assert within in tokens.ids_of(Entry(-1, None, ""))
+    assert within in tokens.ids_of(Entry(-1, None, "\ufffd"))
+
+
 def read(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3) -> set[str]:
     """The kinds of what is found in the rows of a prompt."""
     findings = Findings()

@@ -163,8 +163,14 @@ def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     data, ids = text.encode(), list[int]()
     cursor, is_whole = 0, "\ufffd" not in text
     for row in rows:
-        options = [] if row.chosen is None else _options(row.chosen, tokens)
-        here = [one for one in options if not is_whole or _stands_at(one, data, cursor, tokens)]
+        entry = row.chosen
+        options = [] if entry is None else _options(entry, tokens)
+        # A text that ends within a character places no token; what a row says of its own must do.
+        here = [
+            one
+            for one in options
+            if (_stands_at(one, data, cursor, tokens) if is_whole else _says(entry, one, tokens))
+        ]
         if not here:
             break
         ids.append(here[0])
@@ -188,6 +194,12 @@ def _options(entry: Entry, tokens: Tokens) -> list[int]:
     if entry.token_id is None and entry.data is not None:
         ids = [*ids, *(one for one in tokens.ids_by_bytes(entry.data) if one not in ids)]
     return ids
+
+
+def _says(entry: Entry | None, token_id: int, tokens: Tokens) -> bool:
+    return (
+        entry is not None and tokens.is_right_text(entry, token_id) and tokens.is_right_bytes(entry, token_id)
+    )
 
 
 def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
@@ -384,6 +396,8 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
         least = min(float(row[one]) for one in others)
         left_out = [int(one) for one in best if int(one) not in own and row[one] > least + 2 * max_nats]
         left_out = [one for one in left_out if one != chosen or not _is_map(listed, chosen)]
+        if place.is_map:  # tokens that no text names are keys of no map of texts
+            left_out = [one for one in left_out if fitted.tokens.is_whole(one)]
         if left_out:
             evidence = fitted.evidence_at(index, f"{fitted.tokens.show(left_out[0])!r} is left out")
             findings.add(

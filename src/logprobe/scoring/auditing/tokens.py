@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from logprobe.text.edge import TextEdge
 
 REPLACEMENT = "�"  # of bytes that are no whole character
+ERRORS = ("replace", "ignore")
 
 
 @final
@@ -54,7 +55,8 @@ class Tokens:
 
     def _texts(self, token_id: int, piece: Any) -> set[str]:
         data = self.vocabulary.token_bytes(token_id)
-        texts = {self.vocabulary.token_text(token_id), data.decode("utf-8", "replace")}
+        # Bytes that are no whole character are replaced by some servers, and left out by others.
+        texts = {self.vocabulary.token_text(token_id), *(data.decode("utf-8", how) for how in ERRORS)}
         if isinstance(piece, str):
             texts.add(piece)
         if data:
@@ -122,6 +124,11 @@ class Tokens:
     def is_partial(text: str | None) -> bool:
         """Whether a text stands for bytes that are no whole character, of which it says nothing."""
         return text is not None and REPLACEMENT in text
+
+    def is_whole(self, token_id: int) -> bool:
+        """Whether the token's bytes are whole characters, so that a text may name it."""
+        data = self.vocabulary.token_bytes(token_id)
+        return data.decode("utf-8", "ignore").encode() == data
 
     def is_special(self, token_id: int) -> bool:
         """Whether a text leaves the token out."""
