@@ -68,6 +68,16 @@ def test_prompt_rows_of_vllm() -> None:
     )
 
 
+def test_where_rows_are_missing_the_first_of_a_row_is_its_token() -> None:
+    rows = [None, {"5": {"logprob": -4.0}, "9": {"logprob": -0.5}}]
+    found = reply_of(
+        "prompt_logprobs", {"choices": [{"prompt_logprobs": rows, "prompt_token_ids": [3, 9, 5]}]}
+    )
+    assert found.prompt is not None
+    assert found.prompt[1] is not None
+    assert found.prompt[1].chosen == Entry(-4.0, 5)
+
+
 def test_sglang() -> None:
     meta = {
         "input_token_logprobs": [[None, 3, "a"], [-4.0, 9, " b"]],

@@ -270,7 +270,8 @@ def _prompt_rows(value: Any, ids: tuple[int, ...] | None) -> tuple[Row | None, .
     if value is None:
         return None
     rows: list[Row | None] = []
-    for index, item in enumerate(_list(value, "prompt_logprobs")):
+    listed = _list(value, "prompt_logprobs")
+    for index, item in enumerate(listed):
         if item is None:
             rows.append(None)
             continue
@@ -287,7 +288,7 @@ def _prompt_rows(value: Any, ids: tuple[int, ...] | None) -> tuple[Row | None, .
             )
             for key, one in row.items()
         ]
-        own = ids[index] if ids is not None and index < len(ids) else None
+        own = ids[index] if ids is not None and len(ids) == len(listed) else None  # else the first
         chosen = next((entry for entry in entries if entry.token_id == own), None) or next(
             iter(entries), None
         )
