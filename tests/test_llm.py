@@ -343,7 +343,7 @@ def test_containers_say_what_they_hold(tiny_llm: LLM, tiny_model_folder: Path) -
     able = tiny_llm.engine.capabilities()
     source = {"engine": "native", "model": str(tiny_model_folder), "logits_dtype": "float32", "unit": "nats"}
     source |= {"weights": able.weights, "layers": "2 by our own decoder"}
-    source |= {"probe_difference": able.layout.probe_difference}
+    source |= {"probe_difference": able.layout.probe_difference, "weight_version": able.weight_version}
     vocab_size = able.vocab_size
     settings = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
     raw, processed = output.outputs[0].logprobs.info, output.outputs[0].processed_logprobs.info

@@ -268,7 +268,8 @@ class Front:
             self.core.send(DropLora(lora_number))
 
     def _new_fold(self, admitted: Admitted) -> Fold:
-        return Fold(admitted.request, self._describer, self._loras.version(admitted.lora_number))
+        number = admitted.lora_number
+        return Fold(admitted.request, self._describer, self._loras.version(number) if number else None)
 
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
         folds = {accepted.request.request_id: self._new_fold(accepted) for accepted in admitted}
