@@ -111,6 +111,10 @@ def test_a_text_may_leave_out_what_is_no_whole_character(tokens: Tokens) -> None
     assert not tokens.is_whole(within)
     assert within in tokens.ids_of(Entry(-1, None, ""))
     assert within in tokens.ids_of(Entry(-1, None, "\ufffd"))
+    for text in ("", "\ufffd"):
+        assert tokens.is_lossy(text, tokens.ids_of(Entry(-1, None, text)))
+    for text in ("a", "é", " cat"):  # the second is also a piece of the vocabulary, and told by its number
+        assert not tokens.is_lossy(text, tokens.ids_of(Entry(-1, None, text)))
 
 
 def read(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3) -> set[str]:

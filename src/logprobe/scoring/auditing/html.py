@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from html import escape
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from logprobe import __version__
 from logprobe.scoring.auditing.report import KINDS
 from logprobe.scoring.auditing.svg import WIDE, Axis, Plot, Points
 from logprobe.scoring.auditing.words import (
@@ -47,7 +47,7 @@ def page(report: AuditReport) -> str:
     """The whole page of a report."""
     title = escape(f"{verdict(report)}: {report.endpoint}")
     style = STYLE.read_text(encoding="utf-8")
-    made = f"logprobe {__version__}, {report.created}. Exact numbers: {_ours(report)}."
+    made = f"logprobe {version('logprobe')}, {report.created}. Exact numbers: {_ours(report)}."
     sections = [
         _findings(report),
         _plots(report),

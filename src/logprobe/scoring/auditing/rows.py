@@ -280,6 +280,8 @@ class Reader:
             entries.append(([token_id], row.chosen.logprob, True))
         for entry in row.alternatives or ():
             ids = [one for one in self.tokens.ids_of(entry) if one < self.tokens.num_ids]
+            if entry.token_id is None and entry.data is None and self.tokens.is_lossy(entry.text, ids):
+                ids = []
             self.num_unknown += not ids
             if row.is_map and token_id in ids and self.tokens.may_be(entry, token_id):
                 ids = [token_id] if len(ids) == 1 else ids

@@ -38,6 +38,11 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
 """Fields that have a server tell ids, where it takes them."""
 
 
+def _has_rows(reply: Reply, *, wants_prompt: bool) -> bool:
+    """Whether a trial has rows of what was asked; a server without echo may give its own token's."""
+    return len(reply.prompt or ()) > 2 if wants_prompt else bool(reply.completion)
+
+
 @dataclass(slots=True)
 class Session:
     """What is known of a server."""
@@ -132,7 +137,7 @@ class Session:
                 # A reply without rows says more of a form than a refusal, and of refusals the barest ask's.
                 if isinstance(reply, Reply) or not isinstance(heard, Reply):
                     heard = reply
-                if isinstance(reply, Reply) and (reply.prompt if wants_prompt else reply.completion):
+                if isinstance(reply, Reply) and _has_rows(reply, wants_prompt=wants_prompt):
                     self.extras[form], self.least[form] = given, num_tokens if form in PROMPT_FORMS else 0
                     return
         if isinstance(heard, Refusal):

@@ -130,6 +130,11 @@ class Tokens:
         data = self.vocabulary.token_bytes(token_id)
         return data.decode("utf-8", "ignore").encode() == data
 
+    def is_lossy(self, text: str | None, ids: Sequence[int]) -> bool:
+        """Whether a text of several tokens is what is left of one within a character, and so names none."""
+        parts = (self.vocabulary.token_bytes(one) for one in ids if not self.is_whole(one))
+        return len(ids) > 1 and any(text in {data.decode("utf-8", how) for how in ERRORS} for data in parts)
+
     def is_special(self, token_id: int) -> bool:
         """Whether a text leaves the token out."""
         return token_id in self._edge.special_token_ids
