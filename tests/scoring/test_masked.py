@@ -114,6 +114,24 @@ def test_what_cannot_be_scored_is_refused(bert: MaskedLM, texts: str, asked: Any
     assert error.value.parameter == parameter
 
 
+def test_positions_that_begin_behind_paddings_hold_fewer_tokens(folder: Path, tmp_path: Path) -> None:
+    from shutil import copy
+
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes: Any = {"vocab_size": 17, "max_position_embeddings": 20, **shape}
+    config = RobertaConfig(pad_token_id=0, **sizes)
+    RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copy(folder / name, tmp_path)
+    roberta = MaskedLM(str(tmp_path))
+    assert len(roberta.score("the " * 17).logprobs) == 17  # 19 with CLS and SEP
+    with pytest.raises(ParameterError) as error:
+        roberta.score("the " * 18)
+    assert error.value.parameter == "texts"
+
+
 def test_a_model_that_is_none_is_refused(tiny_model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError):
         MaskedLM(str(tiny_model_folder))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Metric: TypeAlias = Literal["within_word_l2r", "original"]
 METRICS: Final = ("within_word_l2r", "original")
 ROWS_A_BATCH = 64
-TEXTS_AT_ONCE = 256  # whose masked copies are held
+TEXTS_AT_ONCE = 256  # whose rows are held
 LOGITS_A_BATCH = 1 << 26  # floats, 256 MB: long rows of wide vocabularies come in fewer at a time
 
 
@@ -73,9 +73,8 @@ class MaskedScore:
 class _Row:
     """One masked copy of a text."""
 
-    position: int  # of the token to score
-    token_id: int  # what stands there
-    masked: NDArray[np.int64]  # the ids of the copy
+    token_ids: NDArray[np.int64]  # of the text: one array for all of its rows
+    positions: list[int]  # what is masked; the first is scored
 
 
 class MaskedLM:
@@ -108,8 +107,7 @@ class MaskedLM:
         if self._tokenizer.mask_token_id is None or not self._tokenizer.is_fast:
             raise UnsupportedModelError(f"{model}: its tokenizer has no mask token; name a masked model")
         self._model = loaded.eval()
-        limit = self._tokenizer.model_max_length
-        self._limit = int(min(limit, getattr(loaded.config, "max_position_embeddings", None) or limit))
+        self._limit = int(min(self._tokenizer.model_max_length, _num_positions(loaded)))
 
     @overload
     def score(  # type: ignore[overload-overlap]  # one text comes first, though a str is a sequence of them
@@ -145,14 +143,14 @@ class MaskedLM:
         logprobs = self._logprobs([row for one in coded for row in self._rows(one, metric)])
         scores, first = [], 0
         for text, one in zip(texts, coded, strict=True):
-            own = _own_tokens(one)
+            own, words = _own_tokens(one), one.word_ids()
             scores.append(
                 MaskedScore(
                     text=text,
                     token_ids=np.array(one["input_ids"])[own],
                     logprobs=logprobs[first : first + len(own)],
                     spans=np.array(one["offset_mapping"])[own],
-                    word_ids=np.array([one.word_ids()[token] for token in own]),
+                    word_ids=np.array([words[token] for token in own]),
                 )
             )
             first += len(own)
@@ -168,22 +166,19 @@ class MaskedLM:
 
     def _rows(self, coded: Any, metric: Metric) -> Iterator[_Row]:
         ids, words = np.array(coded["input_ids"], np.int64), coded.word_ids()
-        own = _own_tokens(coded)
-        for position in own:
-            masked = ids.copy()
-            masked[position] = self._tokenizer.mask_token_id
-            if metric == "within_word_l2r":
-                later = [other for other in own if other > position and words[other] == words[position]]
-                masked[later] = self._tokenizer.mask_token_id
-            yield _Row(position=position, token_id=int(ids[position]), masked=masked)
+        for _, group in groupby(_own_tokens(coded), key=lambda position: words[position]):
+            word = list(group)
+            for number, position in enumerate(word):
+                masked = word[number:] if metric == "within_word_l2r" else [position]
+                yield _Row(token_ids=ids, positions=masked)
 
     def _logprobs(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
         """The logprob of each row's token; rows of like length run together."""
         found = np.empty(len(rows))
-        order = sorted(range(len(rows)), key=lambda number: len(rows[number].masked))
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number].token_ids))
         start = 0
         while start < len(order):
-            size = len(rows[order[min(start + ROWS_A_BATCH, len(order)) - 1]].masked)
+            size = len(rows[order[min(start + ROWS_A_BATCH, len(order)) - 1]].token_ids)
             most = LOGITS_A_BATCH // (size * self._model.config.vocab_size)
             batch = order[start : start + max(min(most, ROWS_A_BATCH), 1)]
             found[batch] = self._run([rows[number] for number in batch])
@@ -193,22 +188,31 @@ class MaskedLM:
     def _run(self, rows: Sequence[_Row]) -> NDArray[np.float64]:
         import torch
 
-        size = max(len(row.masked) for row in rows)
+        size = max(len(row.token_ids) for row in rows)
         pad = self._tokenizer.pad_token_id or 0
         ids = np.full((len(rows), size), pad, np.int64)
         mask = np.zeros((len(rows), size), np.int64)
         for place, row in enumerate(rows):
-            ids[place, : len(row.masked)] = row.masked
-            mask[place, : len(row.masked)] = 1
+            ids[place, : len(row.token_ids)] = row.token_ids
+            ids[place, row.positions] = self._tokenizer.mask_token_id
+            mask[place, : len(row.token_ids)] = 1
         with torch.inference_mode():
             logits = self._model(
                 input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)
             ).logits
             places = torch.arange(len(rows))
-            positions = torch.tensor([row.position for row in rows])
+            positions = torch.tensor([row.positions[0] for row in rows])
             logprobs = torch.log_softmax(logits[places, positions].double(), dim=-1)
-            chosen = logprobs[places, torch.tensor([row.token_id for row in rows])]
+            chosen = logprobs[places, torch.tensor([row.token_ids[row.positions[0]] for row in rows])]
         return np.asarray(chosen.numpy(), np.float64)
+
+
+def _num_positions(model: Any) -> float:
+    """How many tokens a model's positions hold; RoBERTa and its kin count them from behind padding's."""
+    embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    num = getattr(model.config, "max_position_embeddings", None) or np.inf
+    return float(num - (0 if padding is None else padding + 1))
 
 
 def _own_tokens(coded: Any) -> list[int]:
