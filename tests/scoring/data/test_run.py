@@ -299,3 +299,13 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         score_dataset(tiny_llm, source, tmp_path / "o.parquet")
     assert score_dataset(tiny_llm, source, tmp_path / "o.parquet", resume=True).num_rows == 600
     assert [row["row"] for row in rows_of(tmp_path / "o.parquet")] == list(range(600))
+
+
+def test_a_continuation_is_scored_whole_or_a_bad_row(tiny_llm: LLM, write: Any, tmp_path: Path) -> None:
+    source = write([{"c": "the " * n + "cat", "text": " dog"} for n in (1, 2, 3, 4)], "jsonl")
+    settings = DataSettings(context_column="c", truncation="window", window=4, stride=4, tokens=True)
+    summary = score_dataset(tiny_llm, source, tmp_path / "out.jsonl", settings=settings)
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert {row["num_bytes"] for row in rows} == {len(" dog")}
+    assert summary.num_bad == 4 - len(rows) > 0
+    assert "stride: leaves tokens" in (tmp_path / "out.jsonl.errors.jsonl").read_text()

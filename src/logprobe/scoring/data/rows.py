@@ -384,7 +384,11 @@ class TextRows:
             require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
         else:
             ids, start = edge.encode_pair(context, text)
-        return list(self._cut(ids, start, has_context=context is not None))
+        pairs = list(self._cut(ids, start, has_context=context is not None))
+        # A text may lose the first token of each disjoint window; a continuation is compared with others.
+        is_whole = context is None or sum(len(scored) for _, scored in pairs) == len(ids) - start
+        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+        return pairs
 
     def _cut(self, ids: IntArray, start: int, *, has_context: bool) -> Iterator[Pair]:
         settings = self._settings
