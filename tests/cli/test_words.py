@@ -69,6 +69,9 @@ def test_words_of_rows_come_with_their_columns(score: Any, tmp_path: Path) -> No
         (("--text", "x", "--by", "word", "--top", "3"), "does not come with --top"),
         (("--text", "x", "--by", "word", "-o", "x.parquet"), "does not come with --by"),
         (("--by", "word"), "give either a file"),
+        (("x.jsonl", "--by", "word", "--context-column", "window"), "does not come with --by"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is a column of the output"),
+        (("x.jsonl", "--by", "word", "--keep-columns", "word"), "'word' is a column of the output"),
         (("--text", "x", "--by", "word", "--keep-columns", "id"), "a data set is in files"),
     ],
 )

@@ -57,12 +57,17 @@ def print_units(
         BadParameter: settings that ask for something else.
         Exit: with 1 where a row was bad.
     """
+    from logprobe.scoring.data.rows import check_kept
+    from logprobe.scoring.texts import ROW_COLUMNS
+
     usual = vars(DataSettings())
     with flags_for():
         for name, value in vars(settings).items():
             # A window asks for windows, and long texts are read in them anyway.
-            is_fit = name in _ALLOWED or value in (usual[name], "window")
+            is_window = (name, value) == ("truncation", "window")
+            is_fit = name in _ALLOWED or value == usual[name] or is_window
             require(is_fit, name, "does not come with --by")
+        check_kept(settings, ["row", asked["by"], *ROW_COLUMNS])
         for name in ("output", "summary", "resume"):
             require(not getattr(data, name), name, "does not come with --by; redirect what it prints")
     rows = _rows_of(data, settings, source)

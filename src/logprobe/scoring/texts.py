@@ -54,6 +54,8 @@ SENTENCE = regex.compile(
 _PATTERNS = {"word": WORD, "sentence": SENTENCE}
 NATS: Final = {"nats": 1.0, "bits": float(np.log(2))}
 ROWS_A_CALL = 64  # whole rows that are held at once: some 400 KB each at a vocabulary of 49,152
+ROW_COLUMNS: Final = ("surprisal", "entropy", "unit", "tokens", "start", "end", "note")
+"""Of `ScoredText.rows`, after the unit's text."""
 NOT_SCORED = "nothing predicts its first token"
 
 

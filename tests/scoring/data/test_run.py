@@ -309,3 +309,14 @@ def test_a_continuation_is_scored_whole_or_a_bad_row(tiny_llm: LLM, write: Any, 
     assert {row["num_bytes"] for row in rows} == {len(" dog")}
     assert summary.num_bad == 4 - len(rows) > 0
     assert "stride: leaves tokens" in (tmp_path / "out.jsonl.errors.jsonl").read_text()
+
+
+@pytest.mark.parametrize("name", ["row", "logprob"])
+def test_a_column_is_not_kept_under_the_name_of_a_number(
+    tiny_llm: LLM, write: Any, tmp_path: Path, name: str
+) -> None:
+    source = write([{"text": "the cat", name: "mine"}], "jsonl")
+    with pytest.raises(ParameterError) as error:
+        score_dataset(tiny_llm, source, tmp_path / "out.jsonl", settings=DataSettings(keep_columns=(name,)))
+    assert error.value.parameter == "keep_columns"
+    assert not list(tmp_path.glob("out*"))

@@ -25,7 +25,7 @@ from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.windows import WindowSettings, last_tokens, window_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from logprobe.records.values import IntArray
     from logprobe.scoring.data.settings import RowSettings
@@ -214,10 +214,26 @@ class RowTask(Protocol):
 
 
 def schema_of(settings: RowSettings) -> pa.Schema:
-    """The columns of the output."""
-    columns = {"row": pa.int64(), "source": pa.string()} | dict.fromkeys(settings.keep_columns, pa.string())
-    columns |= _columns_of(settings) if isinstance(settings, DataSettings) else label_columns(settings)
+    """The columns of the output.
+
+    Raises:
+        ParameterError: a column to keep is named as one of them.
+    """
+    own = _columns_of(settings) if isinstance(settings, DataSettings) else label_columns(settings)
+    first = {"row": pa.int64(), "source": pa.string()}
+    check_kept(settings, first | own)
+    columns = first | dict.fromkeys(settings.keep_columns, pa.string()) | own
     return pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+
+
+def check_kept(settings: RowSettings, own: Collection[str]) -> None:
+    """Refuse to copy a column under the name of one of the output's own.
+
+    Raises:
+        ParameterError: there is one.
+    """
+    for name in settings.keep_columns:
+        require(name not in own, "keep_columns", f"{name!r} is a column of the output; rename the file's")
 
 
 def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
