@@ -46,10 +46,12 @@ def test_accuracies_are_those_of_the_library(run: Any, tiny_llm: LLM, tmp_path: 
 
 
 def test_a_bad_row_is_told_and_left_out(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text(lines_of([*ROWS, {"sentence_good": "", "sentence_bad": "x"}]))
+    others = [{"sentence_good": "", "sentence_bad": "x"}, {"sentence_good": "x", "sentence_bad": "\ud800"}]
+    (tmp_path / "in.jsonl").write_text(lines_of([*ROWS, *others]))
     done = run(str(tmp_path / "in.jsonl"), "--json")
     assert done.code == 1
-    assert "line 4: its texts must be texts" in done.err
+    assert "line 4: sentence_good" in done.err
+    assert "line 5: sentence_bad" in done.err
     assert "mean" in json.loads(done.out)["accuracy"]
 
 
@@ -58,3 +60,6 @@ def test_columns_that_are_not_there_are_told_before_the_model_is_loaded(cli: Any
     done = cli("pairs", str(tmp_path / "in.csv"), "--model", "no/such-model-anywhere")
     assert done.code == 1
     assert "has no column 'sentence_good', 'sentence_bad'; it has 'good', 'bad'" in done.err
+    done = cli("pairs", "-", "--model", "no/such-model-anywhere", stdin=lines_of(ROWS).encode())
+    assert done.code == 1
+    assert "read as text without --format: has no column 'sentence_bad'" in done.err

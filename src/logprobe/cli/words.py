@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from logprobe.cli.data import DataFlags
     from logprobe.cli.inputs import TextSource
     from logprobe.llm import LLM
-    from logprobe.scoring.data.rows import CheckedRow
+    from logprobe.scoring.data.rows import BadRow, CheckedRow
 
 ByOption = Annotated[
     Literal["word", "sentence", "token", "char"] | None,
@@ -118,8 +118,12 @@ def _print_batch(
         write([{"row": question.index, **question.kept, **row} for row in scored.rows(by)])
     for bad in batch:
         if isinstance(bad, BadRow):
-            typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
+            _tell(bad)
     return len(batch) - len(good)
+
+
+def _tell(bad: BadRow) -> None:
+    typer.echo(f"bad row: {bad.source}, line {bad.line}: {bad.problem}", err=True)
 
 
 def _csv_writer() -> Callable[[list[dict[str, Any]]], None]:
@@ -182,18 +186,21 @@ def pairs(
     Accuracies have their standard errors. The columns are named as BLiMP's by default. A pair that cannot be
     read is told on standard error and left out; exit code 1 then.
     """
+    from logprobe.scoring.data.rows import BadRow, checked
+
     named = [good_column, bad_column, *([category_column] if category_column else [])]
     sources = find_sources(files, kind=kind)
     check_columns(sources, named)
     good: list[Row] = []
-    bad: list[Row] = []
+    bad: list[BadRow] = []
     for row in read_rows(sources, named):
-        texts = [row.values.get(name) for name in (good_column, bad_column)]
-        is_pair = all(isinstance(text, str) and text for text in texts)
-        (good if row.problem is None and is_pair else bad).append(row)
-    for row in bad:
-        problem = row.problem or "its texts must be texts, and not empty"
-        typer.echo(f"bad row: {row.source}, line {row.line}: {problem}", err=True)
+        texts = [checked(row, DataSettings(text_column=name)) for name in (good_column, bad_column)]
+        wrong = next((text for text in texts if isinstance(text, BadRow)), None)
+        if wrong is None:
+            good.append(row)
+        else:
+            bad.append(wrong)
+            _tell(wrong)
     with open_llm(model, **loading) as llm, flags_for(pairs="FILE"):
         from logprobe.scoring.pairs import minimal_pairs
 

@@ -12,7 +12,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from glob import glob, has_magic
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -119,7 +119,9 @@ def check_columns(sources: Iterable[Source], columns: Sequence[str]) -> None:
         InputError: a file that lacks one altogether (of jsonl the first rows tell), or cannot be read.
     """
     for source in sources:
-        if source.name != STDIN:
+        if source.format == "txt":
+            _check_txt(source, columns)
+        elif source.name != STDIN:
             with _naming(source.name):
                 known = _COLUMNS[source.format](source)
                 if known is not None:
@@ -175,7 +177,7 @@ def _lines(source: Source) -> Iterator[bytes]:
 
 def _read_txt(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     name = columns[0] if columns else "text"
-    _check_columns(source.name, columns, [name])
+    _check_txt(source, columns)
     if source.by_line:
         for number, line in enumerate(_lines(source), 1):
             try:
@@ -193,11 +195,18 @@ def _read_jsonl(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
             yield number, len(line), _json_values(line, columns)
 
 
-def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
+def _json_value(line: bytes) -> tuple[Any, str | None]:
+    """The value, and what is wrong with the line."""
     try:
-        value = json.loads(line)
+        return json.loads(line), None
     except (ValueError, RecursionError) as error:
-        return f"is no JSON ({error})"
+        return None, f"is no JSON ({error})"
+
+
+def _json_values(line: bytes, columns: Sequence[str]) -> dict[str, Any] | str:
+    value, problem = _json_value(line)
+    if problem is not None:
+        return problem
     if isinstance(value, str) and len(columns) == 1:
         return {columns[0]: value}
     if not isinstance(value, dict):
@@ -254,22 +263,18 @@ def _check_columns(name: str, columns: Sequence[str], known: Sequence[str]) -> N
         raise InputError(f"{name}: has no column {', '.join(map(repr, missing))}; it has {names}")
 
 
-def _txt_columns(_: Source) -> Sequence[str] | None:
-    return None  # the one column that is asked for, whatever its name
+def _check_txt(source: Source, columns: Sequence[str]) -> None:
+    """A text is the one column that is asked for, whatever its name."""
+    _check_columns(f"{source.name}, read as text without --format", columns, columns[:1])
 
 
 def _jsonl_columns(source: Source) -> Sequence[str] | None:
-    """The columns of the first rows; None where they are no objects, or hold errors, which are theirs."""
-    names: dict[str, None] = {}
-    for line in islice(_lines(source), FIRST_ROWS):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(value, dict):
-            return None
-        names |= dict.fromkeys(value)
-    return list(names) or None
+    """The columns of the first rows; None where one is no object. One that is no JSON is a bad row later."""
+    first = map(_json_value, islice(_lines(source), FIRST_ROWS))
+    values = [value for value, problem in first if problem is None]
+    if not all(isinstance(value, dict) for value in values):
+        return None
+    return list(dict.fromkeys(chain.from_iterable(values))) or None
 
 
 def _csv_columns(source: Source) -> Sequence[str] | None:
@@ -285,7 +290,6 @@ def _parquet_columns(source: Source) -> Sequence[str] | None:
 
 
 _COLUMNS: dict[Format, Callable[[Source], Sequence[str] | None]] = {
-    "txt": _txt_columns,
     "jsonl": _jsonl_columns,
     "csv": _csv_columns,
     "parquet": _parquet_columns,
