@@ -200,6 +200,16 @@ def test_own_ids_at_each_position_come_as_offline(server: Any, temperature: floa
     assert LogprobsInfo.from_json(table.schema.metadata[b"logprobe.info"]).temperature == temperature
 
 
+def test_arrow_has_named_ids_also_where_the_first_continuation_names_none(server: Any) -> None:
+    import pyarrow as pa
+
+    asked = NAMED | {"token_ids": [[], [5, 6]]}
+    headers = {"accept": "application/vnd.apache.arrow.stream"}
+    reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
+    rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
+    assert [row["given_ids"] for row in rows] == [None, [[5, 6]]]
+
+
 def test_a_score_at_a_temperature_runs_on_the_lora_that_it_names(server: Any, adapter_folders: Any) -> None:
     server.llm.add_lora("teacher", adapter_folders["wide"])
     try:

@@ -217,7 +217,9 @@ def _as_arrow(rows: list[dict[str, Any]], info: LogprobsInfo) -> bytes:
 
     from logprobe.records.forms.arrow import INFO_KEY
 
-    table = pa.Table.from_pylist(rows).replace_schema_metadata({INFO_KEY: info.to_json()})
+    names = dict.fromkeys(name for row in rows for name in row)  # not each has ids that it named
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    table = pa.table(columns, metadata={INFO_KEY: info.to_json()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
