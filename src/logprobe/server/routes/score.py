@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.truncation import Split, at_temperature
+from logprobe.engine.truncation import Split
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
@@ -108,9 +108,7 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
     pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
-    sampling = None
-    if body.temperature is not None:
-        sampling = replace(at_temperature(body.temperature), lora=body.lora)
+    sampling = None if body.temperature is None else replace(params, temperature=body.temperature)
     asked = [*_with_named_ids(body, params, pairs, service), *[params] * len(alone)]
     requests = service.of_one_call()
     admitted = [
