@@ -230,7 +230,6 @@ def _scored_as(params: SamplingParams) -> SamplingParams | None:
         temperature=params.temperature,
         logprobs=params.prompt_logprobs,
         logprobs_mode="processed_logprobs",
-        logprob_token_ids=params.logprob_token_ids,
         **extras_of(params),
     )
 
