@@ -10,6 +10,7 @@ import pytest
 from logprobe.errors import InputError, ModelNotFoundError, UnsupportedModelError
 from logprobe.models import ModelFiles, resolve, weight_version
 from logprobe.models.cache import checksum_of, entry_size_bytes
+from logprobe.models.lora import lora_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +174,18 @@ def test_the_version_of_a_folders_weights_is_what_sha256sum_says(folder: Path) -
     (folder / "b.safetensors").write_bytes(b"owt")
     assert weight_version(resolve(str(folder))) != f"sha256:{own(lines.encode())}"
     assert weight_version(ModelFiles("x", folder, "commit:7")) == "commit:7"
+
+
+def test_the_version_of_lora_weights_is_what_sha256sum_says_of_their_files(tmp_path: Path) -> None:
+    """Whatever else lies there: peft saves further adapters in folders of their names."""
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"one"}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "adapter_2").mkdir()
+    lines = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items())
+    assert lora_version(tmp_path) == f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"two")
+    assert lora_version(tmp_path) != f"sha256:{hashlib.sha256(lines.encode()).hexdigest()}"
 
 
 def test_a_broken_gguf_file_leaves_nothing(tmp_path: Path, home: Path) -> None:

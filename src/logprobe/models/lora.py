@@ -93,7 +93,7 @@ def lora_version(folder: Path) -> str:
     Raises:
         UnsupportedModelError: the files cannot be read.
     """
-    files = sorted(folder.glob("adapter_*"))
+    files = sorted(path for path in folder.glob("adapter_*") if path.is_file())
     try:
         digests = checksums_of(files)
     except OSError as error:
