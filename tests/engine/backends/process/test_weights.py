@@ -178,6 +178,35 @@ def test_a_process_that_is_started_again_has_lora_weights_as_they_were_read(
     assert not Path(copy.name).exists()
 
 
+@pytest.mark.usefixtures("whole_again")
+def test_lora_weights_that_are_removed_while_a_process_starts_are_still_there_for_it(
+    replicas: Front,
+    adapter_folders: dict[str, Path],
+    answers: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    until: Until,
+) -> None:
+    """It was told of them, and would end without them, and all that waits for it."""
+    before = answers()
+    replicas.add_lora("a", adapter_folders["wide"])
+    victim = replicas.core._replicas[1]
+    num_restarts, starting = victim.num_restarts, victim._starting
+
+    def told(replica: Any) -> Any:
+        start = starting(replica)
+        if replicas.list_loras():
+            replicas.remove_lora("a")
+        return start
+
+    monkeypatch.setattr(victim, "_starting", told)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    until(lambda: victim.is_up and not replicas.list_loras())
+    assert victim.num_restarts == num_restarts + 1
+    for record, expected in zip(answers(), before, strict=True):
+        assert_near(record, expected)
+
+
 @pytest.mark.usefixtures("nothing_left")
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on(
     replicas: Front,

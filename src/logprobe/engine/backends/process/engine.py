@@ -65,6 +65,7 @@ class ProcessEngine:
         self._settings = settings | {"process": False}
         # What a process that starts must load: LoRA weights, and what answers in place of the model's own.
         self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # from copies of their folders
+        self._left: list[TemporaryDirectory[str]] = []  # such copies that are of no use any more
         self._weights: LoadWeights | None = None
         self._passing = ExitStack()  # has the folder of those, where they came without one
         self._ready: tuple[LoadWeights, ExitStack] | None = None  # that may take over, with theirs
@@ -122,8 +123,9 @@ class ProcessEngine:
                     self._router.forget()
                 self._send_all(command)
             case DropLora(number):
+                _, copy = self._loras.pop(number)  # a process that starts from here on lacks them
                 self._send_all(command)
-                self._loras.pop(number)[1].cleanup()
+                self._remove(copy)
             case DropWeights():
                 self._drop_ready()
                 self._send_all(command)
@@ -180,8 +182,15 @@ class ProcessEngine:
             self._ask_all(order, DropLora(command.number))
         except BaseException:
             self._loras.pop(command.number, None)
-            copy.cleanup()
+            self._remove(copy)
             raise
+
+    def _remove(self, copy: TemporaryDirectory[str]) -> None:
+        """Remove a folder of LoRA weights; at the end, where a process starts that was told of it."""
+        if all(replica.is_up for replica in self._replicas):
+            copy.cleanup()
+        else:
+            self._left.append(copy)
 
     def _load_weights(self, command: LoadWeights) -> Layout | None:
         number, weights = command.number, command.weights
@@ -258,7 +267,7 @@ class ProcessEngine:
             replica.close()
         self._passing.close()
         self._drop_ready()
-        for _, copy in self._loras.values():
+        for copy in [*self._left, *(copy for _, copy in self._loras.values())]:
             copy.cleanup()
         self._context.term()
         atexit.unregister(self._close_replicas)
