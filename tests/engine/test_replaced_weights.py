@@ -222,6 +222,7 @@ def test_weights_that_are_none_or_not_merged_are_refused_with_the_remedy(
         (state | {f"{name}.weight": [1.0]}, "is list; give a torch tensor or NumPy array"),
         (state | {f"{name}.weight": np.array(["x"])}, "is of no type that torch knows"),
         ({7: state[f"{name}.weight"]}, "must go by name, got 7"),
+        (state | {f"_orig_mod.{name}.weight": state[f"{name}.weight"] + 1}, "twice, with and without"),
     ]
     for weights, says in others:
         with raises(ParameterError, parameter="weights", match=says):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -197,7 +198,7 @@ def plain_names(names: Iterable[str]) -> list[str]:
     """Names of weights without what DDP, torch.compile, FSDP, checkpointing and PEFT put before them.
 
     Raises:
-        ParameterError: a name that is no text, or LoRA weights beside those that they change.
+        ParameterError: a name that is no text or comes twice, or LoRA weights beside those that they change.
     """
     plain = []
     for name in names:
@@ -209,6 +210,8 @@ def plain_names(names: Iterable[str]) -> list[str]:
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in plain):
             plain = [name.removeprefix(prefix) for name in plain]
+    twice = [name for name, count in Counter(plain).items() if count > 1][:1]
+    require(not twice, "weights", f"hold {twice} twice, with and without what wrappers put before it")
     return plain
 
 
