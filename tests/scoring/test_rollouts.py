@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from logprobe import LLM, SamplingParams
 from logprobe.errors import InputError, ParameterError
 from logprobe.records import write_parquet
-from logprobe.scoring import compare_rollouts, read_rollouts, write_rollouts
-from logprobe.scoring.rollouts import Rollout
+from logprobe.scoring import Rollout, compare_rollouts, read_rollouts, write_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

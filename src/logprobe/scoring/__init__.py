@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.members import Members as Members
     from logprobe.scoring.pairs import MinimalPairs as MinimalPairs
     from logprobe.scoring.pairs import minimal_pairs as minimal_pairs
+    from logprobe.scoring.rollout_files import Rollout as Rollout
     from logprobe.scoring.rollout_files import read_rollouts as read_rollouts
     from logprobe.scoring.rollout_files import write_rollouts as write_rollouts
-    from logprobe.scoring.rollouts import Rollout as Rollout
     from logprobe.scoring.rollouts import RolloutReport as RolloutReport
     from logprobe.scoring.rollouts import compare_rollouts as compare_rollouts
     from logprobe.scoring.score import Score as Score
@@ -75,7 +75,7 @@ _HOMES = {
     "Members": ".members",
     "MinimalPairs": ".pairs",
     "Perplexity": ".windows",
-    "Rollout": ".rollouts",
+    "Rollout": ".rollout_files",
     "RolloutReport": ".rollouts",
     "SampledAnswer": ".uncertainty",
     "Score": ".score",

@@ -1,4 +1,4 @@
-"""Stored samples as Parquet: our own files, and those with the columns of trainers.
+"""Stored samples, and their Parquet: our own files, and those with the columns of trainers.
 
 One row a completion: ids of its prompt and of its tokens, and the logprobs that its sampler gave them. The
 Parquet of records (one row a token) is read as well; its prompts come from elsewhere.
@@ -6,6 +6,7 @@ Parquet of records (one row a token) is read as well; its prompts come from else
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,13 +17,16 @@ from logprobe.errors import InputError, require
 from logprobe.records.forms.arrow import INFO_KEY
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.parquet import iter_parquet
-from logprobe.scoring.rollouts import Alternatives, Rollout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+    from logprobe.scoring.measures import Floats
 
 ROWS_A_BATCH: Final = 64
 RECORD_COLUMNS: Final = {"request_id", "position", "token_id", "logprob"}
@@ -56,6 +60,49 @@ _SCHEMA = pa.schema(
         pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
     ]
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternatives:
+    """Further tokens with their numbers, any number a position."""
+
+    offsets: IntArray  # (T + 1,): position t owns entries [offsets[t], offsets[t + 1])
+    token_ids: IntArray  # (N,)
+    logprobs: Floats  # (N,) nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One stored completion: its tokens, and what its sampler reported of them; nats."""
+
+    name: str
+    prompt_ids: IntArray | None = field(repr=False)  # None: the file holds none
+    token_ids: IntArray = field(repr=False)  # (T,)
+    logprobs: Floats = field(repr=False)  # (T,), NaN where there is none
+    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)  # (T,); None: all are
+    log_kept_mass: Floats | None = field(default=None, repr=False)  # (T,)
+    alternatives: Alternatives | None = field(default=None, repr=False)
+    info: LogprobsInfo | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of_record(cls, name: str, prompt_ids: Sequence[int] | None, record: FlatLogprobs) -> Rollout:
+        """The record of a completion's tokens."""
+        chosen, top = record.chosen_entries(), record.top_entries()
+        mass = record.log_kept_mass
+        return cls(
+            name=name,
+            prompt_ids=None if prompt_ids is None else np.asarray(prompt_ids, np.int64),
+            token_ids=np.asarray(chosen.token_ids, np.int64),
+            logprobs=np.ma.filled(chosen.logprobs.astype(np.float64), np.nan),
+            log_kept_mass=None if mass is None else np.asarray(mass, np.float64),
+            alternatives=None
+            if not len(top.token_ids)
+            else Alternatives(offsets=top.offsets, token_ids=top.token_ids, logprobs=top.logprobs),
+            info=record.info,
+        )
 
 
 def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:

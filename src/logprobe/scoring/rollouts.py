@@ -8,7 +8,7 @@ each is tried, and the one that fits names the correction.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard
@@ -20,6 +20,7 @@ from logprobe.records.forms.json import finite_fields
 from logprobe.scoring import measures
 from logprobe.scoring.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
 from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread
+from logprobe.scoring.rollout_files import Rollout, read_rollouts
 from logprobe.scoring.score import whole_rows
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from logprobe.records import FlatLogprobs
     from logprobe.records.info import LogprobsInfo
     from logprobe.records.values import IntArray
     from logprobe.scoring.measures import Floats
@@ -39,49 +39,6 @@ FIT_GAIN: Final = 4.0  # it must be so many times nearer than what was told
 FAR_NATS: Final = 10.0  # what a token counts at most, such as one that can be drawn on one side alone
 HAIR_NATS: Final = 1e-9  # between means that are equal
 ROUNDING: Final = 1e-5  # of a mass of one: so much is missing of whole rows that are summed in float32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternatives:
-    """Further tokens with their numbers, any number a position."""
-
-    offsets: IntArray  # (T + 1,): position t owns entries [offsets[t], offsets[t + 1])
-    token_ids: IntArray  # (N,)
-    logprobs: Floats  # (N,) nats
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """One stored completion: its tokens, and what its sampler reported of them; nats."""
-
-    name: str
-    prompt_ids: IntArray | None = field(repr=False)  # None: the file holds none
-    token_ids: IntArray = field(repr=False)  # (T,)
-    logprobs: Floats = field(repr=False)  # (T,), NaN where there is none
-    is_counted: NDArray[np.bool_] | None = field(default=None, repr=False)  # (T,); None: all are
-    log_kept_mass: Floats | None = field(default=None, repr=False)  # (T,)
-    alternatives: Alternatives | None = field(default=None, repr=False)
-    info: LogprobsInfo | None = None
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @classmethod
-    def of_record(cls, name: str, prompt_ids: Sequence[int] | None, record: FlatLogprobs) -> Rollout:
-        """The record of a completion's tokens."""
-        chosen, top = record.chosen_entries(), record.top_entries()
-        mass = record.log_kept_mass
-        return cls(
-            name=name,
-            prompt_ids=None if prompt_ids is None else np.asarray(prompt_ids, np.int64),
-            token_ids=np.asarray(chosen.token_ids, np.int64),
-            logprobs=np.ma.filled(chosen.logprobs.astype(np.float64), np.nan),
-            log_kept_mass=None if mass is None else np.asarray(mass, np.float64),
-            alternatives=None
-            if not len(top.token_ids)
-            else Alternatives(offsets=top.offsets, token_ids=top.token_ids, logprobs=top.logprobs),
-            info=record.info,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +159,7 @@ def compare_rollouts(
 
 
 def _rollouts(source: Rollouts, prompts: Mapping[str, Sequence[int]] | None) -> Iterator[Rollout]:
-    if isinstance(source, str | Path):
-        from logprobe.scoring.rollout_files import read_rollouts
-
-        yield from read_rollouts(source, prompts)
-    else:
-        yield from source
+    return read_rollouts(source, prompts) if isinstance(source, str | Path) else iter(source)
 
 
 def _is_stored(other: Rollouts | Scorer | Module) -> TypeGuard[Rollouts]:
