@@ -17,6 +17,7 @@ from logprobe import LLM, SamplingParams
 from logprobe.errors import InputError, ParameterError
 from logprobe.records import write_parquet
 from logprobe.scoring import Rollout, compare_rollouts, read_rollouts, write_rollouts
+from logprobe.scoring.rollout_files import Alternatives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -304,3 +305,55 @@ def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, trainer: Any, tmp_pat
     outputs = tiny_llm.generate(PROMPTS, SamplingParams(max_tokens=2))
     with pytest.raises(ParameterError, match="hold no logprobs"):
         write_rollouts(tmp_path / "w.parquet", outputs)
+
+
+def rollout(logprobs: list[float], mass: list[float] | None = None, **others: Any) -> Rollout:
+    ids = np.arange(len(logprobs)) + 5
+    kept = None if mass is None else np.array(mass)
+    facts: dict[str, Any] = {"name": "x", "prompt_ids": np.array([3]), "token_ids": ids} | others
+    return Rollout(logprobs=np.array(logprobs), log_kept_mass=kept, **facts)
+
+
+def test_positions_without_a_number_are_as_if_they_were_not_there(trainer: Any) -> None:
+    gaps = [math.nan] * 40 + [-4.0, -5.0]
+    report = compare_rollouts([rollout(gaps)], trainer)
+    assert report.num_tokens == 2
+    masses = compare_rollouts([rollout([-4.0, -4.0], [-0.1, math.nan])], trainer)
+    assert masses.num_tokens == 1
+    assert all(math.isfinite(error) for error in masses.errors.values())
+    stored = compare_rollouts([rollout([-4.0, -4.0, -4.0])], [rollout([-4.0, math.nan, -4.5])])
+    assert stored.num_tokens == 2
+    assert stored.errors == {"raw": 0.25}
+
+
+def test_a_number_that_an_alternative_lacks_is_passed_over() -> None:
+    few = Alternatives(
+        offsets=np.array([0, 2]), token_ids=np.array([8, 9]), logprobs=np.array([-2.0, math.nan])
+    )
+    mine = rollout([-1.0], alternatives=few)
+    found = compare_rollouts([mine], [mine])
+    assert found.errors == {"raw": 0.0}
+    assert found.as_stored.kl.max == 0
+
+
+def test_completions_with_a_kept_mass_are_compared_apart_from_those_without(trainer: Any) -> None:
+    mixed = [rollout([-4.0], [-0.1]), rollout([-4.0])]
+    with pytest.raises(InputError, match="log_kept_mass"):
+        compare_rollouts(mixed, trainer)
+
+
+def test_the_same_object_twice_is_two_completions() -> None:
+    one = rollout([-1.0, -2.0])
+    other = rollout([-1.5, -2.0])
+    report = compare_rollouts([one, one], [other, other])
+    assert report.num_sequences == 2
+    assert report.as_stored.sequence_ratio.max == pytest.approx(math.exp(-0.5))
+
+
+def test_impossible_tokens_are_infinitely_far_from_possible_ones_alone(trainer: Any) -> None:
+    never = rollout([-math.inf, -4.0])
+    assert compare_rollouts([never], [never]).as_stored.worst_nats == 0
+    for report in (compare_rollouts([never], trainer), compare_rollouts([rollout([-4.0, -4.0])], [never])):
+        assert report.as_stored.worst_nats == report.as_stored.k3 == math.inf
+        json.dumps(report.to_dict(), allow_nan=False)
+    assert compare_rollouts([rollout([-math.inf])], trainer).distribution == "none"

@@ -239,13 +239,17 @@ class _Entries:
         has_entry = np.arange(widths.max(initial=0)) < widths[:, None]
         other_ids, others = np.zeros(has_entry.shape, np.int64), np.full(has_entry.shape, -np.inf)
         other_ids[has_entry], others[has_entry] = top.token_ids[entries], top.logprobs[entries]
-        has_entry &= other_ids != ids
+        has_entry &= (other_ids != ids) & ~np.isnan(others)
         others[~has_entry] = -np.inf
         return cls(
             np.concatenate([ids, other_ids], axis=1),
             np.concatenate([logprobs, others], axis=1),
             np.concatenate([is_there, has_entry], axis=1),
         )
+
+    def only(self, keep: NDArray[np.bool_]) -> _Entries:
+        """Those of some positions."""
+        return _Entries(self.token_ids[keep], self.logprobs[keep], self.is_there[keep])
 
     def at(self, wanted: _Entries) -> Floats:
         """Numbers of the tokens that others name, (n, K); NaN where there is none."""
@@ -284,21 +288,19 @@ class _Table:
         self._parts: dict[str, list[_Part]] = {}
         self._sampled: list[Floats] = []
         self._sequences: list[IntArray] = []  # the number of the completion of each position
-        self._last: Rollout | None = None
         self._num_sequences = 0
         self._has_mass = False
 
     def add(self, rollout: Rollout, start: int, count: int, trainer: Floats | _Entries) -> None:
         """Some positions of a rollout from `start` on, with whole raw rows or stored numbers of a trainer."""
-        if rollout is not self._last:
-            self._last = rollout
-            self._num_sequences += 1
         shaping = self._shaping_of(rollout)
+        self._num_sequences += start == 0
         stop = start + count
         sampler = _Entries.of(rollout, start, stop)
         mass = None if rollout.log_kept_mass is None else rollout.log_kept_mass[start:stop]
-        self._has_mass |= mass is not None
         keep = ~np.isnan(sampler.logprobs[:, 0])
+        if mass is not None:
+            keep &= ~np.isnan(mass)
         if isinstance(trainer, _Entries):
             keep &= ~np.isnan(trainer.logprobs[:, 0])
         if rollout.is_counted is not None:
@@ -308,26 +310,35 @@ class _Table:
         if isinstance(trainer, _Entries):
             named = _stored_numbers(trainer, sampler, shaping, mass)
         else:
-            named = self._model_numbers(trainer, sampler, shaping, mass)
+            named = self._model_numbers(trainer, sampler, shaping, mass, keep)
+        sampler = sampler.only(keep)
         for name, numbers in named.items():
-            part = _part(sampler, numbers)
-            kept = _Part(*(getattr(part, entry.name)[keep] for entry in fields(_Part)))
-            self._parts.setdefault(name, []).append(kept)
-        self._sampled.append(sampler.logprobs[keep, 0])
+            self._parts.setdefault(name, []).append(_part(sampler, numbers[keep]))
+        self._sampled.append(sampler.logprobs[:, 0])
         self._sequences.append(np.full(int(keep.sum()), self._num_sequences - 1))
 
     def _shaping_of(self, rollout: Rollout) -> Shaping:
         shaping = Shaping(**_told(rollout.info) | dict(self._asked))
+        has_mass = rollout.log_kept_mass is not None
         if self._shaping is None:
-            self._shaping = shaping
+            self._shaping, self._has_mass = shaping, has_mass
         if shaping != self._shaping:
             raise InputError(
                 f"{rollout.name}: was drawn with {shaping}, others with {self._shaping}; compare them apart"
             )
+        if has_mass != self._has_mass:
+            raise InputError(
+                f"{rollout.name}: some completions have log_kept_mass, others none; compare them apart"
+            )
         return shaping
 
     def _model_numbers(
-        self, rows: Floats, sampler: _Entries, shaping: Shaping, mass: Floats | None
+        self,
+        rows: Floats,
+        sampler: _Entries,
+        shaping: Shaping,
+        mass: Floats | None,
+        keep: NDArray[np.bool_],
     ) -> dict[str, Floats]:
         require(
             int(sampler.token_ids.max()) < rows.shape[1],
@@ -343,7 +354,7 @@ class _Table:
         if mass is not None:
             numbers["renormalised"] = _renormalised(numbers.get("temperature", numbers["raw"]), sampler, mass)
         if not self._parts:
-            self._scale = _scale(rows, sampler, numbers)
+            self._scale = _scale(rows, sampler, numbers, np.flatnonzero(keep)[:FIT_POSITIONS])
         if self._scale is not None:
             numbers["scaled"] = np.take_along_axis(tempered(rows, self._scale), sampler.token_ids, 1)
         return numbers
@@ -409,12 +420,13 @@ def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
-def _scale(rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats]) -> float | None:
-    """The temperature that nobody told, where it explains far more than what was told."""
-    few = slice(0, FIT_POSITIONS)
+def _scale(rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: IntArray) -> float | None:
+    """The temperature that nobody told, where it explains far more of a few positions than what was told."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
-    scale, error = fitted_temperature(rows[few], sampler.token_ids[few], reported)
     given = np.isfinite(reported)
+    if not given.any():
+        return None
+    scale, error = fitted_temperature(rows[few], sampler.token_ids[few], reported)
     others = [float(np.median(np.abs(told[few][given] - reported[given]))) for told in numbers.values()]
     return scale if error * FIT_GAIN < min(others) else None
 
@@ -464,9 +476,9 @@ def _correction(
     return None
 
 
+@np.errstate(invalid="ignore")  # an infinite ratio has quantiles, and a share, that are no numbers
 def _mismatch(column: _Part, sampled: Floats, sequences: NDArray[np.integer[Any]]) -> Mismatch:
-    with np.errstate(invalid="ignore"):
-        logs = column.chosen - sampled
+    logs = np.where(column.chosen == sampled, 0.0, column.chosen - sampled)
     by_sequence = np.asarray(np.bincount(sequences, weights=logs), np.float64)
     token_ratios, sequence_ratios = (
         measures.importance_ratios(values, np.zeros(len(values))) for values in (logs, by_sequence)
@@ -475,7 +487,7 @@ def _mismatch(column: _Part, sampled: Floats, sequences: NDArray[np.integer[Any]
         worst_nats=float(np.abs(logs).max()),
         mean_nats=float(np.abs(logs).mean()),
         bias=float(logs.mean()),
-        k3=float(np.mean(token_ratios - 1 - logs)),
+        k3=float(np.mean(np.where(np.isfinite(logs), token_ratios - 1 - logs, np.inf))),
         kl=Spread.of(column.kl),
         total_variation=Spread.of(column.total_variation),
         is_whole=bool(column.is_whole.all()),
