@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from logprobe.errors import InputError, LogprobeError, ParameterError
+from logprobe.errors import InputError, LogprobeError, OutputError, ParameterError
 from logprobe.scoring import DistilSettings, distil
 from logprobe.scoring.data.sources import find_sources
 from logprobe.scoring.distillation import run as runs
@@ -214,6 +214,27 @@ def test_a_finished_run_says_so_and_is_written_anew_by_force(
     assert first.lost_mass is not None
     assert other.lost_mass < first.lost_mass
     assert kept.read_text() == "mine"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"settings": {}}', '{"settings": [], "summary": {}}'])
+def test_a_folder_of_another_program_is_not_resumed(
+    tiny_llm: LLM, texts: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(InputError, match=r"run\.json"):
+        distil(tiny_llm, texts, tmp_path, resume=True)
+    assert (tmp_path / "run.json").read_text() == text
+
+
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"force": True}])
+def test_a_file_in_the_place_of_the_folder_is_refused_and_stays(
+    tiny_llm: LLM, texts: Path, tmp_path: Path, asked: dict[str, bool]
+) -> None:
+    taken = tmp_path / "out"
+    taken.write_text("mine")
+    with pytest.raises(OutputError, match="cannot be written"):
+        distil(tiny_llm, texts, taken, **asked)
+    assert taken.read_text() == "mine"
 
 
 def test_what_was_shared_before_a_kill_is_shared_again(

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -51,6 +52,13 @@ class DistilSummary:
     num_positions: int  # that a student learns from
     lost_mass: float | None  # mean over positions of what the k best leave out; None of no position
     max_lost_mass: float | None
+
+
+class _FinishedRun(msgspec.Struct, frozen=True):
+    """What `RUN_FILE` holds."""
+
+    settings: dict[str, Any]
+    summary: DistilSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,18 +133,23 @@ class DistilRun:
 
     def _finished(self, folder: Path, *, resume: bool) -> DistilSummary | None:
         """What a run came to that is finished; None where there is something to do."""
-        try:
-            run = json.loads((folder / RUN_FILE).read_text())
-        except FileNotFoundError:
+        file = folder / RUN_FILE
+        if not file.exists():
             return None
         if not resume:
             raise InputError(f"{folder}: exists; give --force to write it anew, or another name")
+        try:
+            run = msgspec.json.decode(file.read_bytes(), type=_FinishedRun)
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"{file}: is no record of a run ({error}); give --force, or another name"
+            ) from error
         now = json.loads(json.dumps(self._identity()))
-        other = sorted(name for name in now if run["settings"].get(name) != now[name])
+        other = sorted(name for name in now if run.settings.get(name) != now[name])
         if other:
             remedy = "repeat its settings, or give --force"
             raise InputError(f"{folder}: the run to resume had another {', '.join(other)}; {remedy}")
-        return DistilSummary(**run["summary"])
+        return run.summary
 
     def _write(self, journal: Journal) -> None:
         tables: list[pa.Table] = []
@@ -217,7 +230,8 @@ def _summed(journal: Journal) -> DistilSummary:
 def _clear(folder: Path) -> None:
     """What an earlier run wrote goes, and nothing else."""
     for file in (folder / RUN_FILE, folder / COMPRESSION_FILE, *(folder / DATA).glob("train-*-of-*.parquet")):
-        file.unlink(missing_ok=True)
+        if file.exists():
+            file.unlink()
 
 
 def _write_text(path: Path, text: str) -> None:
