@@ -24,16 +24,9 @@ from logprobe.scoring.score import whole_rows
 from logprobe.scoring.texts import surprisal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TEXTS = ["the cat and the dog, é 🌊", "the end of the cat and the dog", "x"]
-
-
-@pytest.fixture(scope="module")
-def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
-        yield llm
 
 
 def test_a_model_compared_with_itself_is_zero_everywhere(tiny_llm: LLM) -> None:

@@ -20,7 +20,6 @@ from logprobe.scoring import Rollout, compare_rollouts, read_rollouts, write_rol
 from logprobe.scoring.rollout_files import Alternatives
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 PROMPTS = ["the cat", "a dog and"]
@@ -31,12 +30,6 @@ TRUNCATED: dict[str, Any] = DRAWN | {"temperature": 0.8, "top_p": 0.7}
 @pytest.fixture(scope="module")
 def trainer(tiny_model_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
-        yield llm
 
 
 def drawn(llm: LLM, path: Path, *, k: int = 0, mode: str = "processed_logprobs", **asked: Any) -> list[Any]:

@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from logprobe import LLM
 from logprobe.errors import InputError, OutputError, ParameterError, WeightsReplacedError
 from logprobe.scoring import compare, compare_with_baseline, save_baseline
 from logprobe.scoring.baseline import models
 from logprobe.scoring.baseline.file import BaselineReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
+    from logprobe import LLM
+
 TEXTS = ["the cat and the dog, é 🌊", "the end of the cat and the dog", "x"]
-
-
-@pytest.fixture(scope="module")
-def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,20 @@
+"""What several tests of scoring begin with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from logprobe import LLM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def rough_llm(tiny_model_folder: Path) -> Iterator[LLM]:
+    """The tiny model with fewer bits than `tiny_llm`."""
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, dtype="bfloat16") as llm:
+        yield llm
