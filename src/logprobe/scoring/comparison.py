@@ -341,9 +341,11 @@ def whole_scores(llm: Scorer, pair: tuple[IntArray, IntArray]) -> WholeRows:
     return WholeRows(whole_rows(score.record), np.array(score.token_logprobs))
 
 
-def whole_parts(llm: Scorer, ids: IntArray, size: int) -> Iterator[tuple[int, int, WholeRows]]:
-    """Ranges of positions of a text, each with its whole rows: only those of one are held."""
-    for start in range(1, len(ids), size):
+def whole_parts(
+    llm: Scorer, ids: IntArray, size: int, first: int = 1
+) -> Iterator[tuple[int, int, WholeRows]]:
+    """Ranges of positions of a text from `first` on, each with its whole rows: only those of one are held."""
+    for start in range(first, len(ids), size):
         end = min(start + size, len(ids))
         yield start, end, whole_scores(llm, (ids[:start], ids[start:end]))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -19,14 +19,14 @@ from logprobe.errors import InputError, require
 from logprobe.records.forms.json import finite_fields
 from logprobe.scoring import measures
 from logprobe.scoring.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
-from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread
+from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread, whole_parts
 from logprobe.scoring.rollout_files import Rollout, read_rollouts
-from logprobe.scoring.score import whole_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import nn
 
     from logprobe.records.info import LogprobsInfo
     from logprobe.records.values import IntArray
@@ -105,22 +105,12 @@ class RolloutReport:
         }
 
 
-class Module(Protocol):
-    """What is called of a model of transformers."""
-
-    def get_input_embeddings(self) -> Any:
-        """Its embedding, by which its device and its vocabulary are known."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """`logits`, (1, T, V), of `input_ids`, (1, T)."""
-
-
 Rollouts: TypeAlias = "str | Path | Iterable[Rollout]"
 
 
 def compare_rollouts(
     rollouts: Rollouts,
-    other: Rollouts | Scorer | Module,
+    other: Rollouts | Scorer | nn.Module,
     *,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -162,7 +152,7 @@ def _rollouts(source: Rollouts, prompts: Mapping[str, Sequence[int]] | None) -> 
     return read_rollouts(source, prompts) if isinstance(source, str | Path) else iter(source)
 
 
-def _is_stored(other: Rollouts | Scorer | Module) -> TypeGuard[Rollouts]:
+def _is_stored(other: Rollouts | Scorer | nn.Module) -> TypeGuard[Rollouts]:
     return isinstance(other, str | Path) or not (hasattr(other, "score") or callable(other))
 
 
@@ -181,13 +171,11 @@ def _rows_of(model: Any, rollout: Rollout) -> Iterator[tuple[int, Floats]]:
 
 
 def _scored_rows(llm: Scorer, ids: IntArray, start: int) -> Iterator[tuple[int, Floats]]:
-    for begin in range(start, len(ids), POSITIONS_A_CALL):
-        (score,) = llm.score([(ids[:begin], ids[begin : begin + POSITIONS_A_CALL])], logprobs=-1)
-        assert score.record is not None
-        yield begin - start, whole_rows(score.record).astype(np.float64)
+    for begin, _, part in whole_parts(llm, ids, POSITIONS_A_CALL, start):
+        yield begin - start, part.rows.astype(np.float64)
 
 
-def _module_rows(model: Module, ids: IntArray, start: int) -> Iterator[tuple[int, Floats]]:
+def _module_rows(model: Any, ids: IntArray, start: int) -> Iterator[tuple[int, Floats]]:
     import torch
 
     weight = model.get_input_embeddings().weight
@@ -420,7 +408,9 @@ def _renormalised(numbers: Floats, sampler: _Entries, mass: Floats) -> Floats:
     return np.where(np.isneginf(sampler.logprobs), -np.inf, numbers - mass[:, None])
 
 
-def _scale(rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: IntArray) -> float | None:
+def _scale(
+    rows: Floats, sampler: _Entries, numbers: Mapping[str, Floats], few: NDArray[np.intp]
+) -> float | None:
     """The temperature that nobody told, where it explains far more of a few positions than what was told."""
     reported = np.where(sampler.is_there, sampler.logprobs, -np.inf)[few]
     given = np.isfinite(reported)
