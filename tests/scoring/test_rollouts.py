@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from logprobe import LLM, SamplingParams
 from logprobe.errors import InputError, ParameterError
 from logprobe.records import write_parquet
-from logprobe.scoring import Rollout, compare_rollouts, read_rollouts, write_rollouts
+from logprobe.scoring import Rollout, compare_rollouts, read_rollouts, rollout_files, write_rollouts
 from logprobe.scoring.rollout_files import Alternatives
 
 if TYPE_CHECKING:
@@ -209,6 +209,17 @@ def test_two_files_are_compared_and_both_levels_of_ratios_told(
         compare_rollouts(sampler, others[:-1])
 
 
+def test_completions_are_gathered_into_groups_of_rows(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = drawn(tiny_llm, tmp_path / "one.parquet", **DRAWN)
+    assert pq.ParquetFile(tmp_path / "one.parquet").num_row_groups == 1
+    monkeypatch.setattr(rollout_files, "BYTES_A_GROUP", 1)
+    write_rollouts(tmp_path / "many.parquet", outputs)
+    assert pq.ParquetFile(tmp_path / "many.parquet").num_row_groups == 6
+    assert pq.read_table(tmp_path / "many.parquet").equals(pq.read_table(tmp_path / "one.parquet"))
+
+
 def test_the_columns_of_trainers_are_read(tiny_llm: LLM, tmp_path: Path) -> None:
     drawn(tiny_llm, tmp_path / "own.parquet", mode="raw_logprobs", **DRAWN)
     own = [*read_rollouts(tmp_path / "own.parquet")]
@@ -298,6 +309,8 @@ def test_what_cannot_be_compared_is_refused(tiny_llm: LLM, trainer: Any, tmp_pat
     outputs = tiny_llm.generate(PROMPTS, SamplingParams(max_tokens=2))
     with pytest.raises(ParameterError, match="hold no logprobs"):
         write_rollouts(tmp_path / "w.parquet", outputs)
+    with pytest.raises(ParameterError, match="hold no completion"):
+        write_rollouts(tmp_path / "w.parquet", [])
 
 
 def rollout(logprobs: list[float], mass: list[float] | None = None, **others: Any) -> Rollout:

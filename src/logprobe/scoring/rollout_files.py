@@ -7,13 +7,14 @@ Parquet of records (one row a token) is read as well; its prompts come from else
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from logprobe.errors import InputError, require
+from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.arrow import INFO_KEY
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.parquet import iter_parquet
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.measures import Floats
 
 ROWS_A_BATCH: Final = 64
+BYTES_A_GROUP: Final = 1 << 22
 RECORD_COLUMNS: Final = {"request_id", "position", "token_id", "logprob"}
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
     "name": ("request_id", "uid", "id"),
@@ -112,25 +114,35 @@ def write_rollouts(path: str | Path, outputs: Iterable[Any]) -> None:
     the raw ones; `LogprobsInfo`, in the file's metadata, says which.
 
     Raises:
-        ParameterError: an output without logprobs, or of other settings than the first.
+        ParameterError: no completion, one without logprobs, or of other settings than the first.
     """
-    writer: pq.ParquetWriter | None = None
-    info: LogprobsInfo | None = None
-    try:
-        for output in outputs:
-            for number, completion in enumerate(output.outputs):
-                record = completion.processed_logprobs or completion.logprobs
-                require(record is not None, "outputs", "hold no logprobs; generate with logprobs=0 or more")
-                if writer is None:
-                    info = record.info
-                    metadata = {} if info is None else {INFO_KEY: info.to_json().encode()}
-                    writer = pq.ParquetWriter(path, _SCHEMA.with_metadata(metadata), compression="zstd")
-                require(record.info == info, "outputs", "are of several settings; write a file for each")
-                row = _row(f"{output.request_id}-{number}", output.prompt_token_ids, record)
-                writer.write_batch(pa.RecordBatch.from_pylist([row], schema=_SCHEMA))
-    finally:
-        if writer is not None:
-            writer.close()
+    rows = _rows(outputs)
+    first = next(rows, None)
+    if first is None:
+        raise ParameterError("outputs", "hold no completion; generate some first")
+    info, _ = first
+    metadata = {} if info is None else {INFO_KEY: info.to_json().encode()}
+    with pq.ParquetWriter(path, _SCHEMA.with_metadata(metadata), compression="zstd") as writer:
+        waiting, num_bytes = [], 0
+        for other, row in chain([first], rows):
+            require(other == info, "outputs", "are of several settings; write a file for each")
+            waiting.append(row)
+            num_bytes += row.nbytes
+            if num_bytes >= BYTES_A_GROUP:
+                writer.write_table(pa.Table.from_batches(waiting))
+                waiting, num_bytes = [], 0
+        if waiting:
+            writer.write_table(pa.Table.from_batches(waiting))
+
+
+def _rows(outputs: Iterable[Any]) -> Iterator[tuple[LogprobsInfo | None, pa.RecordBatch]]:
+    """Each completion's info, and its row."""
+    for output in outputs:
+        for number, completion in enumerate(output.outputs):
+            record = completion.processed_logprobs or completion.logprobs
+            require(record is not None, "outputs", "hold no logprobs; generate with logprobs=0 or more")
+            row = _row(f"{output.request_id}-{number}", output.prompt_token_ids, record)
+            yield record.info, pa.RecordBatch.from_pylist([row], schema=_SCHEMA)
 
 
 def _row(name: str, prompt_ids: Sequence[int], record: FlatLogprobs) -> dict[str, Any]:
