@@ -19,7 +19,7 @@ from logprobe.scoring import (
     compare_with_stored,
     score_dataset,
 )
-from logprobe.scoring.comparison import common_units
+from logprobe.scoring.comparison import Comparison, common_units
 from logprobe.scoring.score import whole_rows
 from logprobe.scoring.texts import surprisal
 
@@ -183,6 +183,43 @@ def test_a_record_without_whole_rows_is_refused(tiny_llm: LLM) -> None:
     assert score.record is not None
     with pytest.raises(ParameterError, match="logprobs=-1"):
         whole_rows(score.record)
+
+
+def test_ratios_of_long_texts_that_are_too_large_for_a_float_have_a_share() -> None:
+    logprobs_b = np.full(2000, -2.0)
+    logprobs_b[1000:] = -2.5
+    found = Comparison(
+        unit="token",
+        num_positions=2000,
+        num_bytes=2000,
+        logprobs_a=np.full(2000, -1.0),
+        logprobs_b=logprobs_b,
+        text_indices=np.repeat([0, 1], 1000),
+        positions=np.tile(np.arange(1000), 2),
+    )
+    assert found.effective_text_share == pytest.approx(0.5)
+    ratios = [math.exp(1.0)] * 1000 + [math.exp(1.5)] * 1000
+    share = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios) / len(ratios)
+    assert found.effective_sample_share == pytest.approx(share)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_figures_of_impossible_tokens_are_json() -> None:
+    apart = np.array([-math.inf, -1.0])
+    found = Comparison(
+        unit="token",
+        num_positions=2,
+        num_bytes=2,
+        logprobs_a=np.array([-1.0, -1.0]),
+        logprobs_b=apart,
+        text_indices=np.zeros(2, np.int64),
+        positions=np.arange(2),
+        kl_by_position=np.array([math.inf, 0.0]),
+        is_same_best=np.array([True, True]),
+    )
+    figures = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert figures["bias"] == -9999
+    assert figures["kl"]["max"] == figures["statistics"]["Maximum KLD"]["value"] == 9999
 
 
 def test_no_text_to_compare_is_refused(tiny_llm: LLM) -> None:

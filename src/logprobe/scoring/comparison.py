@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from logprobe.errors import InputError, ParameterError, require
+from logprobe.records.forms.json import finite_fields
 from logprobe.scoring import measures
 from logprobe.scoring.score import whole_rows
 from logprobe.scoring.scorer import prefix_of
@@ -53,17 +54,18 @@ class Spread:
     @classmethod
     def of(cls, values: NDArray[np.float64]) -> Spread:
         """The spread of at least one number."""
-        values_at = np.quantile(values, QUANTILES)
+        with np.errstate(invalid="ignore"):  # beside an infinite one
+            values_at = np.quantile(values, QUANTILES)
         return cls(
             mean=float(values.mean()),
             max=float(values.max()),
             quantiles=dict(zip(QUANTILES, values_at.tolist(), strict=True)),
         )
 
-    def to_dict(self) -> dict[str, float]:
-        """Every figure by name, quantiles as percentiles."""
+    def to_dict(self) -> dict[str, float | None]:
+        """Every figure by name, quantiles as percentiles; ±9999 where it is infinite."""
         percentiles = {f"p{100 * share:g}": value for share, value in self.quantiles.items()}
-        return {"mean": self.mean, "max": self.max, **percentiles}
+        return finite_fields({"mean": self.mean, "max": self.max, **percentiles})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,21 +175,22 @@ class Comparison:
     @property
     def text_ratios(self) -> NDArray[np.float64] | None:
         """Importance ratios of whole texts: the product of their tokens'."""
-        if self.unit != "token":
-            return None
+        return None if self.unit != "token" else measures.importance_ratios(*self._text_logprobs())
+
+    def _text_logprobs(self) -> tuple[Floats, Floats]:
+        """Of A and of B, (num_texts,) nats."""
         starts = np.flatnonzero(np.diff(self.text_indices, prepend=-1))
-        sums = [np.add.reduceat(logprobs, starts) for logprobs in (self.logprobs_a, self.logprobs_b)]
-        return measures.importance_ratios(*sums)
+        return np.add.reduceat(self.logprobs_a, starts), np.add.reduceat(self.logprobs_b, starts)
 
     @property
     def effective_sample_share(self) -> float | None:
         """Kish's effective sample size of the token ratios, as a share of the positions."""
-        return _effective_share(self.ratios)
+        return None if self.unit != "token" else effective_share(self.logprobs_a - self.logprobs_b)
 
     @property
     def effective_text_share(self) -> float | None:
         """The same of the texts' ratios, as a share of the texts."""
-        return _effective_share(self.text_ratios)
+        return None if self.unit != "token" else effective_share(np.subtract(*self._text_logprobs()))
 
     @property
     def clipped_share(self) -> float | None:
@@ -202,11 +205,11 @@ class Comparison:
         return a, b
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure by name, nested as JSON is; None where it has no meaning."""
+        """Every figure by name, as JSON has it; None where it has no meaning, ±9999 where it is infinite."""
         kl, ratios, text_ratios = self.kl, self.ratios, self.text_ratios
         acceptance, statistics = self.acceptance, self.statistics
         bits_a, bits_b = self.bits_per_byte()
-        return {
+        figures = {
             "unit": self.unit,
             "num_positions": self.num_positions,
             "num_bytes": self.num_bytes,
@@ -223,8 +226,11 @@ class Comparison:
             "bits_per_byte_a": bits_a,
             "bits_per_byte_b": bits_b,
             "acceptance": None if acceptance is None else acceptance.to_dict(),
-            "statistics": statistics and {name: figure._asdict() for name, figure in statistics.items()},
+            "statistics": None
+            if statistics is None
+            else {name: finite_fields(figure._asdict()) for name, figure in statistics.items()},
         }
+        return finite_fields(figures)
 
     def to_parquet(self, path: str | Path) -> None:
         """Write one row a position: its place, both logprobs, for tokens the KL and whether the best agree.
@@ -267,8 +273,11 @@ class Comparison:
         figure.savefig(path)
 
 
-def _effective_share(ratios: NDArray[np.float64] | None) -> float | None:
-    return None if ratios is None else measures.effective_sample_size(ratios) / len(ratios)
+@np.errstate(invalid="ignore")
+def effective_share(logs: Floats) -> float:
+    """Kish's effective sample size as a share, from the logarithms of ratios; NaN with an infinite one."""
+    # From the largest, as the ratio of a text may be too large for a float.
+    return measures.effective_sample_size(np.exp(logs - logs.max())) / len(logs)
 
 
 def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = None) -> Comparison:

@@ -19,7 +19,7 @@ from logprobe.errors import InputError, require
 from logprobe.records.forms.json import finite_fields
 from logprobe.scoring import measures
 from logprobe.scoring.auditing.distributions import Shaping, distributions, fitted_temperature, tempered
-from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread, whole_parts
+from logprobe.scoring.comparison import CLIP, POSITIONS_A_CALL, Spread, effective_share, whole_parts
 from logprobe.scoring.rollout_files import Rollout, read_rollouts
 
 if TYPE_CHECKING:
@@ -63,10 +63,7 @@ class Mismatch:
         """Every figure by name, nested as JSON is; ±9999 where it is infinite."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return finite_fields(
-            {
-                name: finite_fields(value.to_dict()) if isinstance(value, Spread) else value
-                for name, value in values.items()
-            }
+            {name: value.to_dict() if isinstance(value, Spread) else value for name, value in values.items()}
         )
 
 
@@ -485,11 +482,6 @@ def _mismatch(column: _Part, sampled: Floats, sequences: NDArray[np.integer[Any]
         sequence_ratio=Spread.of(sequence_ratios),
         clipped_share=float(np.mean(np.abs(token_ratios - 1) > CLIP)),
         sequence_clipped_share=float(np.mean(np.abs(sequence_ratios - 1) > CLIP)),
-        effective_share=_effective_share(logs),
-        sequence_effective_share=_effective_share(by_sequence),
+        effective_share=effective_share(logs),
+        sequence_effective_share=effective_share(by_sequence),
     )
-
-
-def _effective_share(logs: Floats) -> float:
-    """Of ratios by their logarithms, from the largest, so that none is too large for a float."""
-    return measures.effective_sample_size(np.exp(logs - logs.max())) / len(logs)
