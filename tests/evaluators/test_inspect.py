@@ -120,11 +120,20 @@ def test_its_own_providers_find_the_same_over_http(
 
 
 @pytest.mark.real_model
+@pytest.mark.parametrize("where", ["in process", "vllm-completions"])
 def test_its_perplexities_are_those_of_transformers(
-    evaluate: Callable[..., Any], rows: list[dict[str, Any]], smollm2_folder: Path
+    where: str,
+    evaluate: Callable[..., Any],
+    rows: list[dict[str, Any]],
+    smollm2_folder: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    asked = ("-M", "use_chat_template=false", "-M", "dtype=float32", *PROMPT_ROWS)
-    got = evaluate(f"logprobe/{smollm2_folder}", "texts targets", *asked)
+    if where == "in process":
+        asked = ("-M", "use_chat_template=false", "-M", "dtype=float32", *PROMPT_ROWS)
+        got = evaluate(f"logprobe/{smollm2_folder}", "texts targets", *asked)
+    else:
+        at = {"VLLM_BASE_URL": f"{request.getfixturevalue('served')}/v1", "VLLM_API_KEY": "none"}
+        got = evaluate("vllm-completions/smollm2", "texts targets", *PROMPT_ROWS, **at)
     own = [value for row in rows for value in surprisals(smollm2_folder, row["text"])]
     want = math.exp(sum(own) / len(own))
     assert metrics(got["texts"])["perplexity_per_token"] == pytest.approx(want, rel=TOLERANCE)

@@ -25,7 +25,7 @@ from inspect_ai.tool import ToolFunction
 
 from logprobe.errors import ParameterError, PromptTooLongError, UnknownParameterError, require
 from logprobe.llm import LLM
-from logprobe.records.forms.json import ChatEncoder, entry_rows
+from logprobe.records.forms.json import ChatEncoder, id_rows
 from logprobe.sampling import SamplingParams
 from logprobe.text.channels import Channels, call_format, template_of
 from logprobe.text.chat import Layout, variables_of
@@ -269,8 +269,7 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
             },
         }
         if output.prompt_logprobs is not None:
-            rows = entry_rows(output.prompt_logprobs, self.text.vocabulary)
-            reply["prompt_logprobs"] = [row and dict(map(_vllm_entry, row)) for row in rows]
+            reply["prompt_logprobs"] = id_rows(output.prompt_logprobs, self.text.vocabulary)
         return reply
 
     def _choice(self, asked: Asked, completion: CompletionOutput) -> dict[str, Any]:
@@ -313,12 +312,6 @@ class LogprobeAPI(ModelAPI):  # type: ignore[misc]  # of another package, which 
                 for call in calls
             ]
         return message
-
-
-def _vllm_entry(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A candidate at a place of a prompt, as vLLM tells it; that of the prompt itself comes first."""
-    told = {"logprob": entry["logprob"], "rank": entry["rank"], "decoded_token": entry["token"]}
-    return str(entry["token_id"]), told
 
 
 def _function(tool: Any) -> dict[str, Any]:
