@@ -90,6 +90,20 @@ def test_what_a_server_refuses_is_raised_by_name(served: Served) -> None:
     assert served.score([([5], [6])])[0].logprob < 0, "it goes on"
 
 
+def test_what_has_not_been_asked_is_given_up_without_a_warning(address: str) -> None:
+    one_at_a_time = open_model(None, base_url=address, num_concurrent=1)
+    assert isinstance(one_at_a_time, Served)
+    with pytest.raises(PromptTooLongError):
+        one_at_a_time.score([([5] * 4000, [6]), ([5, 6], [7]), ([6], [7])])
+    one_at_a_time.close()
+
+
+def test_what_no_exchange_carries_is_refused_by_name(served: Served) -> None:
+    with pytest.raises(ParameterError) as refused:
+        served.generate([[5]], [SamplingParams(max_tokens=2, ignore_eos=True)])
+    assert refused.value.parameter == "ignore_eos"
+
+
 @pytest.mark.parametrize(
     ("asked", "name"),
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+from dataclasses import fields
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -17,11 +18,10 @@ import msgspec
 
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ServerError, require
+from logprobe.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Sequence
-
-    from logprobe.sampling import SamplingParams
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 Pair = tuple[list[int], list[int]]
 PAIRS_A_CALL: Final = 4096  # bounds the records held at once
@@ -45,6 +45,7 @@ CARRIED: Final = (
     "presence_penalty",
 )
 """What is asked of a server of `SamplingParams`, under the same names."""
+DEFAULTS: Final = SamplingParams()
 
 
 class Scored(NamedTuple):
@@ -150,7 +151,7 @@ class InProcess:
         return ids
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """By one call for thousands of pairs: contexts that they share are computed once."""
+        """(context, continuation) pairs, by one call for thousands: what contexts share is computed once."""
         return [
             Scored(score.logprob, score.is_greedy)
             for start in range(0, len(pairs), PAIRS_A_CALL)
@@ -158,7 +159,7 @@ class InProcess:
         ]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """By one call."""
+        """The texts of each prompt, `n` of them, by one call."""
         outputs = self.llm.generate(prompts, params, progress=True)
         return [[Text(one.text, one.token_ids) for one in output.outputs] for output in outputs]
 
@@ -184,7 +185,7 @@ class _Completion(msgspec.Struct):
 
 @final
 class Served:
-    """Implements `EvaluatedModel` on a server of this library; its tokenizer runs here."""
+    """A model behind a server of this library, with what `InProcess` has; its tokenizer runs here."""
 
     def __init__(
         self, base_url: str, api_key: str | None, *, model: str | None, lora: str | None, num_concurrent: int
@@ -231,24 +232,30 @@ class Served:
             for context, group in groupby(pairs, itemgetter(0))
             for some in _batched(group, CONTINUATIONS_A_BODY)
         ]
-        return [*chain.from_iterable(self._all(self._scores(*body) for body in bodies))]
+        return [*chain.from_iterable(self._all(self._scores, bodies))]
 
     def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """By `/v1/completions`."""
-        return self._all(self._texts(*asked) for asked in zip(prompts, params, strict=True))
+        """By `/v1/completions`.
 
-    def _all(self, exchanges: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        Raises:
+            ParameterError: a field that no exchange carries, or what the server refuses.
+        """
+        for one in params:
+            _check_carried(one)
+        return self._all(self._texts, zip(prompts, params, strict=True))
+
+    def _all(self, exchange: Callable[..., Coroutine[Any, Any, Any]], asked: Iterable[Any]) -> list[Any]:
         """Exchanges, some at once, in their order; where one fails the others are given up."""
 
         async def run() -> list[Any]:
             room = asyncio.Semaphore(self._num_concurrent)
 
-            async def one(exchange: Coroutine[Any, Any, Any]) -> Any:
+            async def one(arguments: Any) -> Any:
                 async with room:
-                    return await exchange
+                    return await exchange(*arguments)
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(exchange)) for exchange in exchanges]
+                tasks = [group.create_task(one(arguments)) for arguments in asked]
             return [task.result() for task in tasks]
 
         try:
@@ -281,6 +288,13 @@ class Served:
         given = {name: value for name, value in body.items() if value is not None}
         data = await self._link.post(path, given, REPLY_BYTES + num_tokens * TOKEN_BYTES)
         return decoded(data, kind, f"{self._link.url}{path}")
+
+
+def _check_carried(params: SamplingParams) -> None:
+    for field in fields(params):
+        is_asked = getattr(params, field.name) != getattr(DEFAULTS, field.name)
+        remedy = "is not asked of a server here; leave it out, or run the model in this process"
+        require(field.name in CARRIED or not is_asked, field.name, remedy)
 
 
 def _batched(items: Iterable[Pair], size: int) -> Iterable[list[Pair]]:
