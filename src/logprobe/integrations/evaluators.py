@@ -11,7 +11,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import chain, groupby, islice
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 from urllib.parse import quote
 
 import msgspec
@@ -62,28 +62,7 @@ class Text(NamedTuple):
     token_ids: list[int]
 
 
-class EvaluatedModel(Protocol):
-    """What tools ask."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's own, as transformers has it."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that the model takes; a scored sequence may have one more."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
-
-    def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """(context, continuation) pairs, in their order."""
-
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[Text]]:
-        """The texts of each prompt, `n` of them."""
-
-
-def prefix_token_id(model: EvaluatedModel) -> int:
+def prefix_token_id(model: InProcess | Served) -> int:
     """What stands before a text without context: BOS, or EOS where the model has none.
 
     Raises:
@@ -103,7 +82,7 @@ def open_model(
     lora: str | None = None,
     num_concurrent: int | None = None,
     **settings: Any,
-) -> EvaluatedModel:
+) -> InProcess | Served:
     """A model of this process, or behind a server's address; it ends with the process.
 
     Args:
@@ -132,7 +111,12 @@ def open_model(
 
 @final
 class InProcess:
-    """Implements `EvaluatedModel` on an engine of this process."""
+    """A model on an engine of this process.
+
+    Attributes:
+        tokenizer: the model's own, as transformers has it.
+        max_model_len: tokens that the model takes; a scored sequence may have one more.
+    """
 
     def __init__(self, model: str, lora: str | None, **settings: Any) -> None:
         from logprobe.llm import LLM
