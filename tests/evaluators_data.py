@@ -4,16 +4,69 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write_tasks(folder: Path, tasks: Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Tasks `local_NAME` of lm-evaluation-harness, each of rows of its own."""
+    for name, (rows, task) in tasks.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        config = {"task": f"local_{name}", "test_split": "test", **source, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+
+
+class Run(NamedTuple):
+    """What lm-evaluation-harness found, by task."""
+
+    metrics: dict[str, Any]
+    answers: dict[str, Any]  # to each request
+
+    @classmethod
+    def read(cls, out: Path) -> Run:
+        """A run by its files."""
+        (results,) = out.rglob("results_*.json")
+        answers = {
+            path.name.split("_2")[0].removeprefix("samples_"): [
+                json.loads(line)["resps"] for line in path.read_text().splitlines()
+            ]
+            for path in out.rglob("samples_*.jsonl")
+        }
+        return cls(json.loads(results.read_text())["results"], answers)
+
+
+def assert_same_run(got: Run, want: Run, *, metric: dict[str, float], score: dict[str, float]) -> None:
+    """The same metrics and answers, numbers within what `pytest.approx` is given."""
+    for task, metrics in want.metrics.items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert got.metrics[task][name] == pytest.approx(value, **metric), (task, name)
+    assert want.answers
+    assert got.answers.keys() == want.answers.keys() == want.metrics.keys()
+    for task, answers in want.answers.items():
+        assert_alike(got.answers[task], answers, score)
+
+
+def assert_alike(mine: Any, theirs: Any, score: dict[str, float]) -> None:
+    """Numbers alike and all else equal, through whatever lists they are nested in."""
+    if isinstance(theirs, list):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_alike(one, other, score)
+        return
+    try:
+        number = float(theirs)
+    except (TypeError, ValueError):
+        assert mine == theirs
+        return
+    assert float(mine) == pytest.approx(number, **score)
 
 
 @cache

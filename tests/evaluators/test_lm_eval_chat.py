@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from evaluators_data import write_lines
+from evaluators_data import Run, assert_same_run, write_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,48 +43,20 @@ pytestmark = pytest.mark.real_model
 @pytest.fixture(scope="module")
 def evaluate(
     run: Callable[..., str], rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+) -> Callable[..., Run]:
     """Run the harness with our model known to it: metrics, and the answer to each request."""
     folder = tmp_path_factory.mktemp("tasks")
-    data = write_lines(folder / "rows.jsonl", rows)
-    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-    for name, task in TASKS.items():
-        config = {"task": f"local_{name}", "test_split": "test", **source, **task}
-        (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    write_tasks(folder, {name: (rows, task) for name, task in TASKS.items()})
 
-    def run_tasks(model: str, arguments: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run_tasks(model: str, arguments: str, *flags: str) -> Run:
         out = tmp_path_factory.mktemp("out")
         names = ",".join(f"local_{name}" for name in TASKS)
         command = ["python", "-m", "logprobe.integrations.lm_eval", "run", "--model", model]
         command += ["--model_args", arguments, "--tasks", names, "--include_path", folder]
         run(*command, "--output_path", out, "--log_samples", *flags)
-        (results,) = out.rglob("results_*.json")
-        answers = {
-            path.name.split("_2")[0]: [json.loads(line)["filtered_resps"] for line in lines_of(path)]
-            for path in out.rglob("samples_*.jsonl")
-        }
-        return json.loads(results.read_text())["results"], answers
+        return Run.read(out)
 
     return run_tasks
-
-
-def lines_of(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
-def assert_alike(mine: Any, theirs: Any) -> None:
-    """Numbers alike and all else equal, through whatever lists they are nested in."""
-    if isinstance(theirs, list):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            assert_alike(one, other)
-        return
-    try:
-        number = float(theirs)
-    except (TypeError, ValueError):
-        assert mine == theirs
-        return
-    assert float(mine) == pytest.approx(number, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("flags", [(), ("--num_fewshot", "2", "--fewshot_as_multiturn", "true")])
@@ -100,11 +71,4 @@ def test_a_chat_over_http_scores_as_hf_does(
     chat = ("--apply_chat_template", *flags)
     want = evaluate("hf", f"pretrained={smollm2_folder},dtype=float32", "--device", "cpu", *chat)
     got = evaluate("logprobe", f"base_url={served}", *chat)
-    for task, metrics in want[0].items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert got[0][task][name] == pytest.approx(value, abs=TOLERANCE, rel=1e-4), (task, name)
-    assert got[1].keys() == want[1].keys()
-    assert len(want[1]) == len(TASKS)
-    for task, answers in want[1].items():
-        assert_alike(got[1][task], answers)
+    assert_same_run(got, want, metric={"abs": TOLERANCE, "rel": 1e-4}, score={"abs": TOLERANCE})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from evaluators_data import Run, assert_same_run, write_tasks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PYTHON = Path(__file__).parents[2] / ".rivals/lm_eval/bin/python"
-METRIC_TOLERANCE, SCORE_TOLERANCE = 1e-3, 2e-4
+# A rolling request is the sum of hundreds of tokens.
+TOLERANCES = {"metric": {"abs": 1e-3, "rel": 1e-4}, "score": {"abs": 2e-4, "rel": 1e-6}}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="lm-eval has an environment of its own: `make test-lm-eval` builds it"
@@ -65,20 +67,15 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task of each kind on local files."""
     made = tmp_path_factory.mktemp("tasks")
-    for name, (rows, task) in TASKS.items():
-        data = made / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        config = {"task": f"local_{name}", "test_split": "test", **source, **task}
-        (made / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
+    write_tasks(made, TASKS)
     return made
 
 
 @pytest.fixture(scope="module")
-def evaluate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def evaluate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run the harness's command with our model known to it: metrics, and the answer to each request."""
 
-    def run(model: str, arguments: str, *flags: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run(model: str, arguments: str, *flags: str) -> Run:
         out = tmp_path_factory.mktemp("out")
         quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [PYTHON, "-m", "logprobe.integrations.lm_eval", "run", "--model", model]
@@ -87,41 +84,9 @@ def evaluate(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | quiet
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        (results,) = out.rglob("results_*.json")
-        answers = {
-            path.name.split("_2")[0]: [json.loads(line)["resps"] for line in path.read_text().splitlines()]
-            for path in out.rglob("samples_*.jsonl")
-        }
-        return json.loads(results.read_text())["results"], answers
+        return Run.read(out)
 
     return run
-
-
-def assert_alike(mine: Any, theirs: Any) -> None:
-    """Numbers alike and all else equal, through whatever lists they are nested in."""
-    if isinstance(theirs, list):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            assert_alike(one, other)
-        return
-    try:
-        number = float(theirs)
-    except (TypeError, ValueError):
-        assert mine == theirs
-        return
-    # A rolling request is the sum of hundreds of tokens.
-    assert float(mine) == pytest.approx(number, abs=SCORE_TOLERANCE, rel=1e-6)
-
-
-def assert_same(got: Any, want: Any) -> None:
-    for task, metrics in want[0].items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert got[0][task][name] == pytest.approx(value, abs=METRIC_TOLERANCE, rel=1e-4), name
-    assert got[1].keys() == want[1].keys()
-    assert len(want[1]) == len(TASKS)
-    for task, answers in want[1].items():
-        assert_alike(got[1][task], answers)
 
 
 @pytest.mark.parametrize("flags", [(), ("--num_fewshot", "2")])
@@ -130,7 +95,7 @@ def test_a_tiny_model_scores_and_writes_as_hf_does(
 ) -> None:
     want = evaluate("hf", f"pretrained={tiny_model_folder},dtype=float32", "--device", "cpu", *flags)
     got = evaluate("logprobe", f"pretrained={tiny_model_folder},dtype=float32", *flags)
-    assert_same(got, want)
+    assert_same_run(got, want, **TOLERANCES)
 
 
 @pytest.mark.real_model
@@ -139,7 +104,8 @@ def test_a_real_model_scores_and_writes_as_hf_does(
 ) -> None:
     """Beside `hf` in float64: its float32 sums are themselves 2.5e-4 nats off at 30 tokens of 49,152."""
     want = evaluate("hf", f"pretrained={smollm2_folder},dtype=float64", "--device", "cpu")
-    assert_same(evaluate("logprobe", "pretrained=smollm2,dtype=float32"), want)
+    got = evaluate("logprobe", "pretrained=smollm2,dtype=float32")
+    assert_same_run(got, want, **TOLERANCES)
 
 
 def test_a_setting_that_does_not_exist_is_refused_by_name(tiny_model_folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from evaluators_data import Run, assert_same_run, write_tasks
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 HARNESS = Path(__file__).parents[2] / ".rivals/lm_eval/bin/lm_eval"
-TOLERANCE = 1e-3
+TOLERANCES = {"metric": {"abs": 1e-3, "rel": 1e-3}, "score": {"abs": 1e-3, "rel": 1e-5}}
 
 pytestmark = pytest.mark.skipif(
     not HARNESS.exists(), reason="lm-eval has an environment of its own: `make test-lm-eval` builds it"
 )
 
 CHOICES = {
-    "task": "local_choices",
     "output_type": "multiple_choice",
     "doc_to_text": "{{question}}",
     "doc_to_choice": "{{choices}}",
@@ -29,7 +29,6 @@ CHOICES = {
     "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
 }
 ROLLING = {
-    "task": "local_rolling",
     "output_type": "loglikelihood_rolling",
     "doc_to_text": "",
     "doc_to_target": "{{text}}",
@@ -52,20 +51,15 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{"question": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS]
     documents = [{"text": TEXT}, {"text": f"The dog and the cat. {TEXT}"}, {"text": "One é."}]
-    for task, lines in ((CHOICES, rows), (ROLLING, documents)):
-        data = folder / f"{task['task']}.jsonl"
-        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        # JSON is YAML.
-        (folder / f"{task['task']}.yaml").write_text(json.dumps({**source, "test_split": "test", **task}))
+    write_tasks(folder, {"choices": (rows, CHOICES), "rolling": (documents, ROLLING)})
     return folder
 
 
 @pytest.fixture(scope="module")
-def evaluate(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def evaluate(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run the harness; every request's own score, and the metrics."""
 
-    def run(model: str, arguments: str, *flags: str, names: str = "local_choices,local_rolling") -> Any:
+    def run(model: str, arguments: str, *flags: str, names: str = "local_choices,local_rolling") -> Run:
         out = tmp_path_factory.mktemp("out")
         quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [HARNESS, "run", "--model", model, "--model_args", arguments, "--tasks", names]
@@ -74,41 +68,9 @@ def evaluate(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             [*command, *options], env=os.environ | quiet, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        (found,) = out.rglob("results_*.json")
-        samples = {
-            path.name.split("_2")[0]: [
-                json.loads(line)["filtered_resps"] for line in path.read_text().splitlines()
-            ]
-            for path in out.rglob("samples_*.jsonl")
-        }
-        return {"metrics": json.loads(found.read_text())["results"], "samples": samples}
+        return Run.read(out)
 
     return run
-
-
-def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    for task, metrics in want["metrics"].items():
-        for name, value in metrics.items():
-            if isinstance(value, float):
-                assert got["metrics"][task][name] == pytest.approx(value, abs=TOLERANCE, rel=1e-3), (
-                    task,
-                    name,
-                )
-    for task, samples in want["samples"].items():
-        for mine, theirs in zip(got["samples"][task], samples, strict=True):
-            assert_same_scores(mine, theirs)
-
-
-def assert_same_scores(mine: Any, theirs: Any) -> None:
-    """Numbers alike, greediness equal, through whatever lists they are nested in."""
-    if isinstance(theirs, list):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs, strict=True):
-            assert_same_scores(one, other)
-    elif theirs in {"True", "False"}:
-        assert mine == theirs
-    else:
-        assert float(mine) == pytest.approx(float(theirs), abs=TOLERANCE, rel=1e-5)
 
 
 def over_http(server: Any, limit: int, *more: str) -> str:
@@ -126,7 +88,7 @@ def test_a_tiny_model_scores_alike_in_process_and_over_http(
     # The client takes a BOS of id 0 for none; told by name, it is heard.
     asked = over_http(server, limit, "num_concurrent=4", "custom_prefix_token_id=0")
     got = evaluate("local-completions", asked, "--batch_size", "4")
-    assert_same(got, want)
+    assert_same_run(got, want, **TOLERANCES)
 
 
 def test_the_gguf_client_scores_alike(
@@ -135,7 +97,7 @@ def test_the_gguf_client_scores_alike(
     hf = f"pretrained={tiny_model_folder},dtype=float32"
     want = evaluate("hf", hf, "--device", "cpu", names="local_choices")
     got = evaluate("gguf", f"base_url={server.url}", names="local_choices")
-    assert_same(got, want)
+    assert_same_run(got, want, **TOLERANCES)
 
 
 @pytest.mark.real_model
@@ -145,4 +107,4 @@ def test_a_real_model_scores_alike_in_process_and_over_http(
     want = evaluate("hf", f"pretrained={smollm2_folder},dtype=float32", "--device", "cpu")
     limit = real_server.service.capabilities.max_model_len
     got = evaluate("local-completions", over_http(real_server, limit), "--batch_size", "4")
-    assert_same(got, want)
+    assert_same_run(got, want, **TOLERANCES)
