@@ -108,12 +108,19 @@ def test_a_real_model_scores_and_writes_as_hf_does(
     assert_same_run(got, want, **TOLERANCES)
 
 
-def test_a_setting_that_does_not_exist_is_refused_by_name(tiny_model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ("max_batch_row=4)", "did you mean 'max_batch_rows'?"),
+        ("max_length=16).generate_until([SimpleNamespace(args=('a dog', {'max_gen_toks': 16}))])", "no room"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(tiny_model_folder: Path, use: str, words: str) -> None:
     code = (
-        "from lm_eval.api.registry import get_model; import logprobe.integrations.lm_eval, sys;"
-        "get_model('logprobe')(sys.argv[1], max_batch_row=4)"
+        "from types import SimpleNamespace; from lm_eval.api.registry import get_model;"
+        f"import logprobe.integrations.lm_eval, sys; get_model('logprobe')(sys.argv[1], {use}"
     )
     command = [PYTHON, "-c", code, str(tiny_model_folder)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].endswith("did you mean 'max_batch_rows'?")
+    assert words in done.stderr.splitlines()[-1]

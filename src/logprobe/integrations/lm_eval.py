@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from logprobe.errors import UnknownParameterError
+from logprobe.errors import UnknownParameterError, require
 from logprobe.integrations.evaluators import open_model, prefix_token_id
 from logprobe.sampling import SamplingParams
 
@@ -167,6 +167,8 @@ class LogprobeHarnessLM(TemplateLM):  # type: ignore[misc]  # the harness carrie
             kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
             stops.append(handle_stop_sequences(kwargs.get("until"), eos=None))
             room = self.max_length - kwargs["max_gen_toks"]
+            remedy = f"leaves no room for a prompt in max_length={self.max_length} tokens; ask for fewer"
+            require(room > 0, "max_gen_toks", remedy, got=kwargs["max_gen_toks"])
             prompts.append(self.tok_encode(context)[-room:])
             params.append(self._params(kwargs, stops[-1]))
         outputs = self.model.generate(prompts, params)
