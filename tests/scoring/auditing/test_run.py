@@ -122,7 +122,10 @@ def test_a_truthful_server_that_has_less_gets_notes(tiny_llm: LLM, url: str) -> 
         found = audit(address, tiny_llm, quick=True)
     assert found.is_truthful, found.findings
     assert {label.split(",")[0] for label in found.distributions} == {"completions"}
-    assert {"form", "left-out"} <= {one.kind for one in found.findings}
+    titles = [one.title for one in found.findings]
+    for form in ("echo", "prompt_logprobs", "chat", "chat prompt_logprobs"):
+        assert sum(f"has no {form}: " in title for title in titles) == 1, titles
+    assert "left-out" in {one.kind for one in found.findings}
     answers = {(one.field, one.form): one.answer for one in found.fields}
     assert answers["completions.echo", "whole"] == "refused"
     assert answers["completions.logprobs", "stream"] == "refused"

@@ -1,4 +1,7 @@
-"""What is found as an audit goes on, one finding a kind, with the first places where each shows."""
+"""What is found as an audit goes on, one wrong finding a kind, with the worst places where each shows.
+
+Notes of one kind are as many as their titles: each is a form, a check or a request of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ class _Kept:
 
 @final
 class Findings:
-    """Findings by kind; what is found again adds to its counts."""
+    """Findings by kind, notes by title; what is found again adds to its counts."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, Severity], _Kept] = {}
+        self._kept: dict[tuple[str, Severity, str], _Kept] = {}
 
     def add(
         self,
@@ -44,7 +47,8 @@ class Findings:
     ) -> None:
         """Note one; `title` may name {count}, {of} and {worst}, which are those of all of its kind."""
         assert kind in KINDS, kind
-        kept = self._kept.setdefault((kind, severity), _Kept(title))
+        key = kind, severity, title if severity == "note" else ""
+        kept = self._kept.setdefault(key, _Kept(title))
         kept.count += count
         kept.of += of
         kept.worst = worst if kept.worst is None else max(kept.worst, worst or 0.0)
@@ -55,7 +59,7 @@ class Findings:
 
     def has(self, *kinds: str) -> bool:
         """Whether one of these was found to be wrong."""
-        return any((kind, "wrong") in self._kept for kind in kinds)
+        return any((kind, "wrong", "") in self._kept for kind in kinds)
 
     def listed(self) -> tuple[Finding, ...]:
         """All of them, the wrong ones first."""
@@ -72,7 +76,7 @@ class Findings:
                 evidence=tuple(kept.evidence),
                 correction=kept.correction,
             )
-            for (kind, severity), kept in self._kept.items()
+            for (kind, severity, _), kept in self._kept.items()
         ]
         return tuple(sorted(found, key=lambda one: one.severity != "wrong"))
 

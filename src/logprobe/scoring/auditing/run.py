@@ -308,7 +308,7 @@ class _Run:
 
     def _note_refused(self, ask: Ask, refusal: Refusal) -> None:
         kind = "error" if refusal.is_failure else "form"
-        title = f"{ask.label} is not answered: {printable(str(refusal), MAX_TEXT)}"
+        title = f"{ask.label} is not answered ({{count}} requests)"
         evidence = Evidence(
             ask=ask.label, prompt=ask.shown, position=None, where="completion", note=str(refusal)
         )

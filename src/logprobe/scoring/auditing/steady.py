@@ -342,21 +342,22 @@ class Steady:
         prompts = [ids for size in sizes if (ids := self._of_length(size)) is not None]
         truths = self.reader.truth.chosen(prompts)
         wrong: list[tuple[int, float, int | None, Ask, tuple[float | None, float | None]]] = []
+        unanswered: list[tuple[int, str]] = []
         for ids, truth in zip(prompts, truths, strict=True):
             ask = self._prompt_ask(form, ids)
             reply = await self.session.ask(ask)
             if not isinstance(reply, Reply) or not reply.prompt:
-                self.findings.add(
-                    "error",
-                    f"a prompt of {len(ids)} tokens is not answered: {_words(reply)}",
-                    severity="note",
-                )
+                unanswered.append((len(ids), _words(reply)))
                 continue
             worst, first, pair = self._errors(reply, ids, truth)
             found = Difference(worst <= self.max_nats, worst, first)
             self._note(f"prompt of {len(ids)} tokens", 1, found)
             if worst > self.max_nats:
                 wrong.append((len(ids), worst, first, ask, pair))
+        if unanswered:
+            lengths = ", ".join(str(size) for size, _ in unanswered)
+            title = f"prompts of {lengths} tokens are not answered: {unanswered[0][1]}"
+            self.findings.add("error", title, severity="note", count=len(unanswered), of=len(prompts))
         if wrong:
             lengths = ", ".join(str(size) for size, *_ in wrong)
             self.findings.add(
