@@ -176,6 +176,16 @@ def test_words_and_alternatives_that_are_wrong(tiny_llm: LLM, tokens: Tokens) ->
     assert third in wide.alternatives
 
 
+def test_a_quiet_read_counts_nothing(tiny_llm: LLM, tokens: Tokens) -> None:
+    rows = changed(true_rows(tiny_llm, tokens), 4, alternatives=(Entry(-1.0, None, "no token's text"),))
+    reader = Reader(tokens, Truth(tiny_llm), Findings())
+    asked = Ask(form="echo", prompt=TEXT, num_top=1), Reply(prompt=tuple(rows)), tokens.encode(TEXT)
+    assert reader.prompt(*asked, is_quiet=True) is not None
+    assert (reader.num_rows, reader.num_unknown) == (0, 0)
+    assert reader.prompt(*asked) is not None
+    assert (reader.num_rows, reader.num_unknown) == (len(rows) - 1, 1)
+
+
 def test_tokens_are_known_by_every_way_to_write_them(tokens: Tokens) -> None:
     (token_id,) = tokens.encode_plain(b" cat")
     spellings = [

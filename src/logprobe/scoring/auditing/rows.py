@@ -266,8 +266,10 @@ class Reader:
         for position, row in aligned.pairs:
             if not first <= position < len(aligned.ids):
                 continue
-            group.places.append(self._place(position, position - first, aligned.ids[position], row))
+            place = self._place(position, position - first, aligned.ids[position], row)
+            group.places.append(place)
             if not is_quiet:
+                self.num_unknown += sum(not ids for ids, _, _ in place.entries)
                 self._check_words(ask, where, position, aligned.ids[position], row)
         if not is_quiet:
             self.num_rows += len(group.places)
@@ -282,7 +284,6 @@ class Reader:
             ids = [one for one in self.tokens.ids_of(entry) if one < self.tokens.num_ids]
             if entry.token_id is None and entry.data is None and self.tokens.is_lossy(entry.text, ids):
                 ids = []
-            self.num_unknown += not ids
             if row.is_map and token_id in ids and self.tokens.may_be(entry, token_id):
                 ids = [token_id] if len(ids) == 1 else ids
             entries.append((ids, entry.logprob, False))
