@@ -69,6 +69,7 @@ def test_a_report_is_taken_up_again(report: AuditReport, tiny_llm: LLM, url: str
     found = audit(url, tiny_llm, before=before, quick=True)
     assert found.is_truthful, found.findings
     assert [one.kind for one in found.findings] == []
+    assert {(one.ask, one.prompt) for one in found.stored} == {(one.ask, one.prompt) for one in before.stored}
 
 
 def test_texts_of_the_callers_own_and_a_running_loop(tiny_llm: LLM, url: str) -> None:

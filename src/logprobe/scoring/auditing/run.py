@@ -351,11 +351,8 @@ class _Run:
         """The prompts, none longer than what is compared whole."""
         texts = self.texts
         if texts is None and self.before is not None:
-            texts = tuple(
-                dict.fromkeys(
-                    tokens.text_of(prompt.token_ids) for prompt in self.before.stored if prompt.token_ids
-                )
-            )
+            prompts = [one for one in self.before.stored if _form_of(one.ask) not in CHAT_FORMS]
+            texts = tuple(filter(None, dict.fromkeys(tokens.text_of(one.token_ids) for one in prompts)))
         room = min(MOST_PROMPT_TOKENS, self._max_len() - GENERATED - 2)
         return tuple(tokens.cut(text, room) for text in texts or filter(tokens.can_encode, TEXTS))
 
@@ -504,7 +501,7 @@ class _Run:
 
     def _mean_error(self, form: str) -> float:
         """The mean error of a form's rows as far as they were compared, at least what may be; nats."""
-        found = [one.mean for one in self.errors if one.ask.split(", ")[0].split(" (")[0] == form]
+        found = [one.mean for one in self.errors if _form_of(one.ask) == form]
         return max([*found, self.max_nats]) if found else np.inf
 
     def _note_base(self, where: str, evidence: list[Evidence], worst: float) -> None:
@@ -651,6 +648,11 @@ class _Run:
                     count=len(moved),
                     of=compared,
                 )
+
+
+def _form_of(label: str) -> str:
+    """The form that a label begins with."""
+    return label.split(", ")[0].split(" (")[0]
 
 
 __all__ = ["MAX_NATS", "audit"]
