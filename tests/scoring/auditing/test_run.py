@@ -72,6 +72,12 @@ def test_a_report_is_taken_up_again(report: AuditReport, tiny_llm: LLM, url: str
     assert {(one.ask, one.prompt) for one in found.stored} == {(one.ask, one.prompt) for one in before.stored}
 
 
+def test_lora_weights_over_there_need_the_same_here(tiny_llm: LLM) -> None:
+    with pytest.raises(ParameterError) as caught:
+        audit("http://127.0.0.1:1", tiny_llm, lora="mine")
+    assert caught.value.parameter == "lora"
+
+
 def test_texts_of_the_callers_own_and_a_running_loop(tiny_llm: LLM, url: str) -> None:
     async def within_a_loop() -> AuditReport:
         return audit(url, tiny_llm, texts=["a cat", "the dog " * 200], quick=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from logprobe.errors import require
+from logprobe.errors import ServerError, UnreachableError, require
 from logprobe.scoring.auditing.dialects import CHAT_FORMS, PROMPT_FORMS, Ask, Refusal, Reply
 from logprobe.scoring.auditing.endpoint import Connection, Endpoint, printable
 from logprobe.scoring.auditing.fields import Fields
@@ -123,7 +123,8 @@ def audit(
         progress: called with the requests done, those planned, and what is looked at.
 
     Raises:
-        ParameterError: a value that cannot be used, or a key that the server refuses.
+        ParameterError: a value that cannot be used, `lora` without its weights here, or a key that the server
+            refuses.
         ServerError: the server cannot be reached, answers no known form, or does not answer in time.
         ModelError: httpx is not installed.
     """
@@ -136,6 +137,10 @@ def audit(
     if precision:
         own_runs(llm)  # refuses before anything is asked
     if base is None and lora is not None:
+        remedy = (
+            "needs an llm that runs on these weights: give llm.with_lora(NAME), or base beside merged ones"
+        )
+        require(llm.lora is not None, "lora", remedy)
         base = llm.with_lora(None)  # type: ignore[attr-defined]
     run = _Run(
         endpoint=where,
@@ -268,8 +273,6 @@ class _Run:
 
     @staticmethod
     async def _fact(connection: Connection, path: str, name: str) -> str | None:
-        from logprobe.errors import ServerError, UnreachableError
-
         try:
             answered = await connection.get(path)
         except UnreachableError:
