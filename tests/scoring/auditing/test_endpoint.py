@@ -103,6 +103,25 @@ def test_a_server_that_never_answers(tiny_llm: LLM) -> None:
     assert "timeout_s" in str(error)
 
 
+def test_a_server_that_never_answers_one_form_is_asked_no_other(tiny_llm: LLM) -> None:
+    facts = [reply(b"{}")] * 3  # its models, version and properties
+    held = threading.Event()
+    asked = []
+
+    def respond(out: Any) -> None:
+        if facts:
+            out.write(facts.pop())
+        else:
+            asked.append(out)
+            held.wait(30)
+
+    with answering(respond) as url:
+        error = failure(url, tiny_llm, timeout_s=0.5)
+        held.set()
+    assert "timeout_s" in str(error)
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
 def test_a_key_that_is_refused(tiny_llm: LLM, status: str) -> None:
     body = json.dumps({"error": {"message": f"no such key: {KEY}"}}).encode()

@@ -152,6 +152,6 @@ class Session:
         except UnreachableError:
             raise
         except ServerError as error:
-            if "no whole reply within" in str(error):
+            if isinstance(error.__cause__, TimeoutError):  # a slow server, which would be slow in each form
                 raise
             return Refusal(200, str(error))
