@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -199,3 +200,15 @@ def test_tokens_are_known_by_every_way_to_write_them(tokens: Tokens) -> None:
     assert all(tokens.is_right_text(entry, token_id) for entry in spellings)
     assert not tokens.is_right_text(Entry(-1, None, " dog"), token_id)
     assert tokens.ids_of(Entry(-1, 10**6)) == []
+
+
+def test_layouts_that_the_template_refuses_are_told(tiny_llm: LLM) -> None:
+    text = replace(tiny_llm.text, tokenizer=copy(tiny_llm.text.tokenizer))
+    text.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
+        "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    ask = Ask(form="chat", prompt=({"role": "user", "content": "hi"},))
+    found, refused = Tokens(text, len(text.vocabulary)).layouts(ask, ("Be brief.",))
+    assert list(found) == ["without the beginning of the answer"]
+    assert "no system text" in refused["with a system text 'Be brief.'"]

@@ -137,10 +137,8 @@ def audit(
     if precision:
         own_runs(llm)  # refuses before anything is asked
     if base is None and lora is not None:
-        remedy = (
-            "needs an llm that runs on these weights: give llm.with_lora(NAME), or base beside merged ones"
-        )
-        require(llm.lora is not None, "lora", remedy)
+        remedy = "give llm.with_lora(NAME), or base beside merged weights"
+        require(llm.lora is not None, "lora", f"needs an llm that runs on these weights: {remedy}")
         base = llm.with_lora(None)  # type: ignore[attr-defined]
     run = _Run(
         endpoint=where,
@@ -479,7 +477,7 @@ class _Run:
         variants = reader.tokens.variants(ids)
         if own and own != ids:
             variants["as the tokenizer has it"] = own
-        layouts = reader.tokens.layouts(ask, SYSTEMS) if is_chat else {}
+        layouts, refused = reader.tokens.layouts(ask, SYSTEMS) if is_chat else ({}, {})
         for name, other_ids in {**variants, **layouts}.items():
             found = read(ask, reply, other_ids, is_quiet=True)
             if self._median(found, reader.tokens) * BETTER >= least:
@@ -498,6 +496,9 @@ class _Run:
             note = f"; it counts {counted} prompt tokens, the template has {len(own)}" if is_other else ""
             title = f"chats are laid out otherwise than the model's template says ({{count}} replies{note})"
             self.findings.add("template", title, evidence=evidence, worst=least)
+            for name, words in refused.items():
+                title = f"chats {name} were not looked at: {printable(words, MAX_TEXT)}"
+                self.findings.add("left-out", title, severity="note")
             group.places.clear()
             return group
         return ids
@@ -655,7 +656,7 @@ class _Run:
 
 def _form_of(label: str) -> str:
     """The form that a label begins with."""
-    return label.split(", ")[0].split(" (")[0]
+    return label.partition(", ")[0].partition(" (")[0]
 
 
 __all__ = ["MAX_NATS", "audit"]

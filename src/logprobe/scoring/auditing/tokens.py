@@ -176,8 +176,11 @@ class Tokens:
         """Whether chats can be laid out here."""
         return self._tokenizer.chat_template is not None
 
-    def layouts(self, ask: Ask, systems: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Ids of a chat laid out otherwise: with a system text of the server's, or open at its end."""
+    def layouts(self, ask: Ask, systems: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Ids of a chat laid out otherwise: with a system text of the server's, or open at its end.
+
+        And the ways that the template refuses, with its words: Gemma's has no system text.
+        """
         from logprobe.errors import ParameterError
         from logprobe.text.chat import Layout, read_messages
 
@@ -189,13 +192,13 @@ class Tokens:
             for text in systems:
                 added = [{"role": "system", "content": text}, *messages]
                 ways[f"with a system text {text!r}"] = (added, Layout())
-        found = {}
+        found, refused = {}, {}
         for name, (conversation, layout) in ways.items():
             try:
                 found[name] = tuple(read_messages(conversation, self._edge, layout).tolist())
-            except ParameterError:  # the template takes no such conversation
-                continue
-        return found
+            except ParameterError as error:
+                refused[name] = str(error)
+        return found, refused
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of ids without special tokens."""
