@@ -24,7 +24,7 @@ TEXT = "the cat and the dog sat in the garden"
 
 @pytest.fixture(scope="module")
 def tokens(tiny_llm: LLM) -> Tokens:
-    return Tokens(tiny_llm.text, len(tiny_llm.text.vocabulary))
+    return Tokens(tiny_llm.text)
 
 
 def rows_of(ids: tuple[int, ...], tokens: Tokens, numbers: list[float] | None = None) -> list[Row | None]:
@@ -200,6 +200,7 @@ def test_tokens_are_known_by_every_way_to_write_them(tokens: Tokens) -> None:
     assert all(tokens.is_right_text(entry, token_id) for entry in spellings)
     assert not tokens.is_right_text(Entry(-1, None, " dog"), token_id)
     assert tokens.ids_of(Entry(-1, 10**6)) == []
+    assert tokens.ids_of(Entry(-1, -1)) == []
 
 
 def test_layouts_that_the_template_refuses_are_told(tiny_llm: LLM) -> None:
@@ -209,6 +210,6 @@ def test_layouts_that_the_template_refuses_are_told(tiny_llm: LLM) -> None:
         "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     ask = Ask(form="chat", prompt=({"role": "user", "content": "hi"},))
-    found, refused = Tokens(text, len(text.vocabulary)).layouts(ask, ("Be brief.",))
+    found, refused = Tokens(text).layouts(ask, ("Be brief.",))
     assert list(found) == ["without the beginning of the answer"]
     assert "no system text" in refused["with a system text 'Be brief.'"]

@@ -161,7 +161,7 @@ def align_completion(reply: Reply, tokens: Tokens, numbers: Floats | None = None
 def _by_text(rows: Sequence[Row], text: str, tokens: Tokens) -> Alignment:
     """Rows whose bytes together are the text; or else beside the text as the tokenizer cuts it."""
     data, ids = text.encode(), list[int]()
-    cursor, is_whole = 0, "\ufffd" not in text
+    cursor, is_whole = 0, not tokens.is_partial(text)
     for row in rows:
         entry = row.chosen
         options = [] if entry is None else _options(entry, tokens)
@@ -281,7 +281,7 @@ class Reader:
         if row.chosen is not None:
             entries.append(([token_id], row.chosen.logprob, True))
         for entry in row.alternatives or ():
-            ids = [one for one in self.tokens.ids_of(entry) if one < self.tokens.num_ids]
+            ids = self.tokens.ids_of(entry)
             if entry.token_id is None and entry.data is None and self.tokens.is_lossy(entry.text, ids):
                 ids = []
             if row.is_map and token_id in ids and self.tokens.may_be(entry, token_id):
@@ -398,7 +398,6 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
         others = [one for one in own if one != chosen] or [chosen]
         least = min(float(row[one]) for one in others)
         left_out = [int(one) for one in best if int(one) not in own and row[one] > least + 2 * max_nats]
-        left_out = [one for one in left_out if one != chosen or not _is_map(listed, chosen)]
         if place.is_map:  # tokens that no text names are keys of no map of texts
             left_out = [one for one in left_out if fitted.tokens.is_whole(one)]
         if left_out:
@@ -408,10 +407,6 @@ def check_alternatives(fitted: Fitted, findings: Findings, max_nats: float) -> N
                 "{count} rows leave out a token that is likelier than what they list",
                 evidence=[evidence],
             )
-
-
-def _is_map(listed: Sequence[tuple[list[int], float | None, bool]], chosen: int) -> bool:
-    return any(chosen in ids for ids, _, _ in listed)
 
 
 def _check_count(

@@ -198,7 +198,7 @@ class _Run:
             session.planned = 150 if self.is_quick else 260
             await session.meet()
             self._note_forms(session)
-            tokens = Tokens(self.llm.text, len(self.llm.text.vocabulary))
+            tokens = Tokens(self.llm.text)
             reader = Reader(tokens, Truth(self.llm), self.findings)
             await self._ask_all(session, tokens)
             session.tell("comparing")

@@ -5,7 +5,6 @@ Before it: an endpoint. After it: replies, each to one ask at a time unless othe
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +21,7 @@ from logprobe.scoring.auditing.dialects import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from logprobe.scoring.auditing.endpoint import Connection
 
@@ -81,16 +80,6 @@ class Session:
         reply = await exchange(self.connection, ask, self.extras.get(ask.form, {}), self.model)
         self.done += 1
         return reply
-
-    async def together(self, asks: Sequence[Ask], most: int) -> list[Reply | Refusal]:
-        """Replies to several, some of them at once, in order."""
-        slots = asyncio.Semaphore(most)
-
-        async def one(ask: Ask) -> Reply | Refusal:
-            async with slots:
-                return await self.ask(ask)
-
-        return list(await asyncio.gather(*(one(ask) for ask in asks)))
 
     async def settle(self) -> None:
         """Score one short prompt, so that what follows is not the first after a generation."""

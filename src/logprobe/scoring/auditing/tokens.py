@@ -25,10 +25,9 @@ ERRORS = ("replace", "ignore")
 class Tokens:
     """The tokens of a model, found by what servers say of them."""
 
-    def __init__(self, text: TextEdge, num_ids: int) -> None:
+    def __init__(self, text: TextEdge) -> None:
         self._edge = text
         self.vocabulary: Vocabulary = text.vocabulary
-        self.num_ids = num_ids  # rows may be longer than the vocabulary
         self._tokenizer: Any = text.tokenizer
 
     @cached_property
@@ -66,7 +65,7 @@ class Tokens:
     def ids_of(self, entry: Entry) -> list[int]:
         """The ids that an entry may mean, by the surest of what it says; [] where nothing fits."""
         if entry.token_id is not None:
-            return [entry.token_id] if entry.token_id < self.num_ids else []
+            return [entry.token_id] if 0 <= entry.token_id < len(self.vocabulary) else []
         by_text = [] if entry.text is None else self._by_text.get(entry.text, [])
         by_bytes = [] if entry.data is None else self._by_bytes.get(entry.data, [])
         both = [one for one in by_text if one in by_bytes]

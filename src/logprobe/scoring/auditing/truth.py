@@ -32,7 +32,6 @@ class Truth:
         self._llm = llm
         self._rows: OrderedDict[tuple[tuple[int, ...], int], NDArray[np.float32]] = OrderedDict()
         self._kept_bytes = 0
-        self.num_rows = 0
         self.info: dict[str, Any] = {}
 
     def rows(self, ids: Sequence[int], start: int) -> NDArray[np.float32]:
@@ -50,7 +49,6 @@ class Truth:
             if not self.info and score.record.info is not None:
                 self.info = json.loads(json.dumps(score.record.info.to_dict()))
         rows = np.concatenate(parts)
-        self.num_rows += len(rows)
         self._keep(key, rows)
         return rows
 
@@ -64,7 +62,6 @@ class Truth:
         """What the tokens ids[start:] of each sequence have, (T - start,) nats; one call for all."""
         pairs = [(list(ids[:start]), list(ids[start:])) for ids in many]
         scores = self._llm.score(pairs) if pairs else []
-        self.num_rows += sum(len(ids) - start for ids in many)
         return [np.array(score.token_logprobs, np.float64) for score in scores]
 
 
@@ -80,15 +77,13 @@ def changed_logits(
 
     A repetition penalty divides logits, which log-probabilities do not tell: rows after it are not here.
     """
-    bias, words = params.get("logit_bias"), []
+    bias = params.get("logit_bias")
     logits = rows.astype(np.float64)
     found: dict[str, Floats] = {}
     if bias:
-        logits = logits.copy()
         for key, value in bias.items():
             logits[:, int(key)] += value
         found["masked"] = logits
-        words.append("masked")
     presence, frequency = params.get("presence_penalty", 0.0), params.get("frequency_penalty", 0.0)
     if presence or frequency:
         alone, both = rows.astype(np.float64), logits.copy()
@@ -98,7 +93,7 @@ def changed_logits(
             alone[row, ids] -= minus
             both[row, ids] -= minus
         found["penalised"] = alone
-        if words:
+        if bias:
             found["masked+penalised"] = both
     return found
 
