@@ -159,6 +159,7 @@ WRONG_ROWS = [
     {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [[1]]},
     {"content": [{"token": "a", "logprob": {}}]},
     {"content": [{"token": "a", "logprob": -1, "bytes": [256]}]},
+    {"content": [{"token": "a", "logprob": -1, "token_id": -5}]},
     {"content": [{"token": "a", "logprob": -1, "top_logprobs": {"a": 1}}]},
     {"content": [None]},
     [],
@@ -170,6 +171,31 @@ def test_rows_of_wrong_types(tiny_llm: LLM, logprobs: Any) -> None:
     body = {"choices": [{"text": "a", "message": {"content": "a"}, "logprobs": logprobs}]}
     with answering(always(reply(json.dumps(body).encode()))) as url:
         assert isinstance(failure(url, tiny_llm), ServerError)
+
+
+@pytest.mark.parametrize("path", ["whole", "stream"])
+def test_a_key_that_a_server_says_back_shows_nowhere(path: str) -> None:
+    said = f"who are you, {KEY}"
+    stream = f"data: {json.dumps({'error': {'message': said}})}\n\n".encode()
+    sent = reply(said.encode()) if path == "whole" else reply(stream, kind="text/event-stream")
+
+    async def ask(url: str) -> Any:
+        async with Connection(Endpoint(url, api_key=KEY)) as connection:
+            return await connection.post("/v1/completions", {})
+
+    with answering(always(sent)) as url, pytest.raises(ServerError, match="who are you, …") as caught:
+        asyncio.run(ask(url))
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "token_ids"])
+def test_ids_of_a_larger_vocabulary_are_of_another_model(tiny_llm: LLM, name: str) -> None:
+    row = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1}]}
+    body = {"choices": [{"text": "a", "message": {"content": "a"}, "logprobs": row, name: [1, 100_000]}]}
+    with answering(always(reply(json.dumps(body).encode()))) as url:
+        error = failure(url, tiny_llm)
+    assert isinstance(error, ServerError)
+    assert "100000" in str(error)
 
 
 def test_a_body_without_end(tiny_llm: LLM) -> None:

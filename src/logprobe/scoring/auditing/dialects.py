@@ -212,6 +212,8 @@ def _kind(value: Any) -> str:
 def _entry(text: Any, logprob: Any, what: str, *, token_id: Any = None, data: Any = None) -> Entry:
     number = _number(logprob, f"the logprob of {what}")
     known = _count(token_id)
+    if known is not None and known < 0:
+        raise ShapeError(f"the id of {what} is {known}")
     shown = None if text is None else _text(text, f"the token of {what}")
     if known is None and shown is not None and shown.startswith(ID_PREFIX):
         digits = shown.removeprefix(ID_PREFIX)
@@ -399,8 +401,6 @@ def _merged(events: list[Any]) -> dict[str, Any]:
     choice: dict[str, Any] = {}
     for event in events:
         body = _object(event, "an event")
-        if "error" in body and not body.get("choices"):
-            raise ShapeError(f"the stream fails: {printable(str(body['error']))}")
         for name in ("usage", "prompt_token_ids", "prompt_logprobs"):
             if body.get(name) is not None:
                 whole[name] = body[name]

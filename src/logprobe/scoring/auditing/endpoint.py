@@ -177,9 +177,8 @@ class Connection:
             raise ParameterError("api_key", f"the server refuses it ({status}): {self._printable(words)}")
         if not 200 <= status < 300:
             return Answered(status, None, self._printable(_words_of(data)))
-        if "event-stream" in kind:
-            return Answered(status, _events(data, what))
-        return Answered(status, _json(data, what))
+        value = self._events(data, what) if "event-stream" in kind else self._json(data, what)
+        return Answered(status, value)
 
     async def _once_not_full(
         self, method: str, path: str, body: Mapping[str, Any] | None
@@ -194,11 +193,35 @@ class Connection:
                 return reply.status_code, reply.headers.get("content-type", ""), data
             await asyncio.sleep(_retry_after_s(reply.headers.get("retry-after")))
 
-    def _printable(self, text: str) -> str:
+    def _json(self, data: bytes, what: str) -> Any:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            start = self._printable(data.decode("utf-8", "replace"), 60)
+            raise ServerError(
+                f"{what}: answers what is no JSON ({start!r}); is it the right address?"
+            ) from error
+
+    def _events(self, data: bytes, what: str) -> list[Any]:
+        """The JSON of each event of a stream (WHATWG server-sent events), up to `[DONE]`."""
+        events = []
+        for line in data.splitlines():
+            if not line.startswith(b"data:"):
+                continue
+            value = line.removeprefix(b"data:").strip()
+            if value == b"[DONE]":
+                break
+            event = self._json(value, what)
+            if isinstance(event, dict) and "error" in event and not event.get("choices"):
+                raise ServerError(f"{what}: the stream fails: {self._printable(_words_of(value))}")
+            events.append(event)
+        return events
+
+    def _printable(self, text: str, max_chars: int = MESSAGE_CHARS) -> str:
         """A server's words as a terminal may show them, without the key."""
         if self.settings.api_key:
             text = text.replace(self.settings.api_key, "…")
-        return printable(text)
+        return printable(text, max_chars)
 
 
 def printable(text: str, max_chars: int = MESSAGE_CHARS) -> str:
@@ -242,24 +265,3 @@ def _words_of(data: bytes) -> str:
         if isinstance(value, dict) and name in value:
             value = value[name]
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _json(data: bytes, what: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        start = printable(data[:60].decode("utf-8", "replace"), 60)
-        raise ServerError(f"{what}: answers what is no JSON ({start!r}); is it the right address?") from error
-
-
-def _events(data: bytes, what: str) -> list[Any]:
-    """The JSON of each event of a stream (WHATWG server-sent events), up to `[DONE]`."""
-    events = []
-    for line in data.splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        value = line.removeprefix(b"data:").strip()
-        if value == b"[DONE]":
-            break
-        events.append(_json(value, what))
-    return events

@@ -194,7 +194,8 @@ class _Run:
         """Ask, compare, and put together what was found."""
         async with Connection(self.endpoint) as connection:
             server = await self._meet(connection)
-            session = Session(connection, self.lora or self.model, progress=self.progress)
+            num_ids = len(self.llm.text.vocabulary)
+            session = Session(connection, num_ids, self.lora or self.model, progress=self.progress)
             session.planned = 150 if self.is_quick else 260
             await session.meet()
             self._note_forms(session)

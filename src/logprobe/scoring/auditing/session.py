@@ -47,6 +47,7 @@ class Session:
     """What is known of a server."""
 
     connection: Connection
+    num_ids: int  # of the model that computes the truth
     model: str | None = None
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # form → fields that it takes
     refused: dict[str, str] = field(default_factory=dict)  # form → why the server has it not
@@ -73,12 +74,23 @@ class Session:
         return [name for name in ("completions", "chat") if name in self.extras and FORMS[name].can_stream]
 
     async def ask(self, ask: Ask) -> Reply | Refusal:
-        """The reply to one ask; see `exchange`."""
+        """The reply to one ask.
+
+        Raises:
+            ServerError, ParameterError: as `exchange`; ServerError for ids that our model does not have, too.
+        """
         least = self.least.get(ask.form, 0)
         if ask.max_tokens < least:
             ask = replace(ask, max_tokens=least)
         reply = await exchange(self.connection, ask, self.extras.get(ask.form, {}), self.model)
         self.done += 1
+        if isinstance(reply, Reply):
+            highest = max((*(reply.prompt_ids or ()), *(reply.completion_ids or ())), default=0)
+            if highest >= self.num_ids:
+                raise ServerError(
+                    f"{self.connection.url}: its token {highest} is none of the {self.num_ids} of the model "
+                    "that computes the truth; name the model that the server runs"
+                )
         return reply
 
     async def settle(self) -> None:
