@@ -11,7 +11,7 @@ import pytest
 
 from audit_samples import HOSTILE, TRUTHFUL, UNTRUTHFUL
 from logprobe.scoring.auditing.html import EQUAL_NATS, MAX_POINTS, page
-from logprobe.scoring.auditing.report import AuditReport, StoredPrompt, StoredRow
+from logprobe.scoring.auditing.report import AuditReport, Steadiness, StoredPrompt, StoredRow
 
 VOID = {"meta", "line", "path"}
 
@@ -120,6 +120,21 @@ def test_a_report_without_numbers_has_a_page_without_plots() -> None:
     outline = Outline(page(bare))
     assert "svg" not in {tag for tag, _ in outline.elements}
     assert "Findings" in outline.text
+
+
+def test_a_bound_below_what_is_drawn_as_equal_has_a_page() -> None:
+    row = StoredRow(position=0, token_id=1, theirs=-1.0, ours=-1.0)
+    same = StoredPrompt(ask="echo", where="prompt", prompt="x", token_ids=(), rows=(row,))
+    outline = Outline(page(replace(TRUTHFUL, stored=(same,), max_nats=1e-9)))
+    assert len(outline.points["Errors by position one"]) == 1
+
+
+def test_a_length_without_a_number_is_no_point() -> None:
+    differs = Steadiness(circumstance="prompt of 64 tokens", requests=1, is_equal=False)
+    assert (
+        "Errors by length of the prompt one"
+        not in Outline(page(replace(TRUTHFUL, steadiness=(differs,)))).points
+    )
 
 
 def test_numbers_that_are_no_logprobs_are_drawn_all_the_same() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from audit_samples import TRUTHFUL, UNTRUTHFUL, WRONG
 from logprobe.scoring.auditing import words
-from logprobe.scoring.auditing.report import DISTRIBUTIONS
+from logprobe.scoring.auditing.report import DISTRIBUTIONS, Steadiness
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,10 @@ def test_a_circumstance_says_how_far_and_from_where() -> None:
         "equal bits",
         "up to 2.0e-06 from row 64 on",
     ]
+    within = Steadiness(circumstance="prompt of 64 tokens", requests=1, is_equal=True, worst=5e-5)
+    assert words.steady_words(within) == "up to 5.0e-05"
     assert words.steadiness_words(TRUTHFUL) == (
-        "equal bits in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
+        "steady in 2 of 4 circumstances; beside 8 others: up to 2.0e-06 from row 3 on"
     )
 
 

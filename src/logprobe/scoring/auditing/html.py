@@ -137,9 +137,9 @@ def _plots(report: AuditReport) -> str:
     if any(rows.values()):
         figures += [_scatter(rows), _by_position(rows, report.max_nats)]
     lengths = [
-        (int(found[1]), row.worst or 0.0)
+        (int(found[1]), row.worst)
         for row in report.steadiness
-        if (found := LENGTH.search(row.circumstance))
+        if (found := LENGTH.match(row.circumstance)) and row.worst is not None
     ]
     if lengths:
         figures.append(_by_length(lengths, report.max_nats))
@@ -219,7 +219,8 @@ def _by_length(lengths: list[tuple[int, float]], max_nats: float) -> str:
 
 
 def _error_axis(groups: Iterable[Points], max_nats: float) -> Axis:
-    worst = max([max_nats, *(error for group in groups for _, error in group.at if math.isfinite(error))])
+    errors = [error for group in groups for _, error in group.at if math.isfinite(error)]
+    worst = max(max_nats, EQUAL_NATS, *errors)
     return Axis(label="apart (nats)", low=EQUAL_NATS, high=worst * 3, is_log=True, zero="equal")
 
 

@@ -101,12 +101,12 @@ def errors_words(report: AuditReport, of: Numbers) -> str | None:
 
 
 def steadiness_words(report: AuditReport) -> str | None:
-    """All circumstances in a line: how many gave equal bits, and the worst of the others."""
+    """All circumstances in a line: in how many it was steady, and the worst of the others."""
     rows = report.steadiness
     if not rows:
         return None
     unsteady = [row for row in rows if not row.is_equal]
-    words = f"equal bits in {len(rows) - len(unsteady)} of {_count(len(rows), 'circumstance')}"
+    words = f"steady in {len(rows) - len(unsteady)} of {_count(len(rows), 'circumstance')}"
     if not unsteady:
         return words
     worst = max(unsteady, key=lambda row: math.inf if row.worst is None else row.worst)
@@ -115,7 +115,7 @@ def steadiness_words(report: AuditReport) -> str | None:
 
 def steady_words(row: Steadiness) -> str:
     """One circumstance's outcome."""
-    if row.is_equal:
+    if row.is_equal and not row.worst:
         return "equal bits"
     if row.worst is None:
         return "differs"
