@@ -144,6 +144,7 @@ def test_the_exit_code_says_whether_it_is_right(
         (("--model", "MODEL", "--lora", "mine"), "--lora"),
         (("--model", "MODEL", "--api-key-env", KEY), "--api-key-env"),
         (("--model", "MODEL", "--max-nat", "1"), "--max-nat"),
+        (("--model", "MODEL", "--limit", "-1"), "--limit"),
     ],
 )
 def test_wrong_use_is_one_line_and_repeats_no_key(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
 from logprobe.cli.options import (
     ENGINE_FLAGS,
     MODEL_HELP,
@@ -24,7 +24,6 @@ from logprobe.cli.tables import console
 from logprobe.cli.verdicts import print_report, print_rollouts
 from logprobe.config import EngineConfig
 from logprobe.errors import InputError, OutputError
-from logprobe.scoring.data.sources import Format, find_sources, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -73,10 +72,6 @@ _Data = Annotated[
     list[str] | None,
     typer.Option("--data", help="Prompts: txt, jsonl, csv, Parquet, folders, patterns; instead of ours."),
 ]
-_Column = Annotated[str, typer.Option("--text-column", help="The column of the prompts.")]
-_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a prompt.")]
-_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
-_Limit = Annotated[int | None, typer.Option("--limit", help="Take so many prompts.")]
 _KeyVariable = Annotated[
     str | None, typer.Option(help=f"The environment variable of the key; by default {KEY_VARIABLE}.")
 ]
@@ -108,10 +103,10 @@ def audit(
     endpoint_model: _EndpointModel = None,
     lora: _Lora = None,
     data: _Data = None,
-    text_column: _Column = "text",
-    lines: _Lines = False,
-    format: _Format = None,  # noqa: A002 - the flag's name
-    limit: _Limit = None,
+    text_column: ColumnOption = "text",
+    lines: LinesOption = False,
+    format: FormatOption = None,  # noqa: A002 - the flag's name
+    limit: LimitOption = None,
     api_key_env: _KeyVariable = None,
     timeout_s: _Timeout = TIMEOUT_S,
     before: _Before = None,
@@ -147,7 +142,7 @@ def audit(
             )
     else:
         _refuse(trainer, "TRAINER.parquet", "goes with rollouts alone")
-        texts = _texts(data, text_column, format, limit, by_line=lines)
+        texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None
         asked: dict[str, Any] = {
             "model": endpoint_model,
             "texts": texts,
@@ -235,21 +230,6 @@ def _read_report(path: Path) -> AuditReport:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is no report that -o wrote ({error})") from error
-
-
-def _texts(
-    names: list[str] | None, column: str, kind: Format | None, limit: int | None, *, by_line: bool
-) -> list[str] | None:
-    if not names:
-        return None
-    rows = read_rows(find_sources(names, kind=kind, by_line=by_line), [column])
-    return [_text(row.values.get(column), row) for row in islice(rows, limit)]
-
-
-def _text(value: Any, row: Any) -> str:
-    if row.problem is not None or not isinstance(value, str):
-        raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
-    return value
 
 
 def _check_writable(path: Path | None) -> None:

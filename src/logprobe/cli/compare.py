@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.cli.data import ColumnOption, FormatOption, LimitOption, LinesOption, read_texts
 from logprobe.cli.options import JsonOption, flags_for, open_llm, takes_engine
 from logprobe.cli.tables import figure_lines, print_facts
-from logprobe.errors import InputError, OutputError
-from logprobe.scoring.data.sources import Format, find_sources, read_rows
+from logprobe.errors import OutputError
 
 if TYPE_CHECKING:
     from logprobe.llm import LLM
@@ -33,10 +32,6 @@ _Save = Annotated[
 _Data = Annotated[
     list[str] | None, typer.Option("--data", help="Texts: txt, jsonl, csv, Parquet, folders, patterns.")
 ]
-_Column = Annotated[str, typer.Option("--text-column", help="The column of the texts.")]
-_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a text.")]
-_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
-_Limit = Annotated[int | None, typer.Option("--limit", help="Take so many texts.")]
 _Output = Annotated[str | None, typer.Option("--output", "-o", help="Write one row a position to Parquet.")]
 _Plot = Annotated[str | None, typer.Option("--plot", help="Draw the logprobs to a PNG (extra plot).")]
 _Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="Put BOS before each text, or do not.")]
@@ -52,10 +47,10 @@ def compare(
     *,
     save: _Save = None,
     data: _Data = None,
-    text_column: _Column = "text",
-    lines: _Lines = False,
-    format: _Format = None,  # noqa: A002 - the flag's name
-    limit: _Limit = None,
+    text_column: ColumnOption = "text",
+    lines: LinesOption = False,
+    format: FormatOption = None,  # noqa: A002 - the flag's name
+    limit: LimitOption = None,
     bos: _Bos = None,
     output: _Output = None,
     plot: _Plot = None,
@@ -73,8 +68,7 @@ def compare(
     """
     texts = None
     if data:
-        rows = read_rows(find_sources(data, kind=format, by_line=lines), [text_column])
-        texts = [_text(row.values.get(text_column), row) for row in islice(rows, limit)]
+        texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit)
     if save is not None:
         if b is not None or texts is None:
             raise typer.BadParameter("takes one model, and texts (--data)", param_hint="--save")
@@ -140,12 +134,6 @@ def _open(named: str, stack: ExitStack, engine: dict[str, Any]) -> LLM:
         return llm
     llm.add_lora(LORA, lora)
     return llm.with_lora(LORA)
-
-
-def _text(value: Any, row: Any) -> str:
-    if row.problem is not None or not isinstance(value, str):
-        raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
-    return value
 
 
 def _write(comparison: Comparison, output: str | None, plot: str | None) -> None:

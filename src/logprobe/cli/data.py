@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
 
@@ -23,8 +24,8 @@ from logprobe.cli.options import (
     with_flags,
 )
 from logprobe.cli.tables import print_facts, summary_lines
-from logprobe.errors import require
-from logprobe.scoring.data.sources import Format, check_columns, find_sources
+from logprobe.errors import InputError, require
+from logprobe.scoring.data.sources import Format, check_columns, find_sources, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,10 +51,31 @@ _Output = Annotated[
     str | None, typer.Option("--output", "-o", help="Write each row's numbers to a .parquet or .jsonl file.")
 ]
 _Summary = Annotated[bool, typer.Option("--summary", help="Print the totals alone.")]
-_Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
-_Format = Annotated[Format | None, typer.Option("--format", help="What the files are, whatever their names.")]
+LinesOption = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a row.")]
+FormatOption = Annotated[
+    Format | None, typer.Option("--format", help="What the files are, whatever their names.")
+]
+ColumnOption = Annotated[str, typer.Option("--text-column", help="The column of the texts.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Take so many texts.")]
 _Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped, even killed.")]
 _Force = Annotated[bool, typer.Option("--force", help="Write the output anew if it exists.")]
+
+
+def read_texts(
+    files: list[str], column: str, *, kind: Format | None, by_line: bool, limit: int | None
+) -> list[str]:
+    """The texts of one column, the first so many.
+
+    Raises:
+        InputError: a file that cannot be read, or a row without a text.
+    """
+    texts = []
+    for row in islice(read_rows(find_sources(files, kind=kind, by_line=by_line), [column]), limit):
+        text = row.values.get(column)
+        if row.problem is not None or not isinstance(text, str):
+            raise InputError(f"{row.source}, line {row.line}: {row.problem or 'its text is no text'}")
+        texts.append(text)
+    return texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +85,8 @@ class DataFlags:
     files: _Files = None
     output: _Output = None
     summary: _Summary = False
-    lines: _Lines = False
-    format: _Format = None
+    lines: LinesOption = False
+    format: FormatOption = None
     resume: _Resume = False
     force: _Force = False
     model: ModelOption = DEFAULT_MODEL
