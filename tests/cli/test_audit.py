@@ -265,6 +265,10 @@ def test_two_files_are_compared_without_a_model(cli: Callable[..., Any], rollout
         (("whole",), "--model"),
         (("whole", "--html", "page.html"), "--html"),
         (("whole", "--before", "report.json"), "--before"),
+        (("whole", "--quick"), "--quick"),
+        (("whole", "--timeout-s", "60"), "--timeout-s"),
+        (("whole", "cut", "--model", "smollm2"), "--model"),
+        (("http://127.0.0.1:1", "--top-p", "0.9"), "--top-p"),
         (("http://127.0.0.1:1", "whole"), "TRAINER.parquet"),
     ],
 )

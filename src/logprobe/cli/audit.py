@@ -26,7 +26,7 @@ from logprobe.config import EngineConfig
 from logprobe.errors import InputError, OutputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from logprobe.scoring.auditing.report import AuditReport
 
@@ -41,6 +41,12 @@ FLAGS: Final = {
     "model": "--endpoint-model",
 }
 STORED: Final = ".parquet"
+# Parameters of the command that only one of the two kinds takes.
+OF_ENDPOINTS: Final = (
+    *("endpoint_model", "data", "text_column", "lines", "format", "limit", "api_key_env", "timeout_s"),
+    *("before", "precision", "quick", "html"),
+)
+OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
 
 _Endpoint = Annotated[
     str,
@@ -96,6 +102,7 @@ _MinP = Annotated[float | None, typer.Option(help="Likewise.")]
 
 @takes_settings(EngineConfig, only=ENGINE_FLAGS | {"engine", "engine_options"})
 def audit(
+    context: typer.Context,
     endpoint: _Endpoint,
     trainer: _Trainer = None,
     *,
@@ -132,8 +139,9 @@ def audit(
     for path in (output, html):
         _check_writable(path)
     if endpoint.endswith(STORED):
-        for flag, value in {"--html": html, "--before": before}.items():
-            _refuse(value, flag, "is of endpoints alone")
+        _refuse(context, OF_ENDPOINTS, "is of endpoints alone")
+        if trainer is not None:
+            _refuse(context, ("model", "lora"), "goes with no TRAINER.parquet, which has the numbers")
         drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         names = {"rollouts": "ROLLOUTS.parquet", "other": "--model"}
         with flags_for(**names), _opened(None if trainer else _given(model), lora, engine) as llm:
@@ -141,7 +149,7 @@ def audit(
                 endpoint, trainer or llm, drawn, max_nats, output=output, as_json=as_json
             )
     else:
-        _refuse(trainer, "TRAINER.parquet", "goes with rollouts alone")
+        _refuse(context, OF_ROLLOUTS, "goes with rollouts alone")
         texts = read_texts(data, text_column, kind=format, by_line=lines, limit=limit) if data else None
         asked: dict[str, Any] = {
             "model": endpoint_model,
@@ -179,9 +187,12 @@ def _audited(
 # -- what comes in -------------------------------------------------------------------------------------------
 
 
-def _refuse(value: object, flag: str, why: str) -> None:
-    if value is not None:
-        raise typer.BadParameter(why, param_hint=flag)
+def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            hint = "TRAINER.parquet" if name == "trainer" else f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(why, param_hint=hint)
 
 
 def _given(model: str | None) -> str:
