@@ -122,7 +122,7 @@ def test_a_stream_comes_to_the_whole() -> None:
     ask = Ask(form="chat", prompt=({"role": "user", "content": "?"},), stream=True)
     found = read(Answered(200, events), ask, "POST /")
     assert isinstance(found, Reply)
-    assert (found.text, found.finish, found.num_prompt_tokens) == ("aa", "stop", 3)
+    assert (found.text, found.num_prompt_tokens) == ("aa", 3)
     assert found.completion == (Row(Entry(-1.0, None, "a", b"a"), ()),) * 2
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = "str | tuple[int, ...]"
 ID_PREFIX: Final = "token_id:"
-LIKELY: Final = 1e-6  # logprobs above 0 by rounding alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,6 @@ class Reply:
     num_prompt_tokens: int | None = None
     num_completion_tokens: int | None = None
     texts: tuple[str, ...] = ()
-    finish: str | None = None
     has_usage: bool = False
 
 
@@ -122,7 +120,6 @@ class Form:
     path: str
     body: Callable[[Ask, Mapping[str, Any]], dict[str, Any]]
     read: Callable[[Any, Ask], Reply]
-    can_stream: bool = True
     takes_model: bool = True
 
 
@@ -383,14 +380,12 @@ def _frame(body: dict[str, Any], choices: Sequence[dict[str, Any]], name: str) -
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     texts = [one.get(name) for one in choices]
-    finish = choices[0].get("finish_reason")
     return Reply(
         text=_text(texts[0] or "", name),
         texts=tuple(_text(text or "", name) for text in texts),
         completion_ids=_ids(choices[0].get("token_ids"), "token_ids"),
         num_prompt_tokens=_count(usage.get("prompt_tokens")),
         num_completion_tokens=_count(usage.get("completion_tokens")),
-        finish=finish if isinstance(finish, str) else None,
         has_usage=bool(usage),
     )
 
@@ -412,7 +407,7 @@ def _merged(events: list[Any]) -> dict[str, Any]:
 def _add_delta(choice: dict[str, Any], item: dict[str, Any]) -> None:
     if item.get("index", 0) != 0:
         return
-    for name in ("finish_reason", "prompt_token_ids", "prompt_logprobs"):
+    for name in ("prompt_token_ids", "prompt_logprobs"):
         if item.get(name) is not None:
             choice[name] = item[name]
     if "delta" in item:
@@ -549,8 +544,8 @@ FORMS: Final[dict[str, Form]] = {
     "prompt_logprobs": Form("/v1/completions", _prompt_body, _read_completion),
     "chat": Form("/v1/chat/completions", _chat_body, _read_chat),
     "chat prompt_logprobs": Form("/v1/chat/completions", _chat_prompt_body, _read_chat),
-    "generate": Form("/generate", _generate_body, _read_generate, can_stream=False, takes_model=False),
-    "completion": Form("/completion", _llama_body, _read_llama, can_stream=False, takes_model=False),
+    "generate": Form("/generate", _generate_body, _read_generate, takes_model=False),
+    "completion": Form("/completion", _llama_body, _read_llama, takes_model=False),
 }
 """Forms by the name that reports have for them."""
 PROMPT_FORMS: Final = ("echo", "prompt_logprobs", "generate")

@@ -19,6 +19,7 @@ from logprobe.scoring.auditing.distributions import distributions, log_kept_mass
 from logprobe.scoring.auditing.endpoint import printable
 from logprobe.scoring.auditing.report import MAX_TEXT, Evidence, FieldAnswer
 from logprobe.scoring.auditing.rows import align_completion
+from logprobe.scoring.auditing.session import TRIAL_CHAT, TRIAL_TEXT
 from logprobe.scoring.auditing.truth import changed_logits, shaping_of
 
 if TYPE_CHECKING:
@@ -131,8 +132,7 @@ def _penalised(heard: Heard) -> Verdict:
         return None
     rows, ids = found
     places = np.arange(len(ids))
-    asked = {**heard.trial.params}
-    after = changed_logits(rows, asked, ids)["penalised"]
+    after = changed_logits(rows, heard.trial.params, ids)["penalised"]
     is_after = np.all(after.max(axis=1) - after[places, list(ids)] <= heard.near)
     is_raw = np.all(rows.max(axis=1) - rows[places, list(ids)] <= heard.near)
     if is_after and is_raw:
@@ -223,11 +223,10 @@ HOT: Final = {"temperature": 2.0, "seed": 5}
 COLD: Final = {"temperature": 0}
 
 
-def trials(bias_id: int, other_id: int, stop: dict[str, str]) -> list[Trial]:
-    """Every field that is looked at; `stop` has a part of each form's own greedy text."""
-    own = "stop" if stop else ""
+def trials(bias_id: int, other_id: int, stop: str | None) -> list[Trial]:
+    """Every field that is looked at; `stop` is a word of the form's own greedy text."""
     found = [
-        Trial("temperature", {"temperature": 0}, _greedy, text=TEXT),
+        Trial("temperature", {"temperature": 0}, _greedy),
         Trial("top_p", {"top_p": 0.01}, _within, base=HOT),
         Trial("logit_bias", {"logit_bias": {str(bias_id): 100}}, _biased, base=COLD, max_tokens=6),
         Trial("frequency_penalty", {"frequency_penalty": 2.0}, _penalised, base=COLD, text=REPEATS),
@@ -260,8 +259,8 @@ def trials(bias_id: int, other_id: int, stop: dict[str, str]) -> list[Trial]:
             is_quick=False,
         ),
     ]
-    if own:
-        found.append(Trial("stop", {"stop": [stop.get("completions", "")]}, _stopped, base=COLD))
+    if stop is not None:
+        found.append(Trial("stop", {"stop": [stop]}, _stopped, base=COLD))
     further = [
         Trial("top_k", {"top_k": 1}, _within, base=HOT),
         Trial("min_p", {"min_p": 1.0}, _within, base=HOT),
@@ -302,12 +301,10 @@ class Fields:
         known = [form for form in ("completions", "chat") if form in self.session.without_rows]
         answers = []
         for form in known:
-            answers.append(
-                FieldAnswer(
-                    field=f"{form}.logprobs", form="whole", answer="ignored", detail="200, and no row"
-                )
-            )
-            self._ignored(f"{form}.logprobs", "whole", form, is_standard=True)
+            name, detail = f"{form}.logprobs", "200, and no row"
+            answers.append(FieldAnswer(field=name, form="whole", answer="ignored", detail=detail))
+            prompt = TRIAL_TEXT if form == "completions" else TRIAL_CHAT[0]["content"]
+            self._ignored(name, "whole", prompt, is_standard=True)
         stop: dict[str, str] = {}
         for form in forms:
             reply = await self.session.ask(self._ask(form, TEXT, COLD, MOST_TOKENS, 2))
@@ -319,7 +316,7 @@ class Fields:
         tokens = self.reader.tokens
         bias_id, other_id = tokens.word(" blue"), tokens.word(" red")
         for form in forms:
-            listed = trials(bias_id, other_id, {"completions": stop[form]} if form in stop else {})
+            listed = trials(bias_id, other_id, stop.get(form))
             chosen = [
                 (trial, streams)
                 for trial in listed
@@ -351,20 +348,16 @@ class Fields:
 
     async def _together(self, asks: Sequence[Ask]) -> list[Reply | Refusal | ServerError]:
         """Replies, or how each could not be read."""
-
-        async def one(ask: Ask) -> Reply | Refusal | ServerError:
-            try:
-                return await self.session.ask(ask)
-            except UnreachableError:
-                raise
-            except ServerError as error:
-                return error
-
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def in_turn(ask: Ask) -> Reply | Refusal | ServerError:
             async with slots:
-                return await one(ask)
+                try:
+                    return await self.session.ask(ask)
+                except UnreachableError:
+                    raise
+                except ServerError as error:
+                    return error
 
         return list(await asyncio.gather(*map(in_turn, asks)))
 

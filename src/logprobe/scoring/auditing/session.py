@@ -71,7 +71,7 @@ class Session:
     @property
     def stream_forms(self) -> list[str]:
         """Forms that a stream can be asked of."""
-        return [name for name in ("completions", "chat") if name in self.extras and FORMS[name].can_stream]
+        return [name for name in ("completions", "chat") if name in self.extras]
 
     async def ask(self, ask: Ask) -> Reply | Refusal:
         """The reply to one ask.
