@@ -7,7 +7,7 @@ The layers of all families differ by what a row of `families` says, and by nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,20 @@ class Step:
     slots: torch.Tensor  # (M,) int64
     pool: KVPool
     attend: Callable[[Step, Layer], Iterable[Stage]]  # queries see the pool
-    loras: LoraRows = field(default_factory=LoraRows)
+    loras: LoraRows | None = None  # None: no row runs under LoRA weights
+
+    def add_loras_(
+        self,
+        name: str,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        columns: slice = slice(None),
+        factor: float = 1.0,
+    ) -> None:
+        """`LoraRows.add_`, where some row runs under LoRA weights."""
+        if self.loras is not None:
+            self.loras.add_(name, out, x, columns=columns, factor=factor)
 
 
 class Decoder:
@@ -200,7 +213,7 @@ class Decoder:
         if self.launches is not None and not self.loras.groups and self.launches.can_run(plan):
             return self.launches.run(ids, places, plan, is_long=is_long)
         step = self.new_step(len(ids), plan.pool, partial(_attend_by, plan))
-        step.slots, step.loras = plan.slots, self.loras
+        step.slots, step.loras = plan.slots, self.loras if self.loras.groups else None
         self.fill(step, ids, places, is_long=is_long)
         for stage in self.stages(step):
             stage.run()
@@ -276,7 +289,7 @@ class Decoder:
         yield from layer.projection.stages(normed, step.projected)
         start = 0
         for name, width in layer.projections.items():
-            step.loras.add_(name, step.projected[:, start : start + width], normed)
+            step.add_loras_(name, step.projected[:, start : start + width], normed)
             start += width
         projections = self._by_head(step.projected)
         for norm, part in zip(
@@ -304,7 +317,7 @@ class Decoder:
             layer.experts.add_(step.hidden, mlp_rows)
         if layer.mlp is not None and layer.shared_gate is None:
             inner = step.inner[:, : layer.mlp.width]
-            yield from _inner_stages(layer.mlp, mlp_rows, inner, step.loras)
+            yield from _inner_stages(layer.mlp, mlp_rows, inner, step)
             yield from self._add(layer.mlp.down, layer.mlp.down_name, inner, layer.after_mlp, step)
         elif layer.mlp is not None:
             yield from _shared_stages(layer, mlp_rows, step)
@@ -316,10 +329,10 @@ class Decoder:
         if norm is None:
             factor = self.spec.factors.residual
             yield from linear.stages(x, step.hidden, step.hidden, factor)
-            step.loras.add_(name, step.hidden, x, factor=factor)
+            step.add_loras_(name, step.hidden, x, factor=factor)
         else:
             yield from linear.stages(x, step.branch)
-            step.loras.add_(name, step.branch, x)
+            step.add_loras_(name, step.branch, x)
             yield norm.stage(step.branch, step.hidden, step.hidden)
 
     def _by_head(self, projected: torch.Tensor) -> Projections:
@@ -456,21 +469,22 @@ def _normed(norm: Norm | None, x: torch.Tensor, out: torch.Tensor) -> Generator[
     return out
 
 
-def _inner_stages(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, loras: LoraRows) -> Iterator[Stage]:
+def _inner_stages(mlp: FeedForward, x: torch.Tensor, out: torch.Tensor, step: Step) -> Iterator[Stage]:
     """The first half of a feed-forward part; in parts where LoRA weights add to them before they meet."""
     inner, width = mlp.inner, mlp.width
-    if inner.is_one_pass and not loras.change(mlp.gate_names):
+    is_changed = step.loras is not None and step.loras.change(mlp.gate_names)
+    if inner.is_one_pass and not is_changed:
         yield inner.stage(x, out)
         return
     first, last = mlp.gate_names[0], mlp.gate_names[-1]
     yield panel_stage(x, inner.gates, out)
-    loras.add_(first, out, x, columns=slice(width))
+    step.add_loras_(first, out, x, columns=slice(width))
     values = None
     if inner.values is not None:
         values = torch.empty_like(out)
         yield panel_stage(x, inner.values, values)
         start = width if first == last else 0  # where one layer gives both, values are its second half
-        loras.add_(last, values, x, columns=slice(start, start + width))
+        step.add_loras_(last, values, x, columns=slice(start, start + width))
     yield gate_stage(out, values, out, inner.activation)
 
 
@@ -480,10 +494,10 @@ def _shared_stages(layer: Layer, x: torch.Tensor, step: Step) -> Iterator[Stage]
     assert layer.shared_gate is not None
     mlp, (gate_name, gate) = layer.mlp, layer.shared_gate
     inner = step.inner[:, : mlp.width]
-    yield from _inner_stages(mlp, x, inner, step.loras)
+    yield from _inner_stages(mlp, x, inner, step)
     yield from mlp.down.stages(inner, step.branch)
-    step.loras.add_(mlp.down_name, step.branch, inner)
+    step.add_loras_(mlp.down_name, step.branch, inner)
     gates = gate(x)
-    step.loras.add_(gate_name, gates, x)
+    step.add_loras_(gate_name, gates, x)
     # In float64: torch's float32 differs by a bit between the lanes of a vector and what is left over.
     step.hidden += gates.double().sigmoid().float() * step.branch
