@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,7 @@ PIECE_NUMBERS = 1 << 20  # that are looked at together: they stay in a cache
 STEP = 32  # what the number of inputs is filled up to a multiple of: a block of any form
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PanelWeights:
     """One linear layer's weights: panels of outputs, the last one and its inputs filled up with zeros."""
 
@@ -44,12 +45,12 @@ class PanelWeights:
     data: torch.Tensor  # uint8, the panels one after another
     bias: torch.Tensor | None = None  # (outputs,) float32
 
-    @property
+    @cached_property
     def padded_inputs(self) -> int:
         """Inputs with those that fill up the last block."""
         return self.num_inputs + -self.num_inputs % STEP
 
-    @property
+    @cached_property
     def panel_bytes(self) -> int:
         """Bytes of one panel."""
         return self.form.panel_bytes(self.padded_inputs)
