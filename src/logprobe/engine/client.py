@@ -390,7 +390,8 @@ class Client:
                 if advance is not None:
                     advance(output)
         for completion in output.outputs:
-            completion.text = self.text.text_of(completion.token_ids, completion.num_text_bytes)
+            if completion.token_ids:
+                completion.text = self.text.text_of(completion.token_ids, completion.num_text_bytes)
         return output
 
     def _asked(

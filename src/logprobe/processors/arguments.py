@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LARGEST_FLOAT: Final = 3.4e38  # what float32 holds
+PLAIN_TYPES: Final = frozenset({type(None), bool, int, float, str})
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -31,7 +32,7 @@ def plain(value: Any) -> Any:
     Raises:
         TypeError: a key of a mapping that is neither a text nor a number.
     """
-    if value is None or type(value) in {bool, int, float, str}:
+    if type(value) in PLAIN_TYPES:
         return value
     if hasattr(value, "tolist"):  # numpy or torch
         return value.tolist()

@@ -19,6 +19,7 @@ from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import (
     DEFAULT_VALUES,
     LARGEST_FLOAT,
+    PLAIN_TYPES,
     LogitBiasArgs,
     field_args,
     field_values,
@@ -145,8 +146,11 @@ class SamplingParams:
         words = _items("bad_words", () if self.bad_words is None else self.bad_words, "texts")
         normal["bad_words"] = tuple(_unicode("bad_words", plain(word)) for word in words)
         for name in (*FLAGS, "logprobs_mode", "lora", "response_format", "logits_processors_args"):
-            normal[name] = _plain(name, getattr(self, name))
-        normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
+            value = getattr(self, name)
+            if type(value) not in PLAIN_TYPES:
+                normal[name] = _plain(name, value)
+        if self.logit_bias is not None:
+            normal["logit_bias"] = _biases(_plain("logit_bias", self.logit_bias))
         for name in ("logit_bias", "logits_processors_args"):
             if normal.get(name) == {}:
                 normal[name] = None  # it asks nothing
@@ -309,10 +313,8 @@ def _plain(name: str, value: Any) -> Any:
         raise ParameterError(name, f"holds a key that is no text and no number: {error}") from error
 
 
-def _biases(by_id: Any) -> dict[int, float] | None:
+def _biases(by_id: Any) -> dict[int, float]:
     """Token id → nats, whether ids are numbers or, as in JSON, texts."""
-    if by_id is None:
-        return None
     biases = to_args({"logit_bias": by_id}, LogitBiasArgs, "logit_bias").logit_bias
     require(len(biases) == len(by_id), "logit_bias", "names a token id twice, as a number and as a text")
     return biases

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from logprobe.errors import ParameterError, require
 from logprobe.text.dropped import KNOWN_ROLES, check_laid_out
-from logprobe.text.tools import as_texts, has_calls
+from logprobe.text.tools import as_texts
 
 if TYPE_CHECKING:
     from logprobe.records.values import IntArray
@@ -121,9 +121,10 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     plain = [_plain_message(message, index) for index, message in enumerate(messages)]
     tools, variables = _plain_tools(layout.tools), dict(layout.chat_template_kwargs or {})
     ways = [(plain, list(range(len(plain))))]
-    if (tools or has_calls(plain)) and _says_tools(tokenizer, tools):
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in plain)
+    if (tools or has_calls) and _says_tools(tokenizer, tools):
         ways, tools = as_texts(plain, tools), None
-    elif has_calls(plain):
+    elif has_calls:
         ways.append(([_with_argument_texts(message) for message in plain], ways[0][1]))
     _check_variables(variables, tokenizer.chat_template)
 

@@ -108,11 +108,6 @@ def _without_fields(messages: Messages) -> tuple[list[dict[str, Any]], list[int]
     return said, numbers
 
 
-def has_calls(messages: Messages) -> bool:
-    """Whether a conversation holds calls of tools or their results."""
-    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-
-
 def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     read_tools(tools)
     return TOOLS_TEXT.format(tools="\n".join(_json_text(tool, f"tools[{n}]") for n, tool in enumerate(tools)))

@@ -33,21 +33,24 @@ class Tools:
     """The tools that a request tells its model of, and whether its reply is to call one."""
 
     functions: Sequence[Mapping[str, Any]] | None = None  # {type, function}, as chat templates take them
-    form: ResponseForm | None = None  # of a reply that is to call
+    form: ResponseForm | None = None  # of a reply that is to call; None: of itself it need not
     wanted: str = ANY  # or the name of the function that is called once
     is_single: bool = False
 
-    def call_format(self, prompt: str) -> dict[str, Any] | None:
-        """The response format of a reply to a prompt, where it is to call.
+    def call_format(self, prompt: str) -> dict[str, Any]:
+        """The response format of a reply to a prompt, which is to call.
 
         Raises:
             ParameterError: what is asked cannot be put as a grammar.
         """
-        if self.form is None or self.functions is None:
-            return None
+        assert self.form is not None, "a reply that is to call has a form"
+        assert self.functions is not None, "and there is something to call"
         parallel = not self.is_single
         prefix = end_of(prompt)
         return call_format(self.form, self.functions, self.wanted, parallel=parallel, prefix=prefix)
+
+
+NO_TOOLS: Final = Tools()
 
 
 def tools_of(body: ChatBody | ResponsesBody, form: ResponseForm | None) -> Tools:

@@ -13,7 +13,7 @@ from logprobe.server.http.replies import DONE
 from logprobe.server.openai.bodies import ChatBody
 from logprobe.server.openai.fields import chat_params, named_as_asked
 from logprobe.server.openai.prompts import encode_laid_out, layout_of, render_messages
-from logprobe.server.openai.tools import tools_of
+from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import Generation, answer, usage
 from logprobe.server.rows import (
     chat_logprobs,
@@ -58,11 +58,12 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     service.log_body("chat", body)
     if body.return_tokens_as_token_ids:
         service.write_ids()
-    tools = tools_of(body, service.reply_form())
+    has_tools = body.tools is not None or body.tool_choice is not None
+    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
     ids = encode_laid_out(prompt, service)
     room = service.capabilities.max_model_len + 1 - len(ids)
-    calls = tools.call_format(prompt)
+    calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = chat_params(body, service.settings, calls, room=room)
         members = body.field_logprobs == "members"

@@ -19,7 +19,7 @@ from logprobe.server.openai.items import InputItems, as_items
 from logprobe.server.openai.prompts import encode_laid_out, render_messages
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
 from logprobe.server.openai.thinking import template_variables
-from logprobe.server.openai.tools import tools_of
+from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import Generation, answer
 from logprobe.server.said import Splitter
 from logprobe.text.chat import Layout
@@ -48,11 +48,12 @@ def prepare(body: ResponsesBody, service: Service, owner: bytes) -> ResponsesReq
     """Check and admit what an owner asks."""
     service.choose_weights(body)
     service.log_body("responses", body)
-    tools = tools_of(body, service.reply_form())
+    has_tools = body.tools is not None or body.tool_choice is not None
+    tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     messages, prompt = read_conversation(body, service, owner, tools)
     ids = encode_laid_out(prompt, service)
     room = service.capabilities.max_model_len + 1 - len(ids)
-    calls = tools.call_format(prompt)
+    calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):
         params = responses_params(body, service.settings, calls, room=room)
         members = body.field_logprobs == "members"
