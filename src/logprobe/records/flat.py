@@ -16,14 +16,13 @@ from logprobe.records.forms import frames, html, picture, wire
 from logprobe.records.store.columns import Array, ColumnView
 from logprobe.records.store.entries import Entries, texts_of, with_holes
 from logprobe.records.store.inputs import (
-    checked,
     given_columns,
     row_entries,
     row_from_columns,
     row_from_position,
     spans_of,
-    step_rows,
 )
+from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
 from logprobe.records.store.side import IdRuns, Parts, Side
 from logprobe.records.values import Logprob, LogprobsOnePosition
@@ -175,7 +174,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         is_bare = self._side.is_empty and not extras and given is None and kept is None
         if is_bare and self.rows.append_one(token_ids, logprobs, ranks):  # no more of it: once a token
             return
-        rows = checked(step_rows(token_ids, logprobs, ranks))
+        rows = StepRows.of(token_ids, logprobs, ranks)
         if not is_bare:
             named = None if given is None else given_columns(given)
             self._side.append(len(self), len(rows.ranks), extras, named, kept)

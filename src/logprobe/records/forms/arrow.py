@@ -22,7 +22,8 @@ from logprobe.records.forms.arrow_validity import (
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.rows import EXTRAS
 from logprobe.records.store.columns import narrowed
-from logprobe.records.store.entries import NO_RANK, Entries, StepRows
+from logprobe.records.store.entries import NO_RANK, Entries
+from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
 from logprobe.records.store.side import Parts
 

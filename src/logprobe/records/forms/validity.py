@@ -14,7 +14,8 @@ import numpy as np
 
 from logprobe.errors import InputError
 from logprobe.records.rows import EXTRAS
-from logprobe.records.store.entries import NO_RANK, StepRows
+from logprobe.records.store.entries import NO_RANK
+from logprobe.records.store.rectangle import StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

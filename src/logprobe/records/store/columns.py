@@ -12,6 +12,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from logprobe.errors import ParameterError
+
 Array = npt.NDArray[Any]
 
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 1 << 10, 1 << 16
@@ -191,6 +193,24 @@ def narrowed(values: Array) -> Array:
         narrow = wide.astype(np.float32)
     is_same = narrow == wide
     return narrow if is_same.all() or (is_same | np.isnan(wide)).all() else wide
+
+
+def check_not_negative(**columns: Array) -> None:
+    """Raise `ParameterError` where a column of ids or ranks holds a negative number."""
+    for name, values in columns.items():
+        if values.size and values.min() < 0:
+            raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
+
+
+def float_column(logprobs: Array) -> Array:
+    """Float32 where every value is one exactly, else float64.
+
+    Raises:
+        ParameterError: a value is +inf.
+    """
+    if (logprobs == np.inf).any():
+        raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
+    return narrowed(logprobs)
 
 
 def narrowest_id_dtype(largest: int) -> np.dtype[Any]:

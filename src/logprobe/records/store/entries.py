@@ -144,36 +144,6 @@ def with_holes(entries: Entries) -> Entries:
     )
 
 
-class StepRows(NamedTuple):
-    """Rows of a step: column 0 is the chosen token, then the k best."""
-
-    token_ids: Array  # (n, k + 1) integers >= 0
-    logprobs: Array  # (n, k + 1) float32 or float64, nats
-    ranks: Array  # (n,) integers, of the chosen token
-
-    def repeats(self) -> Array:
-        """Where the k best hold the chosen token, (n, k) bool."""
-        is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
-        return is_repeat
-
-    def entries(self, *, repeats_chosen: bool) -> Entries:
-        """The same rows as entries; `repeats_chosen` keeps a chosen token that is among the k best twice."""
-        n, width = self.token_ids.shape
-        is_shown = np.ones((n, width), np.bool_)
-        if not repeats_chosen:
-            np.logical_not(self.repeats(), out=is_shown[:, 1:])
-        offsets = np.zeros(n + 1, np.int64)
-        np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
-        ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()
-        ranks[:, 0] = self.ranks
-        return Entries(
-            offsets=offsets,
-            token_ids=self.token_ids[is_shown],
-            logprobs=self.logprobs[is_shown],
-            ranks=ranks[is_shown],
-        )
-
-
 class RowLists(NamedTuple):
     """The entries of one position as Python values, the chosen token first."""
 

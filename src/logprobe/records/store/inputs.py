@@ -1,4 +1,4 @@
-"""What callers append, checked: a step's arrays, columns of Python values, dicts.
+"""What callers append by hand, checked: columns of Python values, dicts, ids that they name.
 
 Before it: `FlatLogprobs`. After it: `Rows`.
 """
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.errors import ParameterError
-from logprobe.records.store.columns import narrowed
-from logprobe.records.store.entries import NO_RANK, Entries, RowLists, StepRows
+from logprobe.records.store.columns import check_not_negative, float_column
+from logprobe.records.store.entries import NO_RANK, Entries, RowLists
+from logprobe.records.store.rectangle import StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -22,54 +23,6 @@ if TYPE_CHECKING:
 
     from logprobe.records.store.columns import Array
     from logprobe.records.values import Logprob
-
-
-def step_rows(token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> StepRows:
-    """A step's arrays, their shapes and types checked; `checked` looks at the values.
-
-    Raises:
-        ParameterError: shapes that do not agree, ids or ranks that are no integers.
-    """
-    rows = StepRows(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
-    shape = rows.token_ids.shape
-    if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
-        raise ParameterError(
-            "token_ids",
-            f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
-            "must be (n, k + 1), (n, k + 1) and (n,)",
-        )
-    if rows.token_ids.dtype.kind not in "iu" or rows.ranks.dtype.kind not in "iu":
-        for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
-            if values.dtype.kind not in "iu" and values.size:
-                raise ParameterError(name, f"{values.dtype} values where integers belong")
-    return rows
-
-
-def checked(rows: StepRows) -> StepRows:
-    """The same rows, logprobs as float32 where that is exact.
-
-    Raises:
-        ParameterError: negative ids or ranks, +inf.
-    """
-    _check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
-    return rows._replace(logprobs=float_column(rows.logprobs))
-
-
-def _check_not_negative(**columns: Array) -> None:
-    for name, values in columns.items():
-        if values.size and values.min() < 0:
-            raise ParameterError(name, f"{int(values.min())} is negative; drop padding before appending")
-
-
-def float_column(logprobs: Array) -> Array:
-    """Float32 where every value is one exactly, else float64.
-
-    Raises:
-        ParameterError: a value is +inf.
-    """
-    if (logprobs == np.inf).any():
-        raise ParameterError("logprobs", "a value is +inf, which no log-probability is; check the logits")
-    return narrowed(logprobs)
 
 
 def row_from_columns(
@@ -113,7 +66,7 @@ def row_entries(row: RowLists) -> Entries:
         ParameterError: ids, logprobs or ranks that are no such numbers, negative ids or ranks, +inf.
     """
     ids = _typed("token_ids", "q", row.token_ids)
-    _check_not_negative(
+    check_not_negative(
         token_ids=ids, ranks=_typed("ranks", "q", [rank for rank in row.ranks if rank is not None])
     )
     return Entries(
@@ -187,5 +140,5 @@ def given_columns(given: Sequence[npt.ArrayLike]) -> Entries:
     offsets, ids, logprobs, ranks = (np.asarray(column) for column in given)
     if not ids.shape == logprobs.shape == ranks.shape == (int(offsets[-1] - offsets[0]),):
         raise ParameterError("given", f"offsets end at {offsets[-1]}, but {ids.shape} ids came with them")
-    _check_not_negative(token_ids=ids, ranks=ranks)
+    check_not_negative(token_ids=ids, ranks=ranks)
     return Entries(offsets=offsets, token_ids=ids, logprobs=float_column(logprobs), ranks=ranks)

@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from logprobe.records.store.columns import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES, logs_of_rest, narrowest_id_dtype
-from logprobe.records.store.entries import Entries, RowLists, StepRows, TopLists
+from logprobe.errors import ParameterError
+from logprobe.records.store.columns import (
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+    check_not_negative,
+    float_column,
+    logs_of_rest,
+    narrowest_id_dtype,
+)
+from logprobe.records.store.entries import Entries, RowLists, TopLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import numpy.typing as npt
 
     from logprobe.records.store.columns import Array
 
@@ -27,6 +37,57 @@ MAX_WIDTH: Final = 65  # up to here the last block is one that single rows are q
 FLOAT32: Final = np.dtype(np.float32)
 BYTE_ORDER: Final = sys.byteorder
 _INTEGERS: Final = {np.dtype(np.int32), np.dtype(np.int64)}
+
+
+class StepRows(NamedTuple):
+    """Rows of a step: column 0 is the chosen token, then the k best."""
+
+    token_ids: Array  # (n, k + 1) integers >= 0
+    logprobs: Array  # (n, k + 1) float32 or float64, nats
+    ranks: Array  # (n,) integers, of the chosen token
+
+    @classmethod
+    def of(cls, token_ids: npt.ArrayLike, logprobs: npt.ArrayLike, ranks: npt.ArrayLike) -> StepRows:
+        """A step's arrays, checked, logprobs as float32 where that is exact.
+
+        Raises:
+            ParameterError: shapes that do not agree, ids or ranks that are no integers or negative, +inf.
+        """
+        rows = cls(np.asarray(token_ids), np.asarray(logprobs), np.asarray(ranks))
+        shape = rows.token_ids.shape
+        if len(shape) != 2 or shape[1] == 0 or rows.logprobs.shape != shape or rows.ranks.shape != shape[:1]:
+            raise ParameterError(
+                "token_ids",
+                f"token_ids {shape}, logprobs {rows.logprobs.shape} and ranks {rows.ranks.shape} "
+                "must be (n, k + 1), (n, k + 1) and (n,)",
+            )
+        for name, values in (("token_ids", rows.token_ids), ("ranks", rows.ranks)):
+            if values.dtype.kind not in "iu" and values.size:
+                raise ParameterError(name, f"{values.dtype} values where integers belong")
+        check_not_negative(token_ids=rows.token_ids, ranks=rows.ranks)
+        return rows._replace(logprobs=float_column(rows.logprobs))
+
+    def repeats(self) -> Array:
+        """Where the k best hold the chosen token, (n, k) bool."""
+        is_repeat: Array = self.token_ids[:, 1:] == self.token_ids[:, :1]
+        return is_repeat
+
+    def entries(self, *, repeats_chosen: bool) -> Entries:
+        """The same rows as entries; `repeats_chosen` keeps a chosen token that is among the k best twice."""
+        n, width = self.token_ids.shape
+        is_shown = np.ones((n, width), np.bool_)
+        if not repeats_chosen:
+            np.logical_not(self.repeats(), out=is_shown[:, 1:])
+        offsets = np.zeros(n + 1, np.int64)
+        np.cumsum(np.count_nonzero(is_shown, axis=1), out=offsets[1:])
+        ranks = np.broadcast_to(np.arange(width, dtype=np.int64), (n, width)).copy()
+        ranks[:, 0] = self.ranks
+        return Entries(
+            offsets=offsets,
+            token_ids=self.token_ids[is_shown],
+            logprobs=self.logprobs[is_shown],
+            ranks=ranks[is_shown],
+        )
 
 
 class OpenBlock(NamedTuple):

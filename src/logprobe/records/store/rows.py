@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from logprobe.records.store.columns import ColumnView, chunks, narrowed
-from logprobe.records.store.entries import Entries, RowLists, StepRows
+from logprobe.records.store.entries import Entries, RowLists
 from logprobe.records.store.inputs import as_step_rows, row_from_columns
 from logprobe.records.store.ragged import Ragged
-from logprobe.records.store.rectangle import BYTE_ORDER, FLOAT32, Rectangle
+from logprobe.records.store.rectangle import BYTE_ORDER, FLOAT32, Rectangle, StepRows
 from logprobe.records.store.texts import Texts
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Rows:
         repeats_chosen: bool = False,
         texts: list[str | None] | None = None,
     ) -> None:
-        """Add a step's `checked` rows; `texts` are those of the entries that are shown."""
+        """Add a step's rows, as `StepRows.of` checks them; `texts` are of the entries that are shown."""
         self._pack(is_last=True)
         self._add_step(rows, repeats_chosen=repeats_chosen, texts=texts)
         is_plain = self.texts is None and not (self.ragged.num_rows or self.rectangle.repeats_chosen)
