@@ -7,7 +7,7 @@ streams, files and user code.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, NoReturn, overload
@@ -24,7 +24,7 @@ from logprobe.records.store.inputs import (
 )
 from logprobe.records.store.rectangle import StepRows
 from logprobe.records.store.rows import Rows
-from logprobe.records.store.side import IdRuns, Parts, Side
+from logprobe.records.store.side import NOTHING, IdRuns, Parts, Side
 from logprobe.records.values import Logprob, LogprobsOnePosition
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: what `append`, or `from_columns`, refuses.
         """
         self.rows = Rows()
-        self._side = Side()
+        self._side = NOTHING
         self.table = table
         self.info = info
         columns = (end_indices, token_ids, logprobs, ranks, decoded_tokens)
@@ -123,11 +123,11 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
             ParameterError: negative ids or ranks, +inf. Nothing is added then.
         """
         if logprobs_one_position is None:
-            self._side.append_nothing(len(self), 1)
+            self._add_nothing_beside(1)
             self.rows.append_none()
             return
         entries = row_entries(row := row_from_position(logprobs_one_position))
-        self._side.append_nothing(len(self), 1)
+        self._add_nothing_beside(1)
         self.rows.append_position(row, entries)
 
     def append_fast(
@@ -177,12 +177,27 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         rows = StepRows.of(token_ids, logprobs, ranks)
         if not is_bare:
             named = None if given is None else given_columns(given)
-            self._side.append(len(self), len(rows.ranks), extras, named, kept)
+            self._add_beside(len(rows.ranks), extras, named, kept)
         self.rows.append_step(rows)
+
+    def _add_beside(
+        self,
+        num_new: int,
+        extras: Mapping[str, npt.ArrayLike | None],
+        named: Entries | None,
+        kept: tuple[npt.ArrayLike, npt.ArrayLike] | None,
+    ) -> None:
+        if self._side is NOTHING:
+            self._side = Side()
+        self._side.append(len(self), num_new, extras, named, kept)
+
+    def _add_nothing_beside(self, num_new: int) -> None:
+        if not self._side.is_empty:
+            self._side.append(len(self), num_new, {})
 
     def append_entries(self, entries: Entries) -> None:
         """Add a run of positions exactly as given."""
-        self._side.append_nothing(len(self), len(entries.offsets) - 1)
+        self._add_nothing_beside(len(entries.offsets) - 1)
         self.rows.append_entries(entries)
 
     def extend(self, values: Iterable[LogprobsOnePosition | None]) -> None:
@@ -196,7 +211,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
         if not (self._side.is_empty and beside.is_empty):
             extras, given, kept = beside.columns(len(added))
             named = None if given is None else given.entries(0, given.num_rows)
-            self._side.append(len(self), len(added), extras, named, kept)
+            self._add_beside(len(added), extras, named, kept)
         self.rows.extend(added.rows)
 
     def _refuse(self, *_: object) -> NoReturn:
@@ -268,7 +283,9 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
 
     def _cut(self, places: range) -> FlatLogprobs:
         part = FlatLogprobs(table=self.table, info=self.info)
-        part.rows, part._side = self.rows.cut(places), self._side.cut(places, len(self))
+        part.rows = self.rows.cut(places)
+        if not self._side.is_empty:
+            part._side = self._side.cut(places, len(self))
         return part
 
     def to_bytes(self, precision: Precision = "float32") -> bytes:
@@ -348,7 +365,7 @@ class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
     @property
     def extras(self) -> dict[str, Array]:
         """The further columns that were given, by name: (T,) each, NaN where a position has none."""
-        return self._side.extras(len(self))
+        return {} if self._side is NOTHING else self._side.extras(len(self))
 
     @property
     def entropy(self) -> Array | None:

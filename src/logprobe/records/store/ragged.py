@@ -188,6 +188,10 @@ class Ragged:
         return part
 
 
+NOTHING: Final = Ragged()
+"""The rows of a record that has none of these, to which none is ever added."""
+
+
 def _top_of_row(ids: list[int], ranks: list[int]) -> list[int]:
     """Entries of one row that are its k best: all but the first, and the first where its place is empty."""
     rest = list(range(1, len(ids)))

@@ -18,7 +18,7 @@ import numpy as np
 from logprobe.records.store.columns import ColumnView, chunks, narrowed
 from logprobe.records.store.entries import Entries, RowLists
 from logprobe.records.store.inputs import as_step_rows, row_from_columns
-from logprobe.records.store.ragged import Ragged
+from logprobe.records.store.ragged import NOTHING, Ragged
 from logprobe.records.store.rectangle import BYTE_ORDER, FLOAT32, Rectangle, StepRows
 from logprobe.records.store.texts import Texts
 
@@ -54,7 +54,7 @@ class Rows:
     ) -> None:
         self.num_none = num_none
         self.rectangle = rectangle or Rectangle(1, repeats_chosen=False)
-        self.ragged = ragged or Ragged()
+        self.ragged = ragged or NOTHING
         self.texts = texts  # None: no text was given so far
         self._waiting: _Waiting | None = None
         self._open: Rectangle | None = None  # the rectangle, while a step's row goes straight there
@@ -190,6 +190,8 @@ class Rows:
     def _add_entries(self, entries: Entries) -> None:
         if entries.texts is not None or self.texts is not None:
             self._write_texts(entries.token_ids, entries.texts)
+        if self.ragged is NOTHING:
+            self.ragged = Ragged()
         self.ragged.append(entries)
 
     def _write_texts(self, token_ids: Array, texts: list[str | None] | None) -> None:
@@ -403,7 +405,8 @@ class Rows:
         at = [min(max(row - self.num_none, 0), self.rectangle.num_rows) for row in (start, stop)]
         base = self.num_none + self.rectangle.num_rows
         beyond = [max(row - base, 0) for row in (start, stop)]
-        return Rows(num_none, self.rectangle.view(*at), self.ragged.view(*beyond), texts)
+        ragged = self.ragged.view(*beyond) if self.ragged.num_rows else None
+        return Rows(num_none, self.rectangle.view(*at), ragged, texts)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """Scalars and columns from which `from_state` builds the same rows."""

@@ -5,7 +5,7 @@ Before it: a step's arrays. After it: `FlatLogprobs`; none of it costs anything 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -135,11 +135,6 @@ class Side:
         own = sum(int(array.nbytes) for array in [*extras.values(), *(kept or ())])
         return own if given is None else own + given.nbytes
 
-    def append_nothing(self, at: int, num_new: int) -> None:
-        """Add positions of which nothing was given."""
-        if not self.is_empty:
-            self.append(at, num_new, {})
-
     def append(
         self,
         at: int,
@@ -199,3 +194,7 @@ class Side:
             None if self.given is None else self.given.cut(places),
             None if self.kept is None else self.kept.cut(places),
         )
+
+
+NOTHING: Final = Side()
+"""What stands beside the rows of most records, to which nothing is ever added."""
