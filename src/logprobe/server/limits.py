@@ -20,8 +20,7 @@ from logprobe.processors.builtin.grammar import (
 )
 from logprobe.records.values import IdLists
 from logprobe.server.http.errors import ApiError, bad_request, server_full
-from logprobe.server.openai.bodies import AnswersBody, ScoreBody
-from logprobe.server.openai.fields import GUIDED
+from logprobe.server.openai.bodies import GUIDED, AnswersBody, ScoreBody
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from logprobe.server.http.errors import server_full
-from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody, ScoreBody, UncertaintyBody
-from logprobe.server.openai.fields import GUIDED
+from logprobe.server.openai.bodies import (
+    GUIDED,
+    ClassifyBody,
+    JudgeBody,
+    RerankBody,
+    ScoreBody,
+    UncertaintyBody,
+)
 from logprobe.text.chat import is_plain
 
 if TYPE_CHECKING:

@@ -102,6 +102,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
 
 
+GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`."""
 

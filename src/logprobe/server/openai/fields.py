@@ -15,7 +15,7 @@ from logprobe.errors import ParameterError, shortened
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
-from logprobe.server.openai.bodies import ResponsesBody
+from logprobe.server.openai.bodies import GUIDED, ResponsesBody
 from logprobe.server.openai.no_effect import has_effect
 
 if TYPE_CHECKING:
@@ -100,7 +100,6 @@ REPORTS: Final = (*KERNEL_EXTRAS, "explain", "logprob_token_ids", "logprobs_mode
 # vLLM's words for a text of a given form, which `response_format` says here.
 FORMS: Final = ("json", "json_object", "regex", "choice", "grammar")
 STRUCTURED: Final = "structured_outputs."
-GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def chat_params(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from logprobe.server.openai.bodies import ResponsesBody
-from logprobe.server.openai.thinking import unread_fields, variables_by_field
+from logprobe.server.openai.prompts import unread_fields, variables_by_field
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,12 +13,12 @@ import numpy as np
 
 from logprobe.server.http.errors import bad_request
 from logprobe.server.limits import check_count
-from logprobe.server.openai.thinking import template_variables
 from logprobe.text.chat import ANSWER, EMPTY, PART_REPORTS, TEXT_PARTS, Layout, lay_out
 from logprobe.text.reasoning import FIELDS, lay_out_reasoning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from logprobe.records.values import IntArray
     from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
@@ -39,6 +39,10 @@ PART_FIELDS: Final = frozenset(
 )
 CALL_FIELDS: Final = frozenset({"id", "type", "index", "function"})
 FUNCTION_FIELDS: Final = frozenset({"name", "arguments", "parsed_arguments"})
+
+EFFORT: Final = "reasoning_effort"
+THINKING: Final = "enable_thinking"
+"""Variables by which templates know how to reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,46 @@ def layout_of(
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=template_variables(body, service.template_variables()),
     )
+
+
+def variables_by_field(body: Any) -> dict[str, dict[str, Any]]:
+    """The fields of a body that say how to reason, each with the variables that say the same."""
+    reasoning, kwargs = getattr(body, "reasoning", None), getattr(body, "chat_template_kwargs", None) or {}
+    efforts = {
+        "reasoning_effort": getattr(body, "reasoning_effort", None),
+        "reasoning.effort": None if reasoning is None else reasoning.effort,
+    }
+    switches = {
+        "chat_template_kwargs.enable_thinking": kwargs.get(THINKING),
+        "enable_thinking": getattr(body, "enable_thinking", None),
+    }
+    fields: dict[str, dict[str, Any]] = {
+        name: {EFFORT: effort} | ({THINKING: False} if effort == "none" else {})
+        for name, effort in efforts.items()
+        if effort is not None
+    }
+    return fields | {name: {THINKING: value} for name, value in switches.items() if value is not None}
+
+
+def unread_fields(body: Any, known: AbstractSet[str]) -> list[str]:
+    """Those that say nothing to a template that reads these variables."""
+    return [name for name, variables in variables_by_field(body).items() if known.isdisjoint(variables)]
+
+
+def template_variables(body: Any, known: AbstractSet[str]) -> dict[str, Any]:
+    """The variables that a body gives a template, of those about reasoning the ones that it knows.
+
+    Raises:
+        ApiError: 400, two fields say different things.
+    """
+    given = getattr(body, "chat_template_kwargs", None) or {}
+    variables = {name: value for name, value in given.items() if name != THINKING}
+    for name, values in variables_by_field(body).items():
+        for variable in known & values.keys():
+            if variables.setdefault(variable, values[variable]) != values[variable]:
+                message = f"and another field give {variable} different values; give one of them"
+                raise bad_request(name, message)
+    return variables
 
 
 def check_fields(messages: Conversation) -> None:

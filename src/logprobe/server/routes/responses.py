@@ -16,9 +16,8 @@ from logprobe.server.http.replies import JSON_TYPE, json_reply
 from logprobe.server.openai.bodies import MAX_LISTED, ORDERS, ResponsesBody
 from logprobe.server.openai.fields import named_as_asked, responses_params
 from logprobe.server.openai.items import InputItems, as_items
-from logprobe.server.openai.prompts import encode_laid_out, render_messages
+from logprobe.server.openai.prompts import encode_laid_out, render_messages, template_variables
 from logprobe.server.openai.response import ResponseShape, ResponsesRequest
-from logprobe.server.openai.thinking import template_variables
 from logprobe.server.openai.tools import NO_TOOLS, tools_of
 from logprobe.server.reply import Generation, answer
 from logprobe.server.said import Splitter
