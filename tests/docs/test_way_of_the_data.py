@@ -16,6 +16,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType
 
+# What none of these requests asks for.
+NOT_ASKED = (
+    "engine/forward/experts.py",
+    "engine/forward/lora.py",
+    "engine/forward/rope.py",
+    "engine/loras.py",
+    "engine/plan/drafts.py",
+    "engine/truncation.py",
+    "engine/weight_swap.py",
+    "processors/arguments.py",
+    "processors/pipeline.py",
+    "records/store/inputs.py",
+    "records/store/ragged.py",
+    "records/store/side.py",
+    "records/store/texts.py",
+    "sampling/kept.py",
+    "server/members.py",
+    "server/openai/tools.py",
+    "text/channels/split.py",
+    "text/dropped.py",
+    "text/reasoning.py",
+    "text/tools.py",
+)
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "".join((DOCS / page).read_text(encoding="utf-8") for page in ("way-of-the-data.md", "structures.md"))
 HOP = re.compile(r"^\d+\. `(?P<file>[^:`]+):(?P<function>[^`]+)`", re.MULTILINE)
@@ -85,6 +108,14 @@ def test_the_command_calls_in_the_order_of_the_page(
 
 def test_a_streamed_chat_calls_in_the_order_of_the_page(walked: dict[str, list[CodeType]]) -> None:
     assert_in_order("One streamed chat", walked["One streamed chat"])
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_what_a_request_does_not_ask_for_is_not_on_its_way(
+    title: str, walked: dict[str, list[CodeType]]
+) -> None:
+    assert all((SOURCE / file).is_file() for file in NOT_ASKED)
+    assert {FILES[code.co_filename] for code in walked[title]}.isdisjoint(NOT_ASKED)
 
 
 def test_a_wrong_order_is_seen() -> None:
