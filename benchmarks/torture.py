@@ -375,7 +375,6 @@ def drawn_against_scored(model: str, num_tokens: int) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {
         "kv_bytes": 1 << 29,
         "max_batch_rows": max(DRAWN_BATCHES),
-        "batch_invariant": True,
     }
     with LLM(model, **settings) as llm, LLM(model, **settings, max_batch_tokens=160) as small:
         for batch in DRAWN_BATCHES:

@@ -53,7 +53,7 @@ PROMISES = {
         "`tests/torture`"
     ),
     "nothing stays of them: requests, slots, handles, memory": "the same",
-    "with `batch_invariant` a row has the same bits alone, among others, kept, cold, in chunks, drawn "
+    "with a decoder of our own a row has the same bits alone, among others, kept, cold, in chunks, drawn "
     "and scored": "`tests/engine/test_batch_invariance.py`, `make torture`",
     "records, Arrow columns and Parquet files are not believed: one `InputError`, no memory by their own "
     "say-so": "`tests/records/forms/*hostile.py`",

@@ -66,9 +66,10 @@ class EngineConfig:
             the numbers are the same.
         speculate: guess the next tokens of a text that repeats itself or its prompt, and verify several in
             one step; tokens, seeds and numbers are the same.
-        batch_invariant: give a row's numbers the same bits whatever runs beside it and however its prompt is
-            cut into steps or kept, so that drawn tokens scored again have the bits they were drawn with; long
-            prompts take up to twice as long. On a CPU, for families that run without transformers' modules.
+        batch_invariant: refuse a model whose rows' bits depend on what runs beside them. On a CPU, families
+            that run without transformers' modules give a row the same bits in any batch, however its prompt
+            is cut into steps or kept, with or without this: drawn tokens that are scored again have the bits
+            they were drawn with.
         logits_processors: those that requests may use by `logits_processors_args`, in order of execution:
             names of built-ins or entry points, `module.path:ClassName` (the current folder is searched, too),
             or classes; several names may stand in one text with commas between.

@@ -1,4 +1,4 @@
-"""`batch_invariant`: a row's bits are those of its own text, however that was cut, kept or accompanied."""
+"""A row's bits are those of its own text, however that was cut, kept or accompanied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def llm(
     request: pytest.FixtureRequest, tiny_model_folder: Path, adapter_folders: dict[str, Path]
 ) -> Iterator[LLM]:
     settings: dict[str, Any] = {"max_batch_tokens": request.param, "kv_bytes": 1 << 21, "max_batch_rows": 16}
-    with LLM(str(tiny_model_folder), batch_invariant=True, **settings) as opened:
+    with LLM(str(tiny_model_folder), **settings) as opened:
         opened.add_lora("wide", adapter_folders["wide"])
         yield opened
 
@@ -80,3 +80,27 @@ def test_drawn_tokens_have_the_bits_that_scoring_gives_them(
 def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
     with raises(ParameterError, parameter="batch_invariant"):
         LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_bytes=1 << 20)
+
+
+@pytest.mark.real_model
+def test_real_weights_give_a_text_the_same_bits_drawn_alone_together_and_kept(real_llm: LLM) -> None:
+    rng = np.random.default_rng(5)
+    vocab_size = real_llm.engine.capabilities().vocab_size
+    shared = rng.integers(20, vocab_size, 300).tolist()
+    prompts = [
+        [*shared[:length], *rng.integers(20, vocab_size, 9).tolist()] for length in (0, 4, 90, 187, 300)
+    ]
+    drawing = SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True, seed=3)
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=5)
+    real_llm.engine.forget_prefixes()
+    drawn = real_llm.generate(prompts, drawing)
+    texts = [[*prompt, *one.outputs.token_ids] for prompt, one in zip(prompts, drawn, strict=True)]
+    kept = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
+    real_llm.engine.forget_prefixes()
+    together = [bits(one.prompt_logprobs[1:]) for one in real_llm.generate(texts, scoring)]  # type: ignore[index]
+    for text, prompt, one, *others in zip(texts, prompts, drawn, kept, together, strict=True):
+        real_llm.engine.forget_prefixes()
+        [alone] = real_llm.generate([text], scoring)
+        assert alone.prompt_logprobs is not None
+        assert others == [bits(alone.prompt_logprobs[1:])] * 2
+        assert bits(one.outputs.logprobs) == bits(alone.prompt_logprobs[len(prompt) :])

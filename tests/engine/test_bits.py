@@ -21,8 +21,8 @@ TEXT = (Path(__file__).parents[2] / "examples" / "lighthouse.txt").read_text(enc
 # Processor, as LLVM calls it → digests of the scored text, of the generated ids and of their numbers.
 # Vectors of another width add in another order, so each kind has its own.
 KNOWN = {
-    "znver5": ("319b0f65efe27c7f", "f4f9aaa433ddfc23", "2a7ffd513daad30b"),
-    "haswell": ("905192b381e4df25", "f4f9aaa433ddfc23", "80a1544f83341fe9"),
+    "znver5": ("319b0f65efe27c7f", "f4f9aaa433ddfc23", "13a4a54a1f2662eb"),
+    "haswell": ("905192b381e4df25", "f4f9aaa433ddfc23", "22c4f03bd6c0906e"),
 }
 
 

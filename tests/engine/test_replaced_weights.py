@@ -413,7 +413,8 @@ def test_the_form_and_the_proof_that_are_told_are_those_of_the_new_weights(
     able, info = llm.engine.capabilities(), llm.score(PAIRS[:1])[0].record.info
     layout = llm.engine.core.engine.forward.layout
     assert (info.weights, info.layers) == (layout.weights, layout.layers)
-    assert info.probe_difference == layout.probe_difference != before.layout.probe_difference
+    assert layout is not before.layout
+    assert info.probe_difference == layout.probe_difference
     assert (able.layout, able.weight_version) == (layout, info.weight_version)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -102,7 +101,6 @@ class Driven:
             self._folds[event.request_id].add(event)
 
 
-IN_CHUNKS = functools.partial(attention.plan_attention, is_short=lambda *_: False)
 SCORED = SamplingParams(max_tokens=0, prompt_logprobs=TOP)
 GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0, logprobs=TOP, ignore_eos=True)
 
@@ -135,7 +133,7 @@ def differences(truth: Truth, forward: Any, text: TextEdge) -> Iterator[tuple[st
     yield "short", scored(Driven(forward, text, **settings), "short")
     yield "batch", scored(Driven(forward, text, **settings), *texts)
     yield "chunked", scored(Driven(forward, text, max_batch_tokens=7, max_batch_rows=4), "long", "short")
-    with mock.patch.object(native, "plan_attention", IN_CHUNKS):
+    with mock.patch.object(attention, "is_short", return_value=False):
         yield "by the chunk kernel", scored(Driven(forward, text, **settings), *texts)
         pieces = Driven(forward, text, max_batch_tokens=23, max_batch_rows=4)
         yield "by the chunk kernel, in pieces", scored(pieces, "long", "short")

@@ -26,7 +26,7 @@ LAYOUT: dict[str, Any] = {"template": ("th ", "{query}: {document}", " the"), "l
 @pytest.fixture(scope="module")
 def llm(tiny_model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[LLM]:
     """The tiny Llama with LoRA weights, whose bits do not depend on what runs beside."""
-    with LLM(str(tiny_model_folder), kv_bytes=1 << 21, batch_invariant=True) as llm:
+    with LLM(str(tiny_model_folder), kv_bytes=1 << 21) as llm:
         llm.add_lora("wide", adapter_folders["wide"])
         yield llm
 

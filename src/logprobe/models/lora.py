@@ -13,18 +13,22 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
+from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models.cache import checksums_of, listed_version
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from logprobe.kernels.layers.forms import PanelWeights
 
 PREFIX = "base_model.model."  # that peft writes before the names of modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
@@ -51,12 +55,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LowRank:
     """What LoRA weights add to one linear layer: `x @ down @ up`, the scale already in `up`."""
 
     down: torch.Tensor  # (in_features, rank)
     up: torch.Tensor  # (rank, out_features)
+
+    @cached_property
+    def panels(self) -> tuple[PanelWeights, PanelWeights]:
+        """Both for the kernels of a CPU, made when they are first asked for."""
+        return pack_floats(self.down.T), pack_floats(self.up.T)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from logprobe.engine.forward import native as forward_module
-from logprobe.engine.forward.attention import is_short, plan_attention
+from logprobe.engine.forward import attention
+from logprobe.engine.forward.attention import is_short
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,8 +67,7 @@ def test_any_split_into_chunks_and_rows_equals_transformers(
     rule: Callable[[int, int], bool],
     max_batch_tokens: int,
 ) -> None:
-    plan = functools.partial(plan_attention, is_short=rule)
-    monkeypatch.setattr(forward_module, "plan_attention", plan)
+    monkeypatch.setattr(attention, "is_short", rule)
     engine = make(500, max_batch_tokens=max_batch_tokens)
     rng = np.random.default_rng(0)
     stem = rng.integers(2, 280, 30).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,8 +115,7 @@ def test_freed_scratch_is_returned_after_chunks_of_a_long_context(
     returned: list[int] = []
     monkeypatch.setattr(native, "LONG_CONTEXT", 64)
     monkeypatch.setattr(native, "return_freed", lambda: returned.append(1))
-    in_chunks = partial(attention.plan_attention, is_short=lambda *_: False)
-    monkeypatch.setattr(native, "plan_attention", in_chunks)
+    monkeypatch.setattr(attention, "is_short", lambda *_: False)
     runs = runner("llama", "published")
     want = runs.hidden([np.arange(100, dtype=np.int32)])
     assert len(returned) == 2

@@ -161,6 +161,41 @@ def attended(
     return out
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shape=st.sampled_from(
+        [(4, 2, 16, 16), (9, 3, 64, 64), (8, 1, 20, 12), (2, 1, 5, 3), (34, 2, 64, 72), (2, 2, 80, 80)]
+    ),
+    context=st.sampled_from([1, 7, 191, 192, 193, 385, 430]),
+    most_rows=st.sampled_from([1, 5, 200]),
+    window=st.sampled_from([None, 1, 7, 64, 200]),
+    softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
+)
+def test_a_row_has_the_bits_that_a_chunk_gives_it(
+    shape: tuple[int, int, int, int],
+    context: int,
+    most_rows: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> None:
+    heads, kv_heads, key_dim, value_dim = shape
+    keys, values = pools(kv_heads, key_dim, value_dim)
+    generator = torch.Generator().manual_seed(context)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:context]
+    num_rows = min(context, most_rows)
+    query = 3 * torch.randn(num_rows, heads, key_dim, generator=generator)
+    rule = ScoreRule(0.3, window, softcap, torch.randn(heads, generator=generator) if has_sinks else None)
+    builder = RowPlanBuilder()
+    builder.add(0, context - num_rows, slots.numpy().astype(np.int32))
+    plan = builder.build()
+    assert plan is not None
+    by_rows = torch.empty(num_rows, heads, value_dim)
+    attend_rows(query, keys, values, plan, by_rows, rule)
+    assert torch.equal(by_rows, attended(query, keys, values, slots, rule))
+
+
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
 def test_a_rows_bits_do_not_depend_on_its_chunk_nor_on_threads(

@@ -2,8 +2,8 @@
 
 transformers hands each layer's packed queries, keys and values to the function registered here. It
 writes the keys and values to their slots, then lets every span of tokens attend to its own context:
-prompt chunks on gathered slots, short spans (a generated token with its drafts, the end of a mostly cached
-prompt) through a kernel that reads the pool in place.
+prompt chunks by products, short spans (a generated token with its drafts, the end of a mostly cached prompt)
+row by row. On a CPU that can, both read the pool in place, and a row's bits are the same by either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, a
 from logprobe.kernels.attention.chunk import attend_chunk, can_attend_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.engine.forward.pool import KVPool
     from logprobe.engine.protocol import StepBatch
@@ -112,24 +112,14 @@ def is_short(num_rows: int, context: int) -> bool:
     return num_rows <= FEW_ROWS or num_rows * context <= FEW_SCORES
 
 
-def row_by_row(_num_rows: int, _context: int) -> bool:
-    """`is_short` of any span: the same sums for a row, whatever span it comes in."""
-    return True
-
-
-def plan_attention(
-    pool: KVPool, batch: StepBatch, device: str, *, is_short: Callable[[int, int], bool] = is_short
-) -> AttentionPlan:
+def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan:
     """Lay out one step: every span becomes a chunk, or rows of the row kernel where it is short."""
     chunks: list[Chunk] = []
     rows = RowPlanBuilder()
     is_readable = pool.is_readable_in_place
     bounds = batch.starts.tolist()
-    drawn = set(batch.draw_slots.tolist())
     for start, end, context in zip(bounds, bounds[1:], batch.context_slots, strict=False):
-        # A generated token goes the way of all of them, so that drafts beside it change no bit of it.
-        is_generated = batch.slots[start] in drawn
-        if is_readable and (is_generated or is_short(end - start, len(context))):
+        if is_readable and is_short(end - start, len(context)):
             rows.add(start, len(context) - (end - start), context)
         else:
             chunks.append(Chunk(start, end, _to_device(context, device)))

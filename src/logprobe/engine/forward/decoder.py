@@ -19,13 +19,13 @@ from logprobe.engine.forward.experts import Experts
 from logprobe.engine.forward.families import FAMILIES
 from logprobe.engine.forward.launch import Launches
 from logprobe.engine.forward.linear import HALVES, GatedPanels, Linear, embedded, state_of
-from logprobe.engine.forward.lora import LoraRows
+from logprobe.engine.forward.lora import LoraRows, by_panels
 from logprobe.engine.forward.pool import KVPool
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.layers.panels import panel_stage
+from logprobe.kernels.layers.panels import panel_stage, worker_of
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Decoder:
         self.spec, self.family = spec, FAMILIES[spec.family]
         self.tensors, self._panels = tensors, panels
         self.device = torch.device("cpu")
-        self.loras = LoraRows()
+        self.loras = LoraRows(by_panels)
         self.names = {f"{spec.head}.weight"}  # of the module's tensors that have a place here
         self.launches: Launches | None = None  # of a few rows, once there is a pool to record them on
         self.embedding = self._panels_of(f"{spec.path}.{self.family.embedding}")
@@ -184,7 +184,7 @@ class Decoder:
         return pool
 
     def check_lora(self, lora: LoraWeights) -> None:
-        """See that every layer which some weights change takes them here.
+        """See that every layer which some weights change takes them here, and bring them into form for it.
 
         Raises:
             UnsupportedModelError: one does not.
@@ -193,9 +193,12 @@ class Decoder:
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in taken:
                 raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
+        self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights: their layers go by the names that are here."""
+        """Let steps name such weights; none of them waits for their panels, nor for a kernel of these."""
+        for form in {panels.form.name for part in lora.parts.values() for panels in part.panels}:
+            worker_of(form)()
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.

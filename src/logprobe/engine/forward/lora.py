@@ -12,22 +12,35 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 from torch import nn
 
+from logprobe.engine.forward.linear import Linear
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from logprobe.engine.protocol import StepBatch
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import LoraWeights, LowRank
 
 Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
 """Weights → their rows of the step's packed tokens, (num_rows,) int64."""
 
 
+def by_torch(part: LowRank, x: torch.Tensor) -> torch.Tensor:
+    """(M, inputs) → (M, outputs), in any dtype and on any device; bits of a row depend on the others."""
+    return x @ part.down @ part.up
+
+
+def by_panels(part: LowRank, x: torch.Tensor) -> torch.Tensor:
+    """The same by the kernels of the model's own layers (CPU, float32): bits of a row are its own."""
+    down, up = part.panels
+    return Linear([up])(Linear([down])(x))
+
+
 class LoraRows:
     """Which rows of the present step run under which weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, multiply: Callable[[LowRank, torch.Tensor], torch.Tensor] = by_torch) -> None:
         self.groups: Groups = []
-        self.is_row_by_row = False  # products of several rows have other bits than those of one
+        self._multiply = multiply
 
     def select(self, batch: StepBatch, device: torch.device | str) -> None:
         """Note which rows of the step about to run run under which weights; none where the batch has none."""
@@ -65,11 +78,8 @@ class LoraRows:
         for lora, rows in self.groups:
             part = lora.parts.get(name)  # they may leave this layer alone
             if part is not None:
-                own, up = x.index_select(0, rows), part.up[:, columns]
-                step = 1 if self.is_row_by_row else len(own)
-                parts = [own[start : start + step] for start in range(0, len(own), step)]
-                product = torch.cat([one @ part.down @ up for one in parts])
-                out.index_add_(0, rows, product, alpha=factor)
+                product = self._multiply(part, x.index_select(0, rows))
+                out.index_add_(0, rows, product[:, columns], alpha=factor)
 
 
 class LoraLinear(nn.Module):

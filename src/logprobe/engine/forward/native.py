@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from logprobe.engine.forward.attention import plan_attention, row_by_row
+from logprobe.engine.forward.attention import plan_attention
 from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
@@ -48,9 +48,8 @@ class NativeForward:
         self._files, self._is_replaced = files, state is not None
         ready = make_ready(files, dtype=self.dtype, device=self.device, weights=config.weights, state=state)
         self.decoder, self.layout = ready.decoder, ready.layout
-        self._attention_rule: dict[str, Any] = {}  # what else `plan_attention` is told
         if config.batch_invariant:
-            self._fix_bits()
+            self._check_invariant()
         self.is_recalled = ready.is_recalled
         self.vocab_size, self.context_len = ready.vocab_size, ready.context_len
         self.rope_boundary = ready.layout.rope_boundary
@@ -63,15 +62,13 @@ class NativeForward:
         self._reserve_slots(self.kv_bytes, ready)
         self.decoder.record_on(self.pool, min(self.num_slots, self.context_len))
 
-    def _fix_bits(self) -> None:
-        """Let nothing that a row is computed with depend on what stands beside it."""
+    def _check_invariant(self) -> None:
+        """Refuse a model whose rows are computed with what depends on the rows beside them."""
         is_ours = isinstance(self.decoder, Decoder) and self.device == "cpu"
         what = f"this model runs by transformers' modules on {self.device}, whose bits depend on the batch"
         require(
             is_ours, "batch_invariant", f"{what}; take it out, or run one on a CPU that has its own decoder"
         )
-        self._attention_rule = {"is_short": row_by_row}
-        self.decoder.loras.is_row_by_row = True
 
     @property
     def weights(self) -> str:
@@ -174,7 +171,7 @@ class NativeForward:
 
     def _run_together(self, batch: StepBatch, *, is_long: bool) -> None:
         """Run tokens of one kind of rotary frequencies."""
-        attention = plan_attention(self.pool, batch, self.device, **self._attention_rule)
+        attention = plan_attention(self.pool, batch, self.device)
         leaves_scratch = self.device == "cpu" and any(
             len(chunk.slots) >= LONG_CONTEXT for chunk in attention.chunks
         )

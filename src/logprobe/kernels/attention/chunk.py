@@ -5,21 +5,20 @@ context a block of keys at a time: the block's scores stand as (keys, rows), whi
 the product with its values takes. What earlier blocks gave is scaled down where a greater score comes
 (FlashAttention, Dao et al., 2022), so that no scores of a whole context are ever kept. Blocks lie at
 multiples of BLOCK_KEYS from a context's begin: a row's bits depend on its own context alone, not on the
-chunk that it came in. torch's own fused attention does its products by another library, which is slower on
-some processors (docs/decisions.md).
+chunk that it came in, and are those of the kernel for rows. torch's own fused attention does its products by
+another library, which is slower on some processors (docs/decisions.md).
 Before it: the attention plan of a step.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logprobe.kernels.attention import softmax
 from logprobe.kernels.attention.api import NO_WINDOW
-from logprobe.kernels.attention.softmax import soften
+from logprobe.kernels.attention.softmax import BLOCK_KEYS, cap, soften_panel
 from logprobe.kernels.layers import turn, widen
 from logprobe.kernels.layers.turn import turn_rows
 from logprobe.kernels.layers.widen import FLOAT32, GROUP, PANEL, TILE_ROWS, can_widen, tiles
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 (QUERY, KEYS, VALUES, SLOTS, OUT, SETTINGS) = range(2, 8)
 (QUERY_ROW, QUERY_HEAD, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD, OUT_ROW, OUT_HEAD) = range(8, 16)
 (NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS, ITEM_LANES) = range(16, 25)
-BLOCK_KEYS = 192  # measured: a panel's sums are read and written once for so many keys
 MOST_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
 LANES = MOST_PANELS * PANEL
 PANEL_FLOATS = FLOAT * PANEL
@@ -147,12 +145,6 @@ def _load_values(task: Any, head: Any, slots: Any, values: Any) -> None:
 
 
 @internal
-def _cap(scores: Any, softcap: Any) -> None:
-    for i in range(scores.size):
-        scores[i] = softcap * F32(math.tanh(scores[i] / softcap))
-
-
-@internal
 def _hide(scores: Any, first_key: Any, positions: Any, window: Any) -> None:
     """-inf for the keys that a lane's row may not see."""
     for key in range(scores.size // PANEL):
@@ -180,7 +172,7 @@ def _score(task: Any, queries: Any, keys: Any, first_key: Any, positions: Any, s
         _multiply(TILE_ROWS, queries.ctypes.data, width, tile, target)
     softcap = float32_at(task[SETTINGS], 2)[1]
     if softcap > 0:
-        _cap(scores, softcap)
+        cap(scores, softcap)
     if positions[0] < first_key + count - 1 or positions[-1] - window >= first_key:
         _hide(scores, first_key, positions, np.int32(window))
 
@@ -232,7 +224,7 @@ def _attend_block(task: Any, block: Any, panel: Any, scores: Any, factors: Any) 
     _score(task, queries, keys, first_key, positions, scores[: num_keys * PANEL])
     scores[num_keys * PANEL : filled * PANEL] = 0
     state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
-    if soften(scores.ctypes.data, num_keys, *state):
+    if soften_panel(scores.ctypes.data, num_keys, *state):
         _rescale(sums, factors)
     for dim in range(0, sums.size // PANEL, TILE_ROWS):
         tile, target = values[dim * BLOCK_KEYS :].ctypes.data, sums[dim * PANEL :].ctypes.data

@@ -1,20 +1,32 @@
 """The compiled form of `attend_rows`: an item is one row, with all its heads where there are rows enough.
 
-Two passes over the context: scores with their maximum, then weights and the weighted sum of the values. Each
-key and each value is read once for the whole group of query heads that share it. The slots of a context may
+The lanes of a vector are the query heads that share a key head, so that a key or a value is read where it
+lies, once for all of them. Scores, softmax and weighted sums go through the context by the blocks of `chunk`,
+each sum in its order: a row has the same bits, whichever of the two attends it. The slots of a context may
 lie anywhere, which no processor foresees: each is fetched some slots ahead of its turn.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, maximum, prefetch_line
-from logprobe.kernels.threads.parallel import compiled_worker, float32_at, int32_at, next_item
-from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, greatest
+from logprobe.kernels.attention import lanes, softmax
+from logprobe.kernels.attention.lanes import KEYS_AT_ONCE, weigh_one, weigh_several
+from logprobe.kernels.attention.lanes import score as score_keys
+from logprobe.kernels.attention.softmax import BLOCK_KEYS, cap, soften_vector
+from logprobe.kernels.layers import widen
+from logprobe.kernels.layers.widen import LANES
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, prefetch_line
+from logprobe.kernels.threads.parallel import (
+    compiled_worker,
+    float32_at,
+    float32_on_lines,
+    int32_at,
+    next_item,
+)
+from logprobe.kernels.threads.vectors import F32, MINUS_INF
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (
@@ -36,121 +48,131 @@ from logprobe.kernels.threads.vectors import F32, LOWEST, SUMS, exponential, gre
     WINDOW,
     PARTS,  # of the key/value heads, an item each: 1, or as many as there are heads
 ) = range(2, 19)
-AHEAD = 8  # slots between the one that is read and the one that is fetched
-
-
-@internal(fastmath=SUMS)
-def _dot(a: Any, b: Any) -> Any:
-    total = F32(0)
-    for i in range(a.size):
-        total += a[i] * b[i]
-    return total
 
 
 @internal
-def _add_scaled(out: Any, weight: Any, x: Any) -> None:
-    for i in range(out.size):
-        out[i] += weight * x[i]
+def _find(start: Any, stride: Any, slots: Any, first: Any, places: Any, num_bytes: Any) -> None:
+    """Where the next few slots lie; beyond the last, it again. Those after them are fetched."""
+    last = slots.size - 1
+    for i in range(places.size):
+        places[i] = start + stride * np.int64(slots[min(first + i, last)])
+        ahead = start + stride * np.int64(slots[min(first + i + KEYS_AT_ONCE, last)])
+        for offset in range(0, num_bytes, LINE):
+            prefetch_line(ahead + offset)
 
 
 @internal
-def _soften(scores: Any, best: Any) -> Any:
-    """Turn scores into weights, in place; their sum."""
-    total = F32(0)
-    for j in range(scores.size):
-        scores[j] = exponential(max(scores[j] - best, LOWEST))
-    for j in range(scores.size):
-        total += scores[j]
-    return total
+def _load_queries(task: Any, query: Any, count: Any, queries: Any) -> None:
+    """Scaled queries of some heads, (key_dim, LANES)."""
+    dim, scale = task[KEY_DIM], float32_at(task[SETTINGS], 1)[0]
+    queries[:] = 0
+    for lane in range(count):
+        row = float32_at(query + FLOAT * dim * lane, dim)
+        for i in range(dim):
+            queries[i * LANES + lane] = row[i] * scale
 
 
 @internal
-def _prefetch(address: Any, num_bytes: Any) -> None:
-    for offset in range(0, num_bytes, LINE):
-        prefetch_line(address + offset)
+def _begin(task: Any, head: Any, count: Any, largest: Any, totals: Any) -> None:
+    """Each lane's sums before the first key: those of its head's sink, if there is one."""
+    num_sinks = np.int64(float32_at(task[SETTINGS], 3)[2])
+    sinks = float32_at(task[SETTINGS], 3 + num_sinks)[3:]
+    for lane in range(LANES):
+        largest[lane] = sinks[head + min(lane, count - 1)] if num_sinks > 0 else MINUS_INF
+        totals[lane] = F32(1) if num_sinks > 0 else F32(0)
 
 
 @internal
-def _score(task: Any, slots: Any, query: Any, heads: Any, scores: Any) -> None:
-    """Scores of all queries of some key/value heads against the keys in `slots`."""
-    settings, dim, count = float32_at(task[SETTINGS], 2), task[KEY_DIM], slots.size
-    groups, pool_row = task[HEADS] // task[KV_HEADS], FLOAT * task[KV_HEADS] * dim
-    keys = task[KEYS] + FLOAT * heads[0] * dim
-    num_heads = heads[1] - heads[0]
-    for j in range(count):
-        ahead = np.int64(slots[min(j + AHEAD, count - 1)])
-        _prefetch(keys + pool_row * ahead, FLOAT * num_heads * dim)
-        place = keys + pool_row * np.int64(slots[j])
-        for h in range(num_heads):
-            key = float32_at(place + FLOAT * h * dim, dim)
-            for g in range(h * groups, (h + 1) * groups):
-                score = _dot(float32_at(query + FLOAT * g * dim, dim), key) * settings[0]
-                if settings[1] > 0:
-                    score = settings[1] * F32(math.tanh(score / settings[1]))
-                scores[g * count + j] = score
+def _score(task: Any, head: Any, slots: Any, queries: Any, places: Any, scores: Any) -> None:
+    """Scores of some heads' queries for a block of keys, (keys, LANES)."""
+    dim = task[KEY_DIM]
+    start, stride = task[KEYS] + FLOAT * dim * head, FLOAT * dim * task[KV_HEADS]
+    for first in range(0, slots.size, KEYS_AT_ONCE):
+        _find(start, stride, slots, first, places, FLOAT * dim)
+        score_keys(queries.ctypes.data, dim, places.ctypes.data, scores[first * LANES :].ctypes.data)
+    softcap = float32_at(task[SETTINGS], 2)[1]
+    if softcap > 0:
+        cap(scores[: slots.size * LANES], softcap)
 
 
 @internal
-def _sink(task: Any, head: Any) -> Any:
-    """The score that stands beside a head's context; -inf where there is none."""
-    count = np.int64(float32_at(task[SETTINGS], 3)[2])
-    return float32_at(task[SETTINGS], 3 + count)[3 + head] if count > 0 else F32(-np.inf)
+def _sum_values(task: Any, head: Any, slots: Any, weights: Any, places: Any, sums: Any) -> None:
+    """Each query's values of a block, weighted, (queries, value_dim)."""
+    dim = task[VALUE_DIM]
+    start, stride = task[VALUES] + FLOAT * dim * head, FLOAT * dim * task[KV_HEADS]
+    whole = slots.size // KEYS_AT_ONCE * KEYS_AT_ONCE
+    sums[:] = 0
+    for first in range(0, whole, KEYS_AT_ONCE):
+        _find(start, stride, slots, first, places, FLOAT * dim)
+        for lane in range(sums.size // dim):
+            target = sums[lane * dim :].ctypes.data
+            weigh_several(weights[first * LANES + lane :].ctypes.data, places.ctypes.data, dim, target)
+    for key in range(whole, slots.size):
+        _find(start, stride, slots, key, places[:1], 0)
+        for lane in range(sums.size // dim):
+            target = sums[lane * dim :].ctypes.data
+            weigh_one(weights[key * LANES + lane :].ctypes.data, places.ctypes.data, dim, target)
 
 
 @internal
-def _normalise(own: Any, sink: Any) -> None:
-    best = maximum(sink, greatest(own))
-    inverse = F32(1) / (_soften(own, best) + exponential(max(sink - best, LOWEST)))
-    for j in range(own.size):
-        own[j] *= inverse
+def _add(sums: Any, factor: Any, summands: Any) -> None:
+    for i in range(sums.size):
+        sums[i] = sums[i] * factor + summands[i]
+
+
+@internal(error_model="numpy")
+def _write(totals: Any, sums: Any, out: Any) -> None:
+    dim = out.size // totals.size
+    for lane in range(totals.size):
+        share = F32(1) / totals[lane]
+        for i in range(lane * dim, (lane + 1) * dim):
+            out[i] = sums[i] * share
 
 
 @internal
-def _sum_values(task: Any, slots: Any, out: Any, heads: Any, scores: Any) -> None:
-    """Each query's values, weighted."""
-    dim, count = task[VALUE_DIM], slots.size
-    groups, pool_row = task[HEADS] // task[KV_HEADS], FLOAT * task[KV_HEADS] * dim
-    values = task[VALUES] + FLOAT * heads[0] * dim
-    num_heads = heads[1] - heads[0]
-    for j in range(count):
-        ahead = np.int64(slots[min(j + AHEAD, count - 1)])
-        _prefetch(values + pool_row * ahead, FLOAT * num_heads * dim)
-        place = values + pool_row * np.int64(slots[j])
-        for h in range(num_heads):
-            value = float32_at(place + FLOAT * h * dim, dim)
-            for g in range(h * groups, (h + 1) * groups):
-                _add_scaled(float32_at(out + FLOAT * g * dim, dim), scores[g * count + j], value)
+def _attend(task: Any, row: Any, part: Any, scratch: Any) -> None:
+    """One row of some query heads, at most LANES, that share a key head."""
+    head, first_query, count = part
+    queries, scores, block, sums, (largest, totals, factors), places = scratch
+    length = np.int64(int32_at(task[LENGTHS], task[NUM_ROWS])[row])
+    begin = int32_at(task[BEGINS], task[NUM_ROWS])[row]
+    slots = int32_at(task[SLOTS] + FLOAT * begin, length)
+    dim = task[VALUE_DIM]
+    place = np.int64(int32_at(task[ROWS], task[NUM_ROWS])[row]) * task[HEADS] + first_query
+    _load_queries(task, task[QUERY] + FLOAT * task[KEY_DIM] * place, count, queries)
+    _begin(task, first_query, count, largest, totals)
+    block, sums = block[: count * dim], sums[: count * dim]
+    sums[:] = 0
+    start = max(0, length - task[WINDOW])
+    for first_key in range(start // BLOCK_KEYS * BLOCK_KEYS, length, BLOCK_KEYS):
+        seen = slots[max(start, first_key) : min(length, first_key + BLOCK_KEYS)]
+        _score(task, head, seen, queries, places, scores)
+        state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
+        soften_vector(scores.ctypes.data, seen.size, *state)
+        _sum_values(task, head, seen, scores, places, block)
+        for lane in range(count):
+            own = slice(lane * dim, (lane + 1) * dim)
+            _add(sums[own], factors[lane], block[own])
+    _write(totals[:count], sums, float32_at(task[OUT] + FLOAT * dim * place, count * dim))
 
 
-@internal
-def _attend(task: Any, row: Any, heads: Any, scores: Any) -> None:
-    lengths, begins = int32_at(task[LENGTHS], task[NUM_ROWS]), int32_at(task[BEGINS], task[NUM_ROWS])
-    start = max(0, lengths[row] - task[WINDOW])
-    count = lengths[row] - start
-    slots = int32_at(task[SLOTS] + FLOAT * (begins[row] + start), count)
-    groups = task[HEADS] // task[KV_HEADS]
-    place = np.int64(int32_at(task[ROWS], task[NUM_ROWS])[row]) * task[HEADS] + heads[0] * groups
-    num_queries = (heads[1] - heads[0]) * groups
-    out = task[OUT] + FLOAT * place * task[VALUE_DIM]
-    _score(task, slots, task[QUERY] + FLOAT * place * task[KEY_DIM], heads, scores)
-    for g in range(num_queries):
-        _normalise(scores[g * count : (g + 1) * count], _sink(task, heads[0] * groups + g))
-    float32_at(out, num_queries * task[VALUE_DIM])[:] = F32(0)
-    _sum_values(task, slots, out, heads, scores)
-
-
-@compiled_worker()
+@compiled_worker(lanes, softmax, widen)
 def worker(task: Any) -> None:
     """One row of the plan an item, or one row's part of the key/value heads."""
-    lengths = int32_at(task[LENGTHS], task[NUM_ROWS])
-    longest = np.int64(0)
-    for length in lengths:
-        longest = max(longest, np.int64(length))
     parts, groups = task[PARTS], task[HEADS] // task[KV_HEADS]
-    scores = np.empty(longest * groups * (task[KV_HEADS] // parts), dtype=np.float32)
+    scratch = (
+        float32_on_lines(LANES * task[KEY_DIM]),
+        float32_on_lines(LANES * BLOCK_KEYS),
+        float32_on_lines(LANES * task[VALUE_DIM]),
+        float32_on_lines(LANES * task[VALUE_DIM]),
+        (float32_on_lines(LANES), float32_on_lines(LANES), float32_on_lines(LANES)),
+        np.empty(KEYS_AT_ONCE, np.int64),
+    )
     item = next_item(task)
     while item >= 0:
         part = item % parts
-        heads = (part * task[KV_HEADS] // parts, (part + 1) * task[KV_HEADS] // parts)
-        _attend(task, item // parts, heads, scores)
+        for head in range(part * task[KV_HEADS] // parts, (part + 1) * task[KV_HEADS] // parts):
+            for first in range(0, groups, LANES):
+                count = min(LANES, groups - first)
+                _attend(task, item // parts, (head, head * groups + first, count), scratch)
         item = next_item(task)

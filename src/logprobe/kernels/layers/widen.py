@@ -91,16 +91,18 @@ def every(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, [value] * LANES)
 
 
-def _in_every_lane(builder: Any, value: Any) -> Any:
+def every_lane(builder: Any, value: Any) -> Any:
+    """A float in all lanes of a vector."""
     nothing = ir.Constant(FLOATS, ir.Undefined)
     first = builder.insert_element(nothing, value, INT32(0))
     return builder.shuffle_vector(first, nothing, ir.Constant(INTS, [0] * LANES))
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """A · b + c of vectors of floats, in one rounding."""
-    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    name = f"llvm.fma.v{LANES}f32"
+    """A · b + c of floats or vectors of them; in one rounding where the processor can."""
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    operation, width = "fma" if can_widen() else "fmuladd", f"v{LANES}" if a.type == FLOATS else ""
+    name = f"llvm.{operation}.{width}f32"
     function = cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
     return builder.call(function, [a, b, c])
 
@@ -267,8 +269,7 @@ def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]
     def use(vectors: Iterable[Any], number: Any) -> None:
         start = builder.add(x, builder.mul(number, INT64(FLOAT * width)))
         rows = (
-            _in_every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType()))
-            for row in range(num_rows)
+            every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType())) for row in range(num_rows)
         )
         if HAS_WIDE_REGISTERS:
             held = list(vectors)
