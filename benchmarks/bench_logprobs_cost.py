@@ -1,6 +1,7 @@
 """This measures what asking for logprobs costs generation at 32 requests at once: k = none, 0, 20, 1000, all.
 
-Scoring is measured with further columns, too: entropy, and varentropy and margin beside it.
+Scoring is measured with further columns, too: entropy, varentropy and margin beside it, and the 64 likeliest
+ids of each position, named by whoever asks.
 
 Each figure is the whole call's tokens a second; ours is held against ours without logprobs, and vLLM's own
 fall in its best form stands beside it. A few hundredths are sought, so ours runs four times the rounds.
@@ -20,7 +21,9 @@ KS = (None, *AT_LEAST)
 WANTED = (OURS, "vllm")
 ROUNDS_OF_OURS = 4  # for each one asked for
 # Further columns of scoring -> the least share of the rate without any.
-COLUMNS = {(): 1.0, ("entropy",): 0.97, ("entropy", "varentropy", "margin"): 0.97}
+NAMED_IDS = "named ids"
+NUM_NAMED = 64
+COLUMNS = {(): 1.0, ("entropy",): 0.97, ("entropy", "varentropy", "margin"): 0.97, (NAMED_IDS,): 0.97}
 
 
 def name_of(k: int | None) -> str:
@@ -89,15 +92,19 @@ def column_figures(arena: Arena) -> list[Figure]:
     """Tokens a second of scoring, one figure for each set of further columns; the sets take turns."""
     count, length = (1, 64) if arena.options.is_smoke else (4, 512)
 
+    (ours,) = arena.labels(OURS).values()
+
     def inputs(columns: tuple[str, ...], seed: int) -> list[dict[str, Any]]:
         texts = prompts(arena.model_folder, count, length, 10 * seed + list(COLUMNS).index(columns))
-        return [{"prompts": texts, "top": 0, "columns": columns}]
+        if columns != (NAMED_IDS,):
+            return [{"prompts": texts, "top": 0, "columns": columns}]
+        named = arena.ask(ours, "likely_ids", [{"prompts": texts, "count": NUM_NAMED}])["output"]
+        return [{"prompts": texts, "top": 0, "token_ids": named}]
 
     def measure(contestant: Contestant, columns: tuple[str, ...], number: int) -> float:
         result = arena.ask_warm(contestant, "score", partial(inputs, columns), number)
         return count * length / float(result["timings_s"][0])
 
-    (ours,) = arena.labels(OURS).values()
     names = {columns: " and ".join(columns) or "no column" for columns in COLUMNS}
     racing = {names[columns]: partial(measure, ours, columns) for columns in COLUMNS}
     samples, notes = alternate(racing, ROUNDS_OF_OURS * arena.options.rounds)

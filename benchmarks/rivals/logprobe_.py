@@ -49,9 +49,18 @@ class Offline:
 
         return read
 
-    def score(self, prompts: list[TokenIds], top: int, columns: Sequence[str] = ()) -> Read:
-        """Prompt logprobs with the top alternatives, and further columns by name."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top, **dict.fromkeys(columns, True))
+    def score(
+        self,
+        prompts: list[TokenIds],
+        top: int,
+        columns: Sequence[str] = (),
+        token_ids: Sequence[Sequence[TokenIds]] | None = None,
+    ) -> Read:
+        """Prompt logprobs with the top alternatives, further columns by name, and ids of each position."""
+        asked = {"max_tokens": 0, "prompt_logprobs": top} | dict.fromkeys(columns, True)
+        params = [
+            SamplingParams(**asked, logprob_token_ids=ids) for ids in token_ids or [None] * len(prompts)
+        ]
         outputs = self._llm.generate(prompts, params, progress=False)
 
         def read() -> list[list[float]]:
@@ -61,6 +70,14 @@ class Offline:
             ]
 
         return read
+
+    def likely_ids(self, prompts: list[TokenIds], count: int) -> Read:
+        """The ids of the likeliest tokens at each position; nothing stays of it."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=count)
+        records = [one.prompt_logprobs for one in self._llm.generate(prompts, params, progress=False)]
+        self._llm.engine.forget_prefixes()
+        best = [record[1:].top_entries().token_ids.reshape(-1, count).tolist() for record in records]
+        return lambda: [[[], *ids] for ids in best]
 
     def shared_prefix(self, context: TokenIds, continuations: list[TokenIds]) -> Read:
         """Summed logprobs (nats) of each continuation."""

@@ -40,6 +40,10 @@ def _shared_prefix_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return len(output) == len(asked["continuations"])
 
 
+def _likely_ids_are_complete(output: Any, asked: dict[str, Any]) -> bool:
+    return [len(rows) for rows in output] == [len(prompt) for prompt in asked["prompts"]]
+
+
 def _next_token_is_complete(output: Any, asked: dict[str, Any]) -> bool:
     return len(output) == len(asked["prefixes"])
 
@@ -61,6 +65,7 @@ def _rows_are_complete(output: Any, asked: dict[str, Any]) -> bool:
 #   decode(prompts, new_tokens, logprobs): chosen token ids, one list a prompt; end-of-text is ignored
 #   score(prompts, top): logprobs (nats) of each prompt's tokens after its first
 #   shared_prefix(context, continuations): summed logprobs (nats), one a continuation
+#   likely_ids(prompts, count): ids of the likeliest tokens, a list a position, the first empty
 #   next_token(prefixes, rounds): in each round every prefix is asked for its whole next-token row and is then
 #       extended by that round's tokens; the likeliest token of the last round's rows is read out
 #   surprisals(texts): nats of each sentence's tokens after its first, summed
@@ -72,6 +77,7 @@ COMPLETENESS: dict[str, Check] = {
     "decode": _decode_is_complete,
     "score": _score_is_complete,
     "shared_prefix": _shared_prefix_is_complete,
+    "likely_ids": _likely_ids_are_complete,
     "next_token": _next_token_is_complete,
     "surprisals": _surprisals_are_complete,
     "event_loop_stall": _event_loop_stall_is_complete,

@@ -12,7 +12,16 @@ import numpy as np
 import torch
 
 from logprobe.kernels.extraction import select
-from logprobe.kernels.extraction.select import NUM_COUNTS, descending_key, num_before, sort_row, top_ids
+from logprobe.kernels.extraction.select import (
+    NUM_COUNTS,
+    collect,
+    descending_key,
+    kth_largest,
+    num_before,
+    sort_pairs,
+    sort_row,
+    top_ids,
+)
 from logprobe.kernels.threads.intrinsics import BLOCK, LANES, block_maxima, internal, prefetch_block
 from logprobe.kernels.threads.parallel import (
     compiled_worker,
@@ -42,6 +51,7 @@ if TYPE_CHECKING:
     from logprobe.records.rows import DeviceRows
 
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it
+FEW_GIVEN = 4  # given ids up to which counting for each costs less than sorting the row's largest values
 MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
 PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
 
@@ -171,7 +181,7 @@ def _row(task: Any, item: Any, row: Any, scratch: Any) -> None:
         margin = _margin(row, (maxima, blocks), ordered, (pairs, counts)) if is_valid else math.nan
         float32_at(task[MARGIN], item + 1)[item] = margin
     if last > first:
-        _given(task, (first, last), row, ordered, lse)
+        _given(task, (first, last), row, (maxima, blocks), ordered, (pairs, counts), lse)
 
 
 @internal
@@ -250,17 +260,31 @@ def _given_range(task: Any, item: Any) -> Any:
 
 
 @internal
-def _given(task: Any, entries: Any, row: Any, ordered: Any, lse: Any) -> None:
+def _given(task: Any, entries: Any, row: Any, groups: Any, ordered: Any, scratch: Any, lse: Any) -> None:
+    """Logprobs and ranks of given ids: likely ones are found among the largest, which are sorted for them."""
     first, last = entries
-    token_ids = int32_at(task[GIVEN_IDS], last)
-    logprobs = float32_at(task[GIVEN_LOGPROBS], last)
-    ranks = int32_at(task[GIVEN_RANKS], last)
-    for entry in range(first, last):
+    token_ids = int32_at(task[GIVEN_IDS], last)[first:]
+    logprobs = float32_at(task[GIVEN_LOGPROBS], last)[first:]
+    ranks = int32_at(task[GIVEN_RANKS], last)[first:]
+    for entry in range(token_ids.size):
+        logprobs[entry] = float(row[token_ids[entry]]) - lse
+        ranks[entry] = 0
+    if math.isnan(lse):
+        return
+    maxima, blocks = groups
+    pairs, counts = scratch
+    is_whole, bound = ordered.size > 0, F32(np.inf)
+    if not is_whole and token_ids.size > FEW_GIVEN:
+        bound = kth_largest(maxima, maxima.size - maxima.size // 16, counts)
+        count = collect(row, blocks, bound, pairs[0], token_ids[:0])
+        ordered = sort_pairs(pairs[0, :count], pairs[1, :count], counts)
+    for entry in range(token_ids.size):
         value = row[token_ids[entry]]
-        logprobs[entry] = float(value) - lse
-        if math.isnan(lse):
-            ranks[entry] = 0
-        elif ordered.size > 0:
-            ranks[entry] = 1 + num_before(ordered, descending_key(value))
-        else:
-            ranks[entry] = 1 + count_greater(row, value)
+        is_sorted = is_whole or value > bound
+        ranks[entry] = 1 + (num_before(ordered, descending_key(value)) if is_sorted else 0)
+    for block in range(0 if is_whole else blocks.size):
+        values = row[block * BLOCK : min((block + 1) * BLOCK, row.size)]  # read for each while it is near
+        for entry in range(token_ids.size):
+            value = row[token_ids[entry]]
+            if value <= bound and blocks[block] > value:
+                ranks[entry] += count_greater(values, value)
