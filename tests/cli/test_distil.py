@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -27,6 +29,19 @@ def test_the_command_writes_a_folder_and_tells_what_was_lost(
     assert "exists" in cli("distil", *flags, *out).error_line
     assert cli("distil", *flags, "-o", str(tmp_path / "b"), "--format", "trl").code == 2
     assert "--top" in cli("distil", *flags, "-o", str(tmp_path / "b"), "--top", "0").error_line
-    bad = cli("distil", *flags, "-o", str(tmp_path / "b"), "--text-column", "other")
+    (tmp_path / "in.jsonl").write_text('{"text": 1}\n{"text": "the dog"}\n{"other": "x"}\n')
+    bad = cli("distil", *flags, "-o", str(tmp_path / "b"))
     assert bad.code == 1
     assert "2 bad rows" in bad.err
+
+
+@pytest.mark.parametrize("flag", ["--text-column", "--messages-column"])
+def test_a_column_that_is_not_there_is_told_before_the_model_is_loaded(
+    cli: Callable[..., Any], tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"sentence": "the cat"}\n')
+    asked = (str(tmp_path / "in.jsonl"), flag, "said", "--model", "no/such-model-anywhere")
+    done = cli("distil", *asked, "-o", str(tmp_path / "out"))
+    assert done.code == 1
+    assert "has no column 'said'; it has 'sentence'" in done.error_line
+    assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from logprobe.cli.options import (
     takes_settings,
 )
 from logprobe.cli.tables import print_facts
-from logprobe.scoring.data.sources import Format, find_sources
+from logprobe.scoring.data.sources import Format, check_columns, find_sources
 from logprobe.scoring.distillation.settings import DistilSettings, TrainingFormat
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def distil(
     with flags_for():
         settings = settings_from(DistilSettings, flags)
     sources = find_sources(files, kind=input_format, by_line=lines)
+    check_columns(sources, [settings.column])
     sizes = [source.num_bytes for source in sources]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     with open_llm(model, **engine) as llm:
