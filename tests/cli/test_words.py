@@ -68,6 +68,8 @@ def test_words_of_rows_come_with_their_columns(score: Any, tmp_path: Path) -> No
         (("--text", "x", "--by", "word", "--detect"), "does not come with --by"),
         (("--text", "x", "--by", "word", "--top", "3"), "does not come with --top"),
         (("--text", "x", "--by", "word", "-o", "x.parquet"), "does not come with --by"),
+        (("--text", "x", "--by", "word", "--force"), "does not come with --by"),
+        (("--text", "x", "--by", "word", "--csv", "--json"), "does not come with --json"),
         (("--by", "word"), "give either a file"),
         (("x.jsonl", "--by", "word", "--context-column", "window"), "does not come with --by"),
         (("x.jsonl", "--by", "word", "--keep-columns", "tokens"), "'tokens' is a column of the output"),

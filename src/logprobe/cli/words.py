@@ -60,6 +60,8 @@ def print_units(
     from logprobe.scoring.data.rows import check_kept
     from logprobe.scoring.texts import ROW_COLUMNS
 
+    if as_csv and data.as_json:
+        raise typer.BadParameter("does not come with --json", param_hint="--csv")
     usual = vars(DataSettings())
     with flags_for():
         for name, value in vars(settings).items():
@@ -68,7 +70,7 @@ def print_units(
             is_fit = name in _ALLOWED or value == usual[name] or is_window
             require(is_fit, name, "does not come with --by")
         check_kept(settings, ["row", asked["by"], *ROW_COLUMNS])
-        for name in ("output", "summary", "resume"):
+        for name in ("output", "summary", "resume", "force"):
             require(not getattr(data, name), name, "does not come with --by; redirect what it prints")
     rows = _rows_of(data, settings, source)
     write = _csv_writer() if as_csv else _write_json if data.as_json else _write_table
