@@ -14,7 +14,7 @@ from logprobe import FlatLogprobs
 from logprobe.errors import ParameterError
 from logprobe.scoring import ScoredText, surprisal
 from logprobe.scoring.score import Score
-from logprobe.scoring.texts import NOT_SCORED, begins_word, byte_bounds
+from logprobe.scoring.texts import NOT_SCORED, ROW_COLUMNS, begins_word, byte_bounds
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,6 +142,7 @@ def test_the_mass_is_exact_whatever_the_windows_and_the_texts_beside(tiny_llm: L
     assert len(alone.log_begin_mass) == len(alone.token_ids) + 1
     np.testing.assert_allclose(beside.log_begin_mass, alone.log_begin_mass, atol=1e-5)
     assert empty.words == []
+    assert list(empty.to_pandas("sentence").columns) == ["sentence", *ROW_COLUMNS]
     assert long.log_begin_mass is not None
     assert not np.isnan(long.log_begin_mass).any()
 

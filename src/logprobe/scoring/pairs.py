@@ -51,7 +51,7 @@ class MinimalPairs:
             **({"category": self.categories} if self.categories else {}),
         }
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return frame_of(rows, floats=("good_logprob", "bad_logprob"))
+        return frame_of(rows, list(columns), floats=("good_logprob", "bad_logprob"))
 
 
 def minimal_pairs(

@@ -156,7 +156,7 @@ class ScoredText:
         """
         from logprobe.records.forms.frames import frame_of
 
-        frame = frame_of(self.rows(by), floats=("surprisal", "entropy"))
+        frame = frame_of(self.rows(by), (by, *ROW_COLUMNS), floats=("surprisal", "entropy"))
         frame.attrs["unit"] = self.unit
         return frame
 

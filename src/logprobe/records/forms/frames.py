@@ -63,14 +63,13 @@ def to_pandas(parts: Parts, tokens: TokenTable | None) -> Any:
     return table(parts, tokens).to_pandas(types_mapper=whole.get)
 
 
-def frame_of(rows: Sequence[Mapping[str, Any]], *, floats: Sequence[str]) -> Any:
-    """Rows of equal columns as a pandas data frame; `floats` are numbers, NaN where one is None."""
+def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], *, floats: Sequence[str]) -> Any:
+    """Rows as a pandas data frame, of no rows too; `floats` are numbers, NaN where one is None."""
     try:
         import pandas as pd
     except ImportError as error:
         raise _missing("pandas") from error
-    frame = pd.DataFrame(rows)
-    return frame.astype(dict.fromkeys([name for name in floats if name in frame], "float64"))
+    return pd.DataFrame(rows, columns=list(columns)).astype(dict.fromkeys(floats, "float64"))
 
 
 def to_polars(parts: Parts, tokens: TokenTable | None) -> Any:
