@@ -296,9 +296,10 @@ def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
 
 
 def _id_array(name: str, value: Any, place: int) -> NDArray[np.int64]:
-    # A tensor of no dimension is iterable by its type alone, and so is a text.
+    # A tensor of no dimension is iterable by its type alone; texts and dicts are, but no lists of ids.
     try:
-        array = np.asarray(value if hasattr(value, "__array__") else [*value])
+        is_whole = hasattr(value, "__array__") or isinstance(value, str | bytes | dict)
+        array = np.asarray(value if is_whole else [*value])
     except (TypeError, ValueError):
         array = np.empty((0, 0))
     is_list = array.ndim == 1 and (np.issubdtype(array.dtype, np.integer) or not array.size)
