@@ -207,7 +207,10 @@ def test_arrow_has_named_ids_also_where_the_first_continuation_names_none(server
     headers = {"accept": "application/vnd.apache.arrow.stream"}
     reply = httpx.post(f"{server.url}/v1/score", json=asked, headers=headers, timeout=PATIENCE_S)
     rows = pa.ipc.open_stream(reply.content).read_all().to_pylist()
-    assert [row["given_ids"] for row in rows] == [None, [[5, 6]]]
+    assert [row["given_ids"] for row in rows] == [[[], [], []], [[5, 6]]]
+    data = server.post("/v1/score", **asked).json()["data"]
+    names = ("given_ids", "given_logprobs", "given_ranks")
+    assert [data[0][name] for name in names] == [[[], [], []]] * 3
 
 
 def test_a_score_at_a_temperature_runs_on_the_lora_that_it_names(server: Any, adapter_folders: Any) -> None:

@@ -360,6 +360,8 @@ class Client:
         """
         name, count = "token_ids", len(split.continuation)
         ids = named_ids(name, token_ids)
+        if ids is None and token_ids is not None:  # asked, if for none
+            ids = IdLists.of([np.empty(0, np.int64)] * count)
         if isinstance(ids, IdLists):
             fits = len(ids) == count
             require(fits, name, f"has {len(ids)} lists for the {count} tokens of a continuation")
