@@ -41,6 +41,28 @@ def test_a_pair_is_right_where_its_good_text_is_likelier(tiny_llm: LLM) -> None:
     assert frame["is_right"].mean() == found.accuracy.mean
 
 
+def test_pairs_are_scored_some_at_a_time(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = minimal_pairs(tiny_llm, PAIRS, KINDS)
+    calls = []
+
+    def counted(llm: Any, texts: list[str], **asked: Any) -> Any:
+        calls.append(len(texts))
+        return surprisal(llm, texts, **asked)
+
+    monkeypatch.setattr("logprobe.scoring.pairs.PAIRS_A_CALL", 2)
+    monkeypatch.setattr("logprobe.scoring.pairs.surprisal", counted)
+    parts = minimal_pairs(tiny_llm, PAIRS, KINDS)
+    assert calls == [4, 4, 2]
+    np.testing.assert_allclose(parts.good_logprobs, whole.good_logprobs, atol=1e-5)
+    np.testing.assert_allclose(parts.bad_logprobs, whole.bad_logprobs, atol=1e-5)
+    with pytest.raises(ParameterError, match="pair 4 has a text") as error:
+        minimal_pairs(tiny_llm, [*PAIRS[:4], ("x", "")])
+    assert error.value.parameter == "pairs"
+    with pytest.raises(ParameterError, match="from pair 2 on, number 1") as error:
+        minimal_pairs(tiny_llm, [*PAIRS[:2], ("x", "\ud800")])
+    assert error.value.parameter == "pairs"
+
+
 def test_a_pair_of_equal_texts_is_wrong_and_one_pair_has_no_error(tiny_llm: LLM) -> None:
     found = minimal_pairs(tiny_llm, [("the cat", "the cat")])
     assert (found.accuracy.mean, found.accuracy.error, found.by_category) == (0.0, None, {})

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.errors import require
+from logprobe.errors import ParameterError, require
 from logprobe.scoring import measures
 from logprobe.scoring.data.summary import Mean
 from logprobe.scoring.texts import surprisal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from logprobe.scoring.scorer import Scorer
+
+PAIRS_A_CALL = 512  # whose tokens are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,7 @@ def minimal_pairs(
     names = list(categories or ())
     fits = categories is None or len(names) == len(pairs)
     require(fits, "categories", f"names {len(names)} for {len(pairs)} pairs; give one a pair")
-    scored = surprisal(llm, [text for pair in pairs for text in pair], bos=bos)
-    for number, text in enumerate(scored):
-        remedy = "has a text of which no token is scored; give bos=True"
-        require(not np.isnan(text.logprobs).all(), "pairs", f"pair {number // 2} {remedy}")
-    good, bad = (np.array([text.logprob for text in scored[side::2]]) for side in (0, 1))
+    good, bad = np.fromiter(_logprobs(llm, pairs, bos), np.dtype((np.float64, 2)), len(pairs)).T
     is_right = good > bad
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
@@ -98,6 +96,26 @@ def minimal_pairs(
         is_right=is_right,
         categories=names,
     )
+
+
+def _logprobs(
+    llm: Scorer, pairs: Sequence[tuple[str, str]], bos: bool | None
+) -> Iterator[tuple[float, float]]:
+    """What both texts of each pair are given, in calls of some pairs."""
+    for first in range(0, len(pairs), PAIRS_A_CALL):
+        texts = [text for pair in pairs[first : first + PAIRS_A_CALL] for text in pair]
+        try:
+            scored = surprisal(llm, texts, bos=bos)
+        except ParameterError as error:
+            if error.parameter != "texts":
+                raise
+            where = f"of the texts from pair {first} on, "
+            raise ParameterError("pairs", where + str(error).removeprefix("texts: ")) from error
+        for number, text in enumerate(scored):
+            remedy = "has a text of which no token is scored; give bos=True"
+            is_scored = not np.isnan(text.logprobs).all()
+            require(is_scored, "pairs", f"pair {first + number // 2} {remedy}")
+        yield from zip(*([text.logprob for text in scored[side::2]] for side in (0, 1)), strict=True)
 
 
 def _mean(is_right: NDArray[np.bool_]) -> Mean:
