@@ -12,6 +12,7 @@ import pytest
 
 from logprobe.errors import InputError, LogprobeError, OutputError, ParameterError
 from logprobe.scoring import DistilSettings, distil
+from logprobe.scoring.data.journal import Journal
 from logprobe.scoring.data.sources import find_sources
 from logprobe.scoring.distillation import run as runs
 from logprobe.scoring.distillation.run import DistilRun
@@ -157,6 +158,26 @@ def test_a_conversation_that_teaches_nothing_is_a_bad_row(
 
 class StoppedError(Exception):
     """What stops a run."""
+
+
+def test_bad_rows_alone_are_written_in_parts_too(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def counted(journal: Journal, end: int, table: Any, bad: list[Any], info: Any) -> None:
+        sizes.append(len(bad))
+        write_table(journal, end, table, bad, info)
+
+    write_table = Journal.write_table
+    monkeypatch.setattr(Journal, "write_table", counted)
+    monkeypatch.setattr("logprobe.scoring.distillation.rows.ROWS_A_CALL", 1)
+    monkeypatch.setattr(runs, "BAD_A_PART", 2)
+    source = written(tmp_path / "in.jsonl", [{"text": number} for number in range(5)])
+    summary = distil(tiny_llm, source, tmp_path / "out")
+    assert (summary.num_rows, summary.num_bad, sizes) == (0, 5, [2, 2, 1])
+    errors = (tmp_path / "out" / "data.parquet.errors.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in errors] == [0, 1, 2, 3, 4]
 
 
 def stopping(after: int) -> Any:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.scorer import Scorer
 
 BYTES_A_PART = 1 << 26
+BAD_A_PART = 1 << 13  # rows, none of which costs the model time
 SECONDS_A_PART = 20.0
 RUN_FILE: Final = "run.json"
 DATA: Final = "data"
@@ -160,7 +161,7 @@ class DistilRun:
             tables.append(batch.table)
             bad += batch.bad
             info = batch.info or info  # a batch may hold bad rows alone
-            is_full = sum(table.nbytes for table in tables) >= BYTES_A_PART
+            is_full = sum(table.nbytes for table in tables) >= BYTES_A_PART or len(bad) >= BAD_A_PART
             if is_full or time.monotonic() - since >= SECONDS_A_PART:
                 journal.write_table(batch.end, pa.concat_tables(tables), bad, info)
                 tables, bad, since = [], [], time.monotonic()
