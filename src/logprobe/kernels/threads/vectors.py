@@ -43,7 +43,7 @@ HALF_SCALE = F32(2.0**112)  # the difference of the exponent biases of float32 a
 
 @internal
 def exponential(d: Any) -> Any:
-    """e**d for d in [-87, 0], relative error under 2e-7; NaN for NaN."""
+    """e**d for d in [-87, 0], relative error under 2e-7 + 1.4e-8 |d|: log2(e) is a float32; NaN for NaN."""
     t = multiply_add(d, LOG2_E, ROUND)
     r = multiply_add(d, LOG2_E, ROUND - t)  # d * log2(e) less its nearest integer
     p = multiply_add(C5, r, C4)
