@@ -300,3 +300,11 @@ def test_the_hosts_choice_of_the_k_largest_is_the_kernels(
 def test_ties_are_put_in_the_order_of_the_ids_that_are_given() -> None:
     values, token_ids = np.array([1.0, 2.0, 2.0, 0.0, 2.0]), np.array([3, 9, 4, 1, 7])
     assert top_indices(values, 2, token_ids).tolist() == [2, 4]
+
+
+@pytest.mark.parametrize("spread", [1, 3, 6])
+def test_the_normaliser_is_off_by_nothing_that_adds_up_over_a_text(spread: int) -> None:
+    logits = torch.randn((256, 49_152), generator=torch.Generator().manual_seed(spread)) * spread
+    errors = extract(logits, np.zeros(256, np.int32), 0).logprobs[:, 0].double()
+    errors -= logits[:, 0].double() - logits.double().logsumexp(-1)
+    assert errors.mean().abs() < 3e-7  # 2e-6 by torch's float32 log_softmax at a spread of 6
