@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from logprobe.kernels.attention.softmax import soften_panel
+from logprobe.kernels.attention.softmax import soften
 from logprobe.kernels.layers.widen import PANEL
 
 ONE_HIDES = 5  # the lane whose rows see nothing of the first block
@@ -17,7 +17,7 @@ ONE_HIDES = 5  # the lane whose rows see nothing of the first block
 @njit
 def soften_block(scores: Any, largest: Any, totals: Any, factors: Any) -> Any:
     state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
-    return soften_panel(scores.ctypes.data, len(scores), *state)
+    return soften(scores.ctypes.data, len(scores), *state)
 
 
 @pytest.mark.parametrize("spread", [1.0, 60.0, 1e6])

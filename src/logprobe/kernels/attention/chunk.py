@@ -18,7 +18,7 @@ import numpy as np
 
 from logprobe.kernels.attention import softmax
 from logprobe.kernels.attention.api import NO_WINDOW
-from logprobe.kernels.attention.softmax import BLOCK_KEYS, cap, soften_panel
+from logprobe.kernels.attention.softmax import BLOCK_KEYS, cap, soften
 from logprobe.kernels.layers import turn, widen
 from logprobe.kernels.layers.turn import turn_rows
 from logprobe.kernels.layers.widen import FLOAT32, GROUP, PANEL, TILE_ROWS, can_widen, tiles
@@ -224,7 +224,7 @@ def _attend_block(task: Any, block: Any, panel: Any, scores: Any, factors: Any) 
     _score(task, queries, keys, first_key, positions, scores[: num_keys * PANEL])
     scores[num_keys * PANEL : filled * PANEL] = 0
     state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
-    if soften_panel(scores.ctypes.data, num_keys, *state):
+    if soften(scores.ctypes.data, num_keys, *state):
         _rescale(sums, factors)
     for dim in range(0, sums.size // PANEL, TILE_ROWS):
         tile, target = values[dim * BLOCK_KEYS :].ctypes.data, sums[dim * PANEL :].ctypes.data

@@ -1,8 +1,8 @@
 """Products of a few keys and values with the queries that share them, as LLVM's text.
 
-A key's product with all queries is a vector, one lane a query; a value's is a vector of the value's own
-numbers for each query. Each sum goes from its first summand to its last, one rounding each, as the sums of
-`widen.tiles` do. Before it: addresses of keys and values. After it: the softmax, or what a row gives.
+The lanes of a score's vectors are keys, which are turned in registers, four of their numbers at a time; those
+of a value's are its own numbers. Each sum goes from its first summand to its last, one rounding each, as the
+sums of `widen.tiles` do. Before it: addresses of keys and values. After it: the softmax, or what a row gives.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.layers.widen import FLOATS, INT64, LANES, VECTOR, every_lane, fused
+from logprobe.kernels.attention.softmax import BLOCK_KEYS
+from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, every_lane, fused
 from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-KEYS_AT_ONCE = 8  # whose sums stay in registers
-FLOAT_TYPE = ir.FloatType()
+QUERIES_AT_ONCE = 4  # whose sums stay in registers
+KEYS_AT_ONCE = 2 * LANES  # sums of two vectors of keys do not wait for each other
+VALUES_AT_ONCE = 8
+QUAD = 4
+ONE = ir.FloatType()
+QUADS = ir.VectorType(ONE, QUAD)
 
 
 def _load(builder: Any, start: Any, index: Any, kind: Any) -> Any:
@@ -34,35 +39,109 @@ def _addresses(builder: Any, places: Any, count: int) -> list[Any]:
     return [builder.load(builder.inttoptr(start, INT64.as_pointer())) for start in starts]
 
 
-@intrinsic
-def score(_typing: Any, _queries: Any, _dim: Any, _places: Any, _scores: Any) -> Any:
-    """Compiled `score(queries, dim, places, scores)`: products of KEYS_AT_ONCE keys, (KEYS_AT_ONCE, LANES).
+def _shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
 
-    All but the number are addresses. queries is (dim, LANES); places are where the keys begin.
+
+def _joined(builder: Any, parts: Sequence[Any]) -> Any:
+    """One vector of several, whose number is a power of two."""
+    while len(parts) > 1:
+        width = 2 * parts[0].type.count
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [_shuffled(builder, first, second, range(width)) for first, second in pairs]
+    return parts[0]
+
+
+def _turned(builder: Any, keys: Sequence[Any], index: Any) -> list[Any]:
+    """Four numbers of LANES keys as four vectors whose lanes are the keys."""
+    rows = [
+        _joined(builder, [_load(builder, key, index, QUADS) for key in keys[row::QUAD]])
+        for row in range(QUAD)
+    ]
+
+    def mixed(a: Any, b: Any, own: Sequence[int]) -> Any:
+        """Of each four lanes of both, those that `own` names: 0 to 3 of the first, 4 to 7 of the second."""
+        lanes = [
+            start + (lane if lane < QUAD else lane - QUAD + LANES)
+            for start in range(0, LANES, QUAD)
+            for lane in own
+        ]
+        return _shuffled(builder, a, b, lanes)
+
+    low, high, even, odd = (0, 4, 1, 5), (2, 6, 3, 7), (0, 1, 4, 5), (2, 3, 6, 7)
+    halves = [(mixed(rows[0], rows[1], part), mixed(rows[2], rows[3], part)) for part in (low, high)]
+    return [mixed(*pair, part) for pair in halves for part in (even, odd)]
+
+
+def _gathered(builder: Any, keys: Sequence[Any], index: Any) -> Any:
+    """One number of LANES keys as a vector."""
+    vector = ir.Constant(FLOATS, ir.Undefined)
+    for lane, key in enumerate(keys):
+        vector = builder.insert_element(vector, _load(builder, key, index, ONE), INT32(lane))
+    return vector
+
+
+def _scorer(num_vectors: int) -> Any:
+    """Compiled `score(count, queries, dim, places, scores)`: products of some queries with vectors of keys.
+
+    All but the numbers are addresses. queries is (count, dim) of up to QUERIES_AT_ONCE; places are where the
+    keys begin; a query's scores stand BLOCK_KEYS behind those of the one before it.
     """
 
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        queries, dim, places, scores = arguments
-        keys, zero = _addresses(builder, places, KEYS_AT_ONCE), ir.Constant(FLOATS, None)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in keys]  # type: ignore[no-untyped-call]
-        with cgutils.for_range(builder, dim) as loop:
-            query = _load(builder, queries, builder.mul(loop.index, INT64(LANES)), FLOATS)
-            for key, total in zip(keys, sums, strict=True):
-                number = every_lane(builder, _load(builder, key, loop.index, FLOAT_TYPE))
-                builder.store(fused(builder, number, query, builder.load(total)), total)
-        for number, total in enumerate(sums):
-            place = builder.add(scores, INT64(VECTOR * number))
-            builder.store(builder.load(total), builder.inttoptr(place, FLOATS.as_pointer()), align=FLOAT)
-        return context.get_dummy_value()
+    @intrinsic
+    def score(_typing: Any, _count: Any, _queries: Any, _dim: Any, _places: Any, _scores: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            done = builder.append_basic_block("scored")
+            switch = builder.switch(arguments[0], done)
+            for count in range(1, QUERIES_AT_ONCE + 1):
+                block = builder.append_basic_block(f"queries_{count}")
+                switch.add_case(INT64(count), block)
+                builder.position_at_end(block)
+                _score(builder, num_vectors, count, *arguments[1:])
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+        return types.void(*[types.int64] * 5), generate
+
+    return score
+
+
+def _score(
+    builder: Any, num_vectors: int, count: int, queries: Any, dim: Any, places: Any, scores: Any
+) -> None:
+    keys, zero = _addresses(builder, places, num_vectors * LANES), ir.Constant(FLOATS, None)
+    groups = [keys[start : start + LANES] for start in range(0, len(keys), LANES)]
+    rows = [builder.add(queries, builder.mul(dim, INT64(FLOAT * number))) for number in range(count)]
+    sums = {
+        (group, number): cgutils.alloca_once_value(builder, zero)  # type: ignore[no-untyped-call]
+        for group in range(num_vectors)
+        for number in range(count)
+    }
+
+    def add(group: int, index: Any, vector: Any) -> None:
+        for number, row in enumerate(rows):
+            own = every_lane(builder, _load(builder, row, index, ONE))
+            total = sums[group, number]
+            builder.store(fused(builder, own, vector, builder.load(total)), total)
+
+    whole = builder.sub(dim, builder.srem(dim, INT64(QUAD)))
+    with cgutils.for_range_slice(builder, INT64(0), whole, INT64(QUAD), INT64) as (index, _):
+        for group, own in enumerate(groups):
+            for place, vector in enumerate(_turned(builder, own, index)):
+                add(group, builder.add(index, INT64(place)), vector)
+    with cgutils.for_range_slice(builder, whole, dim, INT64(1), INT64) as (index, _):
+        for group, own in enumerate(groups):
+            add(group, index, _gathered(builder, own, index))
+    for (group, number), total in sums.items():
+        place = builder.add(scores, INT64(FLOAT * (BLOCK_KEYS * number + LANES * group)))
+        builder.store(builder.load(total), builder.inttoptr(place, FLOATS.as_pointer()), align=FLOAT)
 
 
 def _weigher(num_keys: int) -> Any:
     """Compiled `weigh(weights, places, dim, sums)`: adds some keys' values to sums, (dim,), key after key.
 
-    All but the number are addresses. places are where the values begin; a key's weight stands LANES behind
-    that of the key before it.
+    All but the number are addresses. weights is (num_keys,); places are where the values begin.
     """
 
     @intrinsic
@@ -70,13 +149,13 @@ def _weigher(num_keys: int) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             weights, places, dim, sums = arguments
             values = _addresses(builder, places, num_keys)
-            own = [_load(builder, weights, INT64(LANES * number), FLOAT_TYPE) for number in range(num_keys)]
+            own = [_load(builder, weights, INT64(number), ONE) for number in range(num_keys)]
             vectors = [every_lane(builder, weight) for weight in own]
             whole = builder.sub(dim, builder.srem(dim, INT64(LANES)))
             with cgutils.for_range_slice(builder, INT64(0), whole, INT64(LANES), INT64) as (index, _):
                 _add(builder, FLOATS, vectors, values, index, sums)
             with cgutils.for_range_slice(builder, whole, dim, INT64(1), INT64) as (index, _):
-                _add(builder, FLOAT_TYPE, own, values, index, sums)
+                _add(builder, ONE, own, values, index, sums)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), generate
@@ -95,4 +174,5 @@ def _add(
     builder.store(total, builder.inttoptr(place, kind.as_pointer()), align=FLOAT)
 
 
-weigh_several, weigh_one = _weigher(KEYS_AT_ONCE), _weigher(1)
+score_many, score_few = _scorer(2), _scorer(1)
+weigh_several, weigh_one = _weigher(VALUES_AT_ONCE), _weigher(1)

@@ -1,9 +1,9 @@
 """The compiled form of `attend_rows`: an item is one row, with all its heads where there are rows enough.
 
-The lanes of a vector are the query heads that share a key head, so that a key or a value is read where it
-lies, once for all of them. Scores, softmax and weighted sums go through the context by the blocks of `chunk`,
-each sum in its order: a row has the same bits, whichever of the two attends it. The slots of a context may
-lie anywhere, which no processor foresees: each is fetched some slots ahead of its turn.
+A key or a value is read where it lies, once for up to four query heads that share it. Scores, softmax and
+weighted sums go through the context by the blocks of `chunk`, each sum in its order: a row has the same bits,
+whichever of the two attends it. The slots of a context may lie anywhere, which no processor foresees: each is
+fetched some slots ahead of its turn.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 
 from logprobe.kernels.attention import lanes, softmax
-from logprobe.kernels.attention.lanes import KEYS_AT_ONCE, weigh_one, weigh_several
-from logprobe.kernels.attention.lanes import score as score_keys
-from logprobe.kernels.attention.softmax import BLOCK_KEYS, cap, soften_vector
+from logprobe.kernels.attention.lanes import (
+    KEYS_AT_ONCE,
+    QUERIES_AT_ONCE,
+    VALUES_AT_ONCE,
+    score_few,
+    score_many,
+    weigh_one,
+    weigh_several,
+)
+from logprobe.kernels.attention.softmax import BLOCK_KEYS, LEAST, cap
 from logprobe.kernels.layers import widen
 from logprobe.kernels.layers.widen import LANES
 from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, prefetch_line
@@ -26,7 +33,7 @@ from logprobe.kernels.threads.parallel import (
     int32_at,
     next_item,
 )
-from logprobe.kernels.threads.vectors import F32, MINUS_INF
+from logprobe.kernels.threads.vectors import F32, LOWEST, MINUS_INF, ZERO, exponential, greatest
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (
@@ -56,43 +63,85 @@ def _find(start: Any, stride: Any, slots: Any, first: Any, places: Any, num_byte
     last = slots.size - 1
     for i in range(places.size):
         places[i] = start + stride * np.int64(slots[min(first + i, last)])
-        ahead = start + stride * np.int64(slots[min(first + i + KEYS_AT_ONCE, last)])
+        ahead = start + stride * np.int64(slots[min(first + i + places.size, last)])
         for offset in range(0, num_bytes, LINE):
             prefetch_line(ahead + offset)
 
 
 @internal
 def _load_queries(task: Any, query: Any, count: Any, queries: Any) -> None:
-    """Scaled queries of some heads, (key_dim, LANES)."""
-    dim, scale = task[KEY_DIM], float32_at(task[SETTINGS], 1)[0]
-    queries[:] = 0
-    for lane in range(count):
-        row = float32_at(query + FLOAT * dim * lane, dim)
-        for i in range(dim):
-            queries[i * LANES + lane] = row[i] * scale
+    """Scaled queries of some heads, (count, key_dim)."""
+    row, scale = float32_at(query, count * task[KEY_DIM]), float32_at(task[SETTINGS], 1)[0]
+    for i in range(row.size):
+        queries[i] = row[i] * scale
 
 
 @internal
 def _begin(task: Any, head: Any, count: Any, largest: Any, totals: Any) -> None:
-    """Each lane's sums before the first key: those of its head's sink, if there is one."""
+    """Each query's sums before the first key: those of its head's sink, if there is one."""
     num_sinks = np.int64(float32_at(task[SETTINGS], 3)[2])
     sinks = float32_at(task[SETTINGS], 3 + num_sinks)[3:]
-    for lane in range(LANES):
-        largest[lane] = sinks[head + min(lane, count - 1)] if num_sinks > 0 else MINUS_INF
-        totals[lane] = F32(1) if num_sinks > 0 else F32(0)
+    for number in range(count):
+        largest[number] = sinks[head + number] if num_sinks > 0 else MINUS_INF
+        totals[number] = F32(1) if num_sinks > 0 else F32(0)
 
 
 @internal
 def _score(task: Any, head: Any, slots: Any, queries: Any, places: Any, scores: Any) -> None:
-    """Scores of some heads' queries for a block of keys, (keys, LANES)."""
+    """Scores of some queries for a block of keys, (queries, BLOCK_KEYS)."""
     dim = task[KEY_DIM]
     start, stride = task[KEYS] + FLOAT * dim * head, FLOAT * dim * task[KV_HEADS]
+    count = queries.size // dim
     for first in range(0, slots.size, KEYS_AT_ONCE):
-        _find(start, stride, slots, first, places, FLOAT * dim)
-        score_keys(queries.ctypes.data, dim, places.ctypes.data, scores[first * LANES :].ctypes.data)
+        target = scores[first:].ctypes.data
+        if slots.size - first > LANES:
+            _find(start, stride, slots, first, places, FLOAT * dim)
+            score_many(count, queries.ctypes.data, dim, places.ctypes.data, target)
+        else:
+            _find(start, stride, slots, first, places[:LANES], 0)
+            score_few(count, queries.ctypes.data, dim, places.ctypes.data, target)
     softcap = float32_at(task[SETTINGS], 2)[1]
     if softcap > 0:
-        cap(scores[: slots.size * LANES], softcap)
+        for number in range(count):
+            cap(scores[number * BLOCK_KEYS :][: slots.size], softcap)
+
+
+@internal
+def _exponential(x: Any, reference: Any) -> Any:
+    d = x - reference
+    return exponential(LOWEST if d < LOWEST else d)  # noqa: FURB136 (this way round, NaN stays NaN)
+
+
+@internal
+def _soften(scores: Any, largest: Any) -> Any:
+    """Exponentials in the place of one query's scores; what earlier blocks' sums take."""
+    before = largest[0]
+    largest[0] = max(before, greatest(scores))
+    reference = max(largest[0], F32(LEAST))
+    for key in range(scores.size):
+        weight = _exponential(scores[key], reference)
+        scores[key] = ZERO if scores[key] < F32(LEAST) else weight
+    return _exponential(before, reference)
+
+
+@internal
+def _add_weights(weights: Any, count: Any, totals: Any, factors: Any) -> None:
+    """Add a block's weights, (QUERIES_AT_ONCE, BLOCK_KEYS), to each query's total, key after key.
+
+    All four sums go on together, as each waits for its own last summand.
+    """
+    a, b, c, d = (
+        totals[0] * factors[0],
+        totals[1] * factors[1],
+        totals[2] * factors[2],
+        totals[3] * factors[3],
+    )
+    for key in range(count):
+        a += weights[key]
+        b += weights[BLOCK_KEYS + key]
+        c += weights[2 * BLOCK_KEYS + key]
+        d += weights[3 * BLOCK_KEYS + key]
+    totals[0], totals[1], totals[2], totals[3] = a, b, c, d
 
 
 @internal
@@ -100,18 +149,19 @@ def _sum_values(task: Any, head: Any, slots: Any, weights: Any, places: Any, sum
     """Each query's values of a block, weighted, (queries, value_dim)."""
     dim = task[VALUE_DIM]
     start, stride = task[VALUES] + FLOAT * dim * head, FLOAT * dim * task[KV_HEADS]
-    whole = slots.size // KEYS_AT_ONCE * KEYS_AT_ONCE
+    places = places[:VALUES_AT_ONCE]
+    whole = slots.size // VALUES_AT_ONCE * VALUES_AT_ONCE
     sums[:] = 0
-    for first in range(0, whole, KEYS_AT_ONCE):
+    for first in range(0, whole, VALUES_AT_ONCE):
         _find(start, stride, slots, first, places, FLOAT * dim)
-        for lane in range(sums.size // dim):
-            target = sums[lane * dim :].ctypes.data
-            weigh_several(weights[first * LANES + lane :].ctypes.data, places.ctypes.data, dim, target)
+        for number in range(sums.size // dim):
+            own, target = weights[number * BLOCK_KEYS + first :], sums[number * dim :]
+            weigh_several(own.ctypes.data, places.ctypes.data, dim, target.ctypes.data)
     for key in range(whole, slots.size):
         _find(start, stride, slots, key, places[:1], 0)
-        for lane in range(sums.size // dim):
-            target = sums[lane * dim :].ctypes.data
-            weigh_one(weights[key * LANES + lane :].ctypes.data, places.ctypes.data, dim, target)
+        for number in range(sums.size // dim):
+            own, target = weights[number * BLOCK_KEYS + key :], sums[number * dim :]
+            weigh_one(own.ctypes.data, places.ctypes.data, dim, target.ctypes.data)
 
 
 @internal
@@ -123,15 +173,15 @@ def _add(sums: Any, factor: Any, summands: Any) -> None:
 @internal(error_model="numpy")
 def _write(totals: Any, sums: Any, out: Any) -> None:
     dim = out.size // totals.size
-    for lane in range(totals.size):
-        share = F32(1) / totals[lane]
-        for i in range(lane * dim, (lane + 1) * dim):
+    for number in range(totals.size):
+        share = F32(1) / totals[number]
+        for i in range(number * dim, (number + 1) * dim):
             out[i] = sums[i] * share
 
 
 @internal
 def _attend(task: Any, row: Any, part: Any, scratch: Any) -> None:
-    """One row of some query heads, at most LANES, that share a key head."""
+    """One row of some query heads that share a key head: its number, their first, how many."""
     head, first_query, count = part
     queries, scores, block, sums, (largest, totals, factors), places = scratch
     length = np.int64(int32_at(task[LENGTHS], task[NUM_ROWS])[row])
@@ -139,20 +189,22 @@ def _attend(task: Any, row: Any, part: Any, scratch: Any) -> None:
     slots = int32_at(task[SLOTS] + FLOAT * begin, length)
     dim = task[VALUE_DIM]
     place = np.int64(int32_at(task[ROWS], task[NUM_ROWS])[row]) * task[HEADS] + first_query
+    queries, block, sums = queries[: count * task[KEY_DIM]], block[: count * dim], sums[: count * dim]
     _load_queries(task, task[QUERY] + FLOAT * task[KEY_DIM] * place, count, queries)
     _begin(task, first_query, count, largest, totals)
-    block, sums = block[: count * dim], sums[: count * dim]
     sums[:] = 0
     start = max(0, length - task[WINDOW])
     for first_key in range(start // BLOCK_KEYS * BLOCK_KEYS, length, BLOCK_KEYS):
         seen = slots[max(start, first_key) : min(length, first_key + BLOCK_KEYS)]
         _score(task, head, seen, queries, places, scores)
-        state = (largest.ctypes.data, totals.ctypes.data, factors.ctypes.data)
-        soften_vector(scores.ctypes.data, seen.size, *state)
+        for number in range(count):
+            own = scores[number * BLOCK_KEYS :][: seen.size]
+            factors[number] = _soften(own, largest[number:])
+        _add_weights(scores, seen.size, totals, factors)
         _sum_values(task, head, seen, scores, places, block)
-        for lane in range(count):
-            own = slice(lane * dim, (lane + 1) * dim)
-            _add(sums[own], factors[lane], block[own])
+        for number in range(count):
+            mine = slice(number * dim, (number + 1) * dim)
+            _add(sums[mine], factors[number], block[mine])
     _write(totals[:count], sums, float32_at(task[OUT] + FLOAT * dim * place, count * dim))
 
 
@@ -161,18 +213,22 @@ def worker(task: Any) -> None:
     """One row of the plan an item, or one row's part of the key/value heads."""
     parts, groups = task[PARTS], task[HEADS] // task[KV_HEADS]
     scratch = (
-        float32_on_lines(LANES * task[KEY_DIM]),
-        float32_on_lines(LANES * BLOCK_KEYS),
-        float32_on_lines(LANES * task[VALUE_DIM]),
-        float32_on_lines(LANES * task[VALUE_DIM]),
-        (float32_on_lines(LANES), float32_on_lines(LANES), float32_on_lines(LANES)),
+        float32_on_lines(QUERIES_AT_ONCE * task[KEY_DIM]),
+        float32_on_lines(QUERIES_AT_ONCE * BLOCK_KEYS),
+        float32_on_lines(QUERIES_AT_ONCE * task[VALUE_DIM]),
+        float32_on_lines(QUERIES_AT_ONCE * task[VALUE_DIM]),
+        (
+            float32_on_lines(QUERIES_AT_ONCE),
+            float32_on_lines(QUERIES_AT_ONCE),
+            float32_on_lines(QUERIES_AT_ONCE),
+        ),
         np.empty(KEYS_AT_ONCE, np.int64),
     )
     item = next_item(task)
     while item >= 0:
         part = item % parts
         for head in range(part * task[KV_HEADS] // parts, (part + 1) * task[KV_HEADS] // parts):
-            for first in range(0, groups, LANES):
-                count = min(LANES, groups - first)
+            for first in range(0, groups, QUERIES_AT_ONCE):
+                count = min(QUERIES_AT_ONCE, groups - first)
                 _attend(task, item // parts, (head, head * groups + first, count), scratch)
         item = next_item(task)

@@ -2,7 +2,8 @@
 
 The sums of a softmax go on from block to block: where a greater score comes, what earlier blocks gave is
 scaled down (Milakov and Gimelshein, 2018). Written as LLVM's text, so that a row's maximum and sum stay in
-registers while keys go by. Before it: scores of `chunk`. After it: their product with the values.
+registers while keys go by. Before it: scores of `chunk`. After it: their product with the values. What the
+kernel for rows must do alike stands here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.layers.widen import FLOATS, INT64, INTS, LANES, VECTOR, VECTORS, every, fused
+from logprobe.kernels.layers.widen import FLOATS, INT64, INTS, LANES, PANEL, VECTOR, every, fused
 from logprobe.kernels.threads import vectors
 from logprobe.kernels.threads.intrinsics import FLOAT, internal, intrinsic
 from logprobe.kernels.threads.vectors import F32
@@ -27,65 +28,64 @@ BLOCK_KEYS = 192  # measured: a panel's sums are read and written once for so ma
 LEAST = -3e38
 
 
-def _softener(num_vectors: int) -> Any:
+@intrinsic
+def soften(_typing: Any, _scores: Any, _keys: Any, _largest: Any, _totals: Any, _factors: Any) -> Any:
     """Compiled `soften(scores, num_keys, largest, totals, factors)`: exponentials in the place of scores.
 
-    All but the number are addresses. scores is (num_keys, lanes) of so many vectors; largest and totals,
-    (lanes,), go on from the block before; factors, (lanes,), are written: what earlier blocks' products take.
-    Gives whether one of them is not 1. A NaN stays what it is.
+    All but the number are addresses. scores is (num_keys, PANEL); largest and totals, (PANEL,), go on from
+    the block before; factors, (PANEL,), are written: what earlier blocks' products take. Gives whether one
+    of them is not 1. A NaN stays what it is.
     """
 
-    def places(builder: Any, start: Any) -> list[Any]:
-        addresses = (builder.add(start, INT64(VECTOR * number)) for number in range(num_vectors))
-        return [builder.inttoptr(address, FLOATS.as_pointer()) for address in addresses]
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        scores, num_keys, largest, totals, factors = arguments
+        before = _loaded(builder, largest)
+        maxima = [cgutils.alloca_once_value(builder, vector) for vector in before]  # type: ignore[no-untyped-call]
+        with cgutils.for_range(builder, num_keys) as loop:
+            for place, score in zip(maxima, _loaded(builder, _row(builder, scores, loop)), strict=True):
+                held = builder.load(place)
+                builder.store(builder.select(builder.fcmp_ordered(">", score, held), score, held), place)
+        after = [builder.load(place) for place in maxima]
+        _store(builder, largest, after)
+        least = every(FLOATS, LEAST)
+        known = [builder.select(builder.fcmp_ordered(">", x, least), x, least) for x in after]
+        shares = [_exponential(builder, old, new) for old, new in zip(before, known, strict=True)]
+        _store(builder, factors, shares)
+        scaled = [builder.fmul(x, share) for x, share in zip(_loaded(builder, totals), shares, strict=True)]
+        sums = [cgutils.alloca_once_value(builder, vector) for vector in scaled]  # type: ignore[no-untyped-call]
+        with cgutils.for_range(builder, num_keys) as loop:
+            row = _row(builder, scores, loop)
+            exponentials = []
+            for score, reference in zip(_loaded(builder, row), known, strict=True):
+                hidden = builder.fcmp_ordered("<", score, least)
+                value = _exponential(builder, score, reference)
+                exponentials.append(builder.select(hidden, ir.Constant(FLOATS, None), value))
+            _store(builder, row, exponentials)
+            for place, value in zip(sums, exponentials, strict=True):
+                builder.store(builder.fadd(builder.load(place), value), place)
+        _store(builder, totals, [builder.load(place) for place in sums])
+        return _is_any(builder, [builder.fcmp_unordered("!=", x, every(FLOATS, 1.0)) for x in shares])
 
-    def loaded(builder: Any, start: Any) -> list[Any]:
-        return [builder.load(place, align=FLOAT) for place in places(builder, start)]
+    return types.boolean(*[types.int64] * 5), generate
 
-    def store(builder: Any, start: Any, values: Sequence[Any]) -> None:
-        for place, value in zip(places(builder, start), values, strict=True):
-            builder.store(value, place, align=FLOAT)
 
-    def row_of(builder: Any, scores: Any, loop: Any) -> Any:
-        return builder.add(scores, builder.mul(loop.index, INT64(VECTOR * num_vectors)))
+def _row(builder: Any, start: Any, loop: Any) -> Any:
+    return builder.add(start, builder.mul(loop.index, INT64(FLOAT * PANEL)))
 
-    @intrinsic
-    def soften(_typing: Any, _scores: Any, _keys: Any, _largest: Any, _totals: Any, _factors: Any) -> Any:
-        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            scores, num_keys, largest, totals, factors = arguments
-            before = loaded(builder, largest)
-            maxima = [cgutils.alloca_once_value(builder, vector) for vector in before]  # type: ignore[no-untyped-call]
-            with cgutils.for_range(builder, num_keys) as loop:
-                row = loaded(builder, row_of(builder, scores, loop))
-                for place, score in zip(maxima, row, strict=True):
-                    held = builder.load(place)
-                    builder.store(builder.select(builder.fcmp_ordered(">", score, held), score, held), place)
-            after = [builder.load(place) for place in maxima]
-            store(builder, largest, after)
-            least = every(FLOATS, LEAST)
-            known = [builder.select(builder.fcmp_ordered(">", x, least), x, least) for x in after]
-            shares = [_exponential(builder, old, new) for old, new in zip(before, known, strict=True)]
-            store(builder, factors, shares)
-            scaled = [
-                builder.fmul(x, share) for x, share in zip(loaded(builder, totals), shares, strict=True)
-            ]
-            sums = [cgutils.alloca_once_value(builder, vector) for vector in scaled]  # type: ignore[no-untyped-call]
-            with cgutils.for_range(builder, num_keys) as loop:
-                start = row_of(builder, scores, loop)
-                exponentials = []
-                for score, reference in zip(loaded(builder, start), known, strict=True):
-                    hidden = builder.fcmp_ordered("<", score, least)
-                    value = _exponential(builder, score, reference)
-                    exponentials.append(builder.select(hidden, ir.Constant(FLOATS, None), value))
-                store(builder, start, exponentials)
-                for place, value in zip(sums, exponentials, strict=True):
-                    builder.store(builder.fadd(builder.load(place), value), place)
-            store(builder, totals, [builder.load(place) for place in sums])
-            return _is_any(builder, [builder.fcmp_unordered("!=", x, every(FLOATS, 1.0)) for x in shares])
 
-        return types.boolean(*[types.int64] * 5), generate
+def _places(builder: Any, start: Any) -> list[Any]:
+    """Of the vectors of one row of a panel."""
+    addresses = (builder.add(start, INT64(offset)) for offset in range(0, FLOAT * PANEL, VECTOR))
+    return [builder.inttoptr(address, FLOATS.as_pointer()) for address in addresses]
 
-    return soften
+
+def _loaded(builder: Any, start: Any) -> list[Any]:
+    return [builder.load(place, align=FLOAT) for place in _places(builder, start)]
+
+
+def _store(builder: Any, start: Any, values: Sequence[Any]) -> None:
+    for place, value in zip(_places(builder, start), values, strict=True):
+        builder.store(value, place, align=FLOAT)
 
 
 def _exponential(builder: Any, x: Any, reference: Any) -> Any:
@@ -115,6 +115,3 @@ def cap(scores: Any, softcap: Any) -> None:
     """Squash scores, in place."""
     for i in range(scores.size):
         scores[i] = softcap * F32(math.tanh(scores[i] / softcap))
-
-
-soften_panel, soften_vector = _softener(VECTORS), _softener(1)
