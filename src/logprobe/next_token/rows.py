@@ -1,4 +1,4 @@
-"""`RowCache`: the rows asked last, within a bound in bytes."""
+"""`RowCache`: the rows asked last, within a bound in bytes; `Prefix`: what they are known by."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Every limit of what a client may send and ask, in one table, and the count of what is in progress.
 
+How many alternatives a position may have is the model's limit: `openai.fields` checks it.
 A request beyond a limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing
 waits here. One caller may fill all there is; a little more is kept for those who hold little.
 """

@@ -1,1 +1,5 @@
-"""The loops of a decoder layer beside its products: norms, rotary positions, stores, published weights."""
+"""The loops of a decoder layer: products, norms, rotary positions, stores.
+
+The way of its weights: `gguf_blocks` or `forms` bring them into panels, whose layouts `widen` states →
+`panels` multiplies by them.
+"""

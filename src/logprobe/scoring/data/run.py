@@ -1,6 +1,6 @@
 """A data set scored from files to a file, in bounded memory, and resumed where it was stopped.
 
-Its way: `sources` → `rows` → `output` → `summary`.
+Its way: `sources` → `rows` → `journal` → `summary`.
 """
 
 from __future__ import annotations
