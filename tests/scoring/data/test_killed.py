@@ -62,11 +62,7 @@ def test_a_run_killed_three_times_ends_as_one_that_was_not(
     got, want = pq.read_table(out), pq.read_table(tmp_path / "whole.parquet")
     assert got.schema.equals(want.schema, check_metadata=True)
     for name in got.column_names:
-        mine, theirs = got[name].to_pylist(), want[name].to_pylist()
-        if isinstance(mine[0], float):  # what else a step holds may change a last bit
-            assert mine == pytest.approx(theirs, rel=1e-4), name
-        else:
-            assert mine == theirs, name
+        assert got[name].to_pylist() == want[name].to_pylist(), name  # to the last bit
     assert got.num_rows == 4997
     name = "o.parquet.errors.jsonl"
     assert (tmp_path / name).read_text() == (tmp_path / "whole.parquet.errors.jsonl").read_text()
