@@ -180,3 +180,17 @@ def test_what_is_drawn_follows_from_n_and_best_of() -> None:
     assert facts == [(3, False), (5, True), (2, False)]
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=0.1).is_greedy
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [], [3]], [[]], [[2**40]]])
+def test_lists_of_ids_are_read_at_once_as_one_by_one(ids: list[list[int]]) -> None:
+    one_by_one = [np.array(some, np.int64) for some in ids]
+    found = SamplingParams(logprobs=0, logprob_token_ids=ids).logprob_token_ids
+    assert found == SamplingParams(logprobs=0, logprob_token_ids=one_by_one).logprob_token_ids
+    assert found == SamplingParams(logprobs=0, logprob_token_ids=[tuple(some) for some in ids]).logprob_token_ids
+
+
+@pytest.mark.parametrize("ids", [[[1], [True]], [[1], [1.5]], [[1], ["2"]], [[1], [[2]]], [[1], [None]]])
+def test_one_wrong_id_among_lists_is_refused_with_its_place(ids: list[list[Any]]) -> None:
+    with pytest.raises(ParameterError, match="at 1 is"):
+        SamplingParams(logprobs=0, logprob_token_ids=ids)

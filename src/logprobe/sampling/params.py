@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
@@ -292,6 +293,11 @@ def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
     items = _items(name, value, "token ids")
     if not items or isinstance(items[0], str) or not np.iterable(items[0]):
         return _ints(name, items) or None
+    if set(map(type, items)) == {list}:  # as JSON has them: thousands of lists, all at once
+        numbers = [*chain.from_iterable(items)]
+        ids = np.array(numbers) if set(map(type, numbers)) == {int} else np.empty(0)
+        if ids.dtype == np.int64:  # larger ones have another type
+            return IdLists(np.cumsum([0, *map(len, items)], dtype=np.int64), ids)
     return IdLists.of([_id_array(name, item, place) for place, item in enumerate(items)])
 
 
