@@ -77,6 +77,22 @@ def test_drawn_tokens_have_the_bits_that_scoring_gives_them(
         assert bits(one.outputs.logprobs) == bits(again.prompt_logprobs[len(prompt) :])  # type: ignore[index]
 
 
+def test_rows_under_lora_weights_have_the_same_bits_beside_rows_without_any(
+    llm: LLM, prompts: list[list[int]]
+) -> None:
+    asked = [
+        SamplingParams(max_tokens=6, logprobs=3, ignore_eos=True, seed=4, lora=lora)
+        for lora in ("wide", None) * (len(prompts) // 2)
+    ]
+    llm.engine.forget_prefixes()
+    mixed = llm.generate(prompts, asked)
+    llm.engine.forget_prefixes()
+    alone = [llm.generate([prompt], params)[0] for prompt, params in zip(prompts, asked, strict=True)]
+    for one, other in zip(mixed, alone, strict=True):
+        assert one.outputs.token_ids == other.outputs.token_ids
+        assert bits(one.outputs.logprobs) == bits(other.outputs.logprobs)
+
+
 def test_a_model_whose_bits_depend_on_the_batch_is_refused(tiny_model_folder: Path) -> None:
     with raises(ParameterError, parameter="batch_invariant"):
         LLM(str(tiny_model_folder), weights="plain", batch_invariant=True, kv_bytes=1 << 20)

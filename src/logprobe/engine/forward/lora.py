@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import torch
 from torch import nn
 
-from logprobe.engine.forward.linear import Linear
+from logprobe.kernels.layers.panels import panel_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = "list[tuple[LoraWeights, torch.Tensor]]"
 """Weights → their rows of the step's packed tokens, (num_rows,) int64."""
+MOST_OF_A_THREAD = 1 << 18  # multiply-adds that one does before a second one would have begun
 
 
 def by_torch(part: LowRank, x: torch.Tensor) -> torch.Tensor:
@@ -31,8 +32,13 @@ def by_torch(part: LowRank, x: torch.Tensor) -> torch.Tensor:
 
 def by_panels(part: LowRank, x: torch.Tensor) -> torch.Tensor:
     """The same by the kernels of the model's own layers (CPU, float32): bits of a row are its own."""
-    down, up = part.panels
-    return Linear([up])(Linear([down])(x))
+    num_rows = len(x)
+    for panels in part.panels:
+        out = x.new_empty(num_rows, panels.num_outputs)
+        is_small = num_rows * panels.num_inputs * panels.num_outputs <= MOST_OF_A_THREAD
+        panel_stage(x, panels, out).run(num_threads=1 if is_small else None)
+        x = out
+    return x
 
 
 class LoraRows:
@@ -78,8 +84,12 @@ class LoraRows:
         for lora, rows in self.groups:
             part = lora.parts.get(name)  # they may leave this layer alone
             if part is not None:
-                product = self._multiply(part, x.index_select(0, rows))
-                out.index_add_(0, rows, product[:, columns], alpha=factor)
+                is_whole = len(rows) == len(x)
+                product = self._multiply(part, x if is_whole else x.index_select(0, rows))[:, columns]
+                if is_whole and factor == 1.0:
+                    out += product
+                else:  # a row by itself: a factor rounds otherwise at the end of a vector
+                    out.index_add_(0, rows, product, alpha=factor)
 
 
 class LoraLinear(nn.Module):

@@ -90,6 +90,8 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
 def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
     """How many blocks rows are cut into: few, as each has panels widened, but enough for every thread."""
     least, most = BLOCK_ROWS
+    if num_rows <= least:
+        return 1
     fewest = -(-num_rows // max(least, min(most, BLOCK_FLOATS // num_inputs)))
     wanted = -(-items_for_threads() // items)
     block_rows: int = _block_rows.py_func(num_rows, max(fewest, min(wanted, -(-num_rows // least))))
