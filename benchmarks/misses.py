@@ -11,6 +11,7 @@ REASONS = {
         "than its multiply-adds take on this processor. What is gained there are the passes around the "
         "products, not the products."
     ),
+    "bench_decode --rivals vllm": "As above.",
     "bench_decode --model gemma3-270m": (
         "As above; of this model's weights two thirds are the output head, in 8 bits in its file."
     ),
@@ -19,6 +20,9 @@ REASONS = {
         "depend on the vocabulary; the pass over its logits is a part of that. With 32 rows a call the pass "
         "is what is left: an exponential for each value, where a sum waits for memory, so that their ratio "
         "differs with the host."
+    ),
+    "bench_logprobs_cost --rivals vllm": (
+        "Named ids were still read one list at a time, some 14 us a position; the run above reads them at once."
     ),
     "bench_next_token": (
         "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The "
@@ -47,6 +51,7 @@ REASONS = {
         "vLLM's oneDNN alike, and both run near the multiply-adds of this processor. Attention is on the "
         "same products. What is left to gain are the passes between them."
     ),
+    "bench_score --rivals vllm": "As above; measured alone on the machine, where the run above was not.",
     "bench_server": (
         "32 streams at once are steps of 32 rows, whose products bound both engines (see `bench_decode`); "
         "the server's own part is the share that it lacks to the rate in process."
