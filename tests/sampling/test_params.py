@@ -184,10 +184,12 @@ def test_what_is_drawn_follows_from_n_and_best_of() -> None:
 
 @pytest.mark.parametrize("ids", [[[1, 2], [], [3]], [[]], [[2**40]]])
 def test_lists_of_ids_are_read_at_once_as_one_by_one(ids: list[list[int]]) -> None:
-    one_by_one = [np.array(some, np.int64) for some in ids]
-    found = SamplingParams(logprobs=0, logprob_token_ids=ids).logprob_token_ids
-    assert found == SamplingParams(logprobs=0, logprob_token_ids=one_by_one).logprob_token_ids
-    assert found == SamplingParams(logprobs=0, logprob_token_ids=[tuple(some) for some in ids]).logprob_token_ids
+    def read(some: Any) -> Any:
+        return SamplingParams(logprobs=0, logprob_token_ids=some).logprob_token_ids
+
+    assert (
+        read(ids) == read([np.array(some, np.int64) for some in ids]) == read([tuple(some) for some in ids])
+    )
 
 
 @pytest.mark.parametrize("ids", [[[1], [True]], [[1], [1.5]], [[1], ["2"]], [[1], [[2]]], [[1], [None]]])

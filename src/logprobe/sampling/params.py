@@ -295,7 +295,7 @@ def named_ids(name: str, value: Any) -> tuple[int, ...] | IdLists | None:
         return _ints(name, items) or None
     if set(map(type, items)) == {list}:  # as JSON has them: thousands of lists, all at once
         numbers = [*chain.from_iterable(items)]
-        ids = np.array(numbers) if set(map(type, numbers)) == {int} else np.empty(0)
+        ids: NDArray[Any] = np.array(numbers) if set(map(type, numbers)) == {int} else np.empty(0)
         if ids.dtype == np.int64:  # larger ones have another type
             return IdLists(np.cumsum([0, *map(len, items)], dtype=np.int64), ids)
     return IdLists.of([_id_array(name, item, place) for place, item in enumerate(items)])
