@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BASE: Final[Mapping[str, float]] = {
     "extraction.numba": 8,
     "draw.numba": 4,
-    "attention.numba": 3,
+    "attention.numba": 4,
     "layers.rotary": 1,
     "layers.norm": 0.5,
     "layers.gate": 1,
