@@ -196,6 +196,8 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
     kind: TrainingFormat, tiny_llm: LLM, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = DistilSettings(top=4)
+    monkeypatch.setattr(runs, "ENTRIES_A_GROUP", 1 << 10)
+    monkeypatch.setattr(runs, "ENTRIES_A_SHARD", 1 << 11)
     expected = distil(tiny_llm, texts, tmp_path / "whole", settings=settings, format=kind)
     monkeypatch.setattr("logprobe.scoring.distillation.rows.ROWS_A_CALL", 1)
     monkeypatch.setattr(runs, "BYTES_A_PART", 1)
@@ -210,8 +212,12 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), format=kind, resume=True)
     summary = distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind, resume=True)
     assert summary == expected
-    files = sorted(file.name for file in (tmp_path / "out" / "data").iterdir())
-    assert files == [f"train-{number:05d}-of-00004.parquet" for number in range(4)]
+    whole = {file.name: file.read_bytes() for file in (tmp_path / "whole" / "data").iterdir()}
+    assert sorted(whole) == [
+        f"train-{number:05d}-of-{len(whole):05d}.parquet" for number in range(len(whole))
+    ]
+    assert len(whole) > 1
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out" / "data").iterdir()} == whole
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
     assert not list((tmp_path / "out").glob("*.parts*"))
 

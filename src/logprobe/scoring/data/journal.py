@@ -12,6 +12,8 @@ import math
 import os
 import shutil
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
 from logprobe.scoring.data.summary import Summary  # noqa: TC001 - msgspec reads the field
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from logprobe.records.info import LogprobsInfo
     from logprobe.scoring.data.rows import BadRow
@@ -219,21 +221,23 @@ class Journal:
             self._parts.rename(self._done)  # in one go: half of the parts would look like a damaged run
             shutil.rmtree(self._done)
 
-    def share(self, folder: Path) -> None:
-        """Make the parts files of a folder too, named as those of a split of Hugging Face's `datasets` are.
+    def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
+        """Write the rows to files of a folder, named as those of a split of Hugging Face's `datasets` are.
 
         What a kill leaves is done again: the parts stay until `leave_shared`.
+
+        Args:
+            folder: it need not be there.
+            shards: of each file one past the last row of each group, counted from the run's first row. How
+                long a part took and where a run was killed have no part in them.
         """
-        parts = self._all_parts()
         with _naming(folder):
             folder.mkdir(exist_ok=True)
-            for number, part in enumerate(parts):
-                shard = folder / f"train-{number:05d}-of-{len(parts):05d}.parquet"
-                shard.unlink(missing_ok=True)
-                try:
-                    os.link(part, shard)
-                except OSError:  # a file system without hard links
-                    shutil.copyfile(part, shard)
+            groups = _cut(self.tables(), [end for ends in shards for end in ends])
+            for number, ends in enumerate(shards):
+                shard = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
+                own = islice(groups, len(ends))
+                _write_durably(shard, partial(self._write_groups, own))
             errors = self._error_parts()
             if errors:
                 _write_durably(self.errors_path, lambda path: _concatenate(errors, path))
@@ -254,17 +258,16 @@ class Journal:
         return None
 
     def _write_parquet(self, path: Path) -> None:
+        num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
+        ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
+        self._write_groups(_cut(self.tables(), ends), path)
+
+    def _write_groups(self, groups: Iterable[pa.Table], path: Path) -> None:
         info = self._info()
         schema = self._schema.with_metadata(None if info is None else {INFO_KEY: info})
-        waiting: list[pa.Table] = []
         with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            for table in self.tables():
-                waiting.append(table.replace_schema_metadata(schema.metadata))
-                if sum(map(len, waiting)) >= ROWS_A_GROUP:
-                    writer.write_table(pa.concat_tables(waiting))
-                    waiting = []
-            if waiting:
-                writer.write_table(pa.concat_tables(waiting))
+            for group in groups:
+                writer.write_table(group.replace_schema_metadata(schema.metadata))
 
     def _write_jsonl(self, path: Path) -> None:
         info = self._info()
@@ -283,6 +286,19 @@ def json_line(row: dict[str, Any]) -> str:
     """A row as JSON; -inf becomes -9999, and +inf (a perplexity that follows from it) null."""
     bounded = {name: None if value == math.inf else value for name, value in row.items()}
     return json.dumps(finite_fields(bounded), ensure_ascii=False)
+
+
+def _cut(tables: Iterator[pa.Table], ends: Iterable[int]) -> Iterator[pa.Table]:
+    """Rows [0, ends[0]), [ends[0], ends[1]) and so on of tables that follow one another."""
+    waiting: list[pa.Table] = []
+    start = num_waiting = 0
+    for end in ends:
+        while num_waiting < end - start:
+            waiting.append(next(tables))
+            num_waiting += len(waiting[-1])
+        whole = pa.concat_tables(waiting)
+        yield whole.slice(0, end - start)
+        waiting, num_waiting, start = [whole.slice(end - start)], num_waiting - (end - start), end
 
 
 def _concatenate(parts: Sequence[Path], path: Path) -> None:

@@ -1,6 +1,6 @@
 """A data set's teacher rows from files to a folder, in bounded memory, and resumed where it was stopped.
 
-Its way: `data.sources` → `rows` → `formats` → `data.journal`, whose parts become the folder's files.
+Its way: `data.sources` → `rows` → `formats` → `data.journal`, of whose parts the folder's files are made.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from logprobe.scoring.scorer import in_flight
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from logprobe.records.info import LogprobsInfo
     from logprobe.scoring.data.sources import Format, Source
     from logprobe.scoring.distillation.rows import TeacherRow, TokenSequence
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 BYTES_A_PART = 1 << 26
 BAD_A_PART = 1 << 13  # rows, none of which costs the model time
 SECONDS_A_PART = 20.0
+ENTRIES_A_GROUP, ENTRIES_A_SHARD = 1 << 22, 1 << 26  # of a file's group of rows, and of the file
+ENTRIES_A_ROW = 1 << 10  # that it counts for beside those of its positions: for its ids
 RUN_FILE: Final = "run.json"
 DATA: Final = "data"
 JOURNAL: Final = "data.parquet"
@@ -123,8 +127,10 @@ class DistilRun:
         except BaseException:
             journal.leave()
             raise
-        summary = _summed(journal)
-        journal.share(folder / DATA)
+        # Whole, for the last bits of a sum by parts would depend on how long each took.
+        masses = pa.concat_tables([schema.empty_table().select(MASSES), *journal.tables(list(MASSES))])
+        summary = _summed(masses, journal.num_bad())
+        journal.share(folder / DATA, _shards(masses.column(MASSES[0]).to_numpy(), self._top))
         if self._kind == "distillkit":
             _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
         run = {"settings": self._identity(), "summary": asdict(summary)}
@@ -209,23 +215,25 @@ class DistilRun:
         return own | source_of_numbers(self._llm) | asdict(self._settings)
 
 
-def _summed(journal: Journal) -> DistilSummary:
-    num_rows = num_positions = 0
-    lost, most = 0.0, 0.0
-    for table in journal.tables(list(MASSES)):
-        counts, means, largest = (table.column(name).to_numpy() for name in MASSES)
-        num_rows += len(counts)
-        num_positions += int(counts.sum())
-        lost += float(np.sum(counts * means))
-        most = max(most, float(largest.max(initial=0.0)))
+def _summed(masses: pa.Table, num_bad: int) -> DistilSummary:
+    counts, means, largest = (masses.column(name).to_numpy() for name in MASSES)
+    num_positions = int(counts.sum())
     is_some = num_positions > 0
     return DistilSummary(
-        num_rows=num_rows,
-        num_bad=journal.num_bad(),
+        num_rows=len(counts),
+        num_bad=num_bad,
         num_positions=num_positions,
-        lost_mass=lost / num_positions if is_some else None,
-        max_lost_mass=most if is_some else None,
+        lost_mass=float(np.sum(counts * means)) / num_positions if is_some else None,
+        max_lost_mass=float(largest.max()) if is_some else None,
     )
+
+
+def _shards(counts: NDArray[np.integer[Any]], top: int) -> list[list[int]]:
+    """Where the groups of rows of each file end: a function of the rows' numbers of positions alone."""
+    entries = np.cumsum(counts * top + ENTRIES_A_ROW)
+    ends = np.flatnonzero(np.diff(entries // ENTRIES_A_GROUP, append=-1)) + 1
+    shards = entries[ends - 1] // ENTRIES_A_SHARD
+    return [ends[shards == shard].tolist() for shard in np.unique(shards)] or [[]]
 
 
 def _clear(folder: Path) -> None:
