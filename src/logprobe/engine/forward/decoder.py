@@ -121,18 +121,10 @@ class Step:
     attend: Callable[[Step, Layer], Iterable[Stage]]  # queries see the pool
     loras: LoraRows | None = None  # None: no row runs under LoRA weights
 
-    def add_loras_(
-        self,
-        name: str,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        *,
-        columns: slice = slice(None),
-        factor: float = 1.0,
-    ) -> None:
+    def add_loras_(self, *product: Any, **part: Any) -> None:
         """`LoraRows.add_`, where some row runs under LoRA weights."""
         if self.loras is not None:
-            self.loras.add_(name, out, x, columns=columns, factor=factor)
+            self.loras.add_(*product, **part)
 
 
 class Decoder:

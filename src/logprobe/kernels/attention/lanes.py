@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from logprobe.kernels.attention.softmax import BLOCK_KEYS
-from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, every_lane, fused
+from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, every_lane, fused, switch_on
 from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
 
 if TYPE_CHECKING:
@@ -91,15 +91,10 @@ def _scorer(num_vectors: int) -> Any:
     @intrinsic
     def score(_typing: Any, _count: Any, _queries: Any, _dim: Any, _places: Any, _scores: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            done = builder.append_basic_block("scored")
-            switch = builder.switch(arguments[0], done)
-            for count in range(1, QUERIES_AT_ONCE + 1):
-                block = builder.append_basic_block(f"queries_{count}")
-                switch.add_case(INT64(count), block)
-                builder.position_at_end(block)
+            def write(count: int) -> None:
                 _score(builder, num_vectors, count, *arguments[1:])
-                builder.branch(done)
-            builder.position_at_end(done)
+
+            switch_on(builder, arguments[0], QUERIES_AT_ONCE, write)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate

@@ -230,6 +230,19 @@ def tile_width(num_rows: Any) -> Any:
     return num_rows if num_rows <= 2 else 4 if num_rows <= 4 else 8
 
 
+def switch_on(builder: Any, number: Any, most: int, emit: Callable[[int], None]) -> None:
+    """Code for a number from 1 to `most`, written by `emit` for each; nothing is done for another."""
+    done = builder.append_basic_block("done")
+    switch = builder.switch(number, done)
+    for case in range(1, most + 1):
+        block = builder.append_basic_block(f"case_{case}")
+        switch.add_case(INT64(case), block)
+        builder.position_at_end(block)
+        emit(case)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
 def tiles(form: Form) -> Any:
     """Compiled `multiply(num_rows, panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) products of x.
 
@@ -240,15 +253,8 @@ def tiles(form: Form) -> Any:
     @intrinsic
     def multiply(_typing: Any, _rows: Any, _panel: Any, _inputs: Any, _x: Any, _out: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            done = builder.append_basic_block("done")
-            switch = builder.switch(arguments[0], done)
-            for num_rows in range(1, TILE_ROWS + 1):
-                block = builder.append_basic_block(f"rows_{num_rows}")
-                switch.add_case(INT64(num_rows), block)
-                builder.position_at_end(block)
-                _multiply_tile(builder, form, num_rows, arguments[1:])
-                builder.branch(done)
-            builder.position_at_end(done)
+            num_rows, *others = arguments
+            switch_on(builder, num_rows, TILE_ROWS, lambda rows: _multiply_tile(builder, form, rows, others))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate

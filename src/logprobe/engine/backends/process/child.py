@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -61,13 +62,9 @@ def _end_with_front(passing: set[Path], lifeline: socket.socket, front: int) -> 
 
     The folders that are `passing` go with it.
     """
-    lifeline.settimeout(CHECK_FRONT_S)
     while os.getppid() == front:
-        try:
-            if not lifeline.recv(1):
-                break
-        except TimeoutError:
-            continue
+        if wait([lifeline], CHECK_FRONT_S) and not lifeline.recv(1):
+            break
     for folder in list(passing):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
