@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.rows import BadRow
 
 INFO_KEY = b"logprobe.info"
-ROWS_A_GROUP = 1 << 14
+ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
 SUFFIXES = (".parquet", ".jsonl")
 # Settings that are known with the first rows where not before.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
@@ -188,6 +188,13 @@ class Journal:
         for part in self._all_parts():
             yield pq.read_table(part, columns=columns)
 
+    def _pieces(self) -> Iterator[pa.Table]:
+        """The rows of all parts, some at a time."""
+        for part in self._all_parts():
+            with pq.ParquetFile(part) as file:
+                for batch in file.iter_batches(batch_size=ROWS_A_PIECE):
+                    yield pa.Table.from_batches([batch])
+
     def leave(self) -> None:
         """Give the run up: what was written stays for `resume`; where nothing was, nothing stays."""
         if not self._all_parts():
@@ -233,7 +240,7 @@ class Journal:
         """
         with _naming(folder):
             folder.mkdir(exist_ok=True)
-            groups = _cut(self.tables(), [end for ends in shards for end in ends])
+            groups = _cut(self._pieces(), [end for ends in shards for end in ends])
             for number, ends in enumerate(shards):
                 shard = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
                 own = islice(groups, len(ends))
@@ -260,7 +267,7 @@ class Journal:
     def _write_parquet(self, path: Path) -> None:
         num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
         ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
-        self._write_groups(_cut(self.tables(), ends), path)
+        self._write_groups(_cut(self._pieces(), ends), path)
 
     def _write_groups(self, groups: Iterable[pa.Table], path: Path) -> None:
         info = self._info()
@@ -268,6 +275,7 @@ class Journal:
         with pq.ParquetWriter(path, schema, compression="zstd") as writer:
             for group in groups:
                 writer.write_table(group.replace_schema_metadata(schema.metadata))
+                pa.default_memory_pool().release_unused()  # or each group's memory stays
 
     def _write_jsonl(self, path: Path) -> None:
         info = self._info()
