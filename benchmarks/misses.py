@@ -22,7 +22,7 @@ REASONS = {
         "differs with the host."
     ),
     "bench_logprobs_cost --rivals vllm": (
-        "Named ids were read one list at a time, some 14 us a position; the run above reads all of them."
+        "Named ids were read one list at a time; the run above reads all at once."
     ),
     "bench_next_token": (
         "In vLLM nearly all of a round is vLLM's own forward pass, which both contestants run. The "
