@@ -86,6 +86,14 @@ def test_floats_are_kept_in_the_smallest_form_that_holds_them_exactly(form: str)
     assert torch.equal(widened(panels), floats(form))
 
 
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
+def test_a_matrix_that_lies_turned_is_packed_as_one_that_does_not(form: str) -> None:
+    weight = floats(form)[:96, :64]  # whole panels and blocks: nothing is filled up
+    for packed in (pack_floats(weight.T.contiguous().T), pack_floats(weight)):
+        assert packed.form.name == form
+        assert torch.equal(widened(packed), weight)
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (47, 33), (48, 31), (49, 97)])
 def test_any_number_of_outputs_and_inputs_will_do(outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(5)).bfloat16().float()

@@ -122,7 +122,7 @@ def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panel
     steps = data.view(unit).view(-1, panels.panel_bytes // (PANEL * unit.itemsize), PANEL)
     for number, target in enumerate(steps):
         rows = weight[number * PANEL : (number + 1) * PANEL].to(dtype)
-        filled = functional.pad(rows, (0, -width % STEP, 0, PANEL - len(rows)))  # a copy in any case
+        filled = functional.pad(rows, (0, -width % STEP, 0, PANEL - len(rows))).contiguous()
         target.copy_(filled.view(unit).t())
     return replace(panels, data=data)
 
