@@ -320,3 +320,18 @@ def test_a_column_is_not_kept_under_the_name_of_a_number(
         score_dataset(tiny_llm, source, tmp_path / "out.jsonl", settings=DataSettings(keep_columns=(name,)))
     assert error.value.parameter == "keep_columns"
     assert not list(tmp_path.glob("out*"))
+
+
+def test_neither_files_nor_sums_depend_on_how_the_rows_came_in_parts(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"the cat {i} and a dog"}) + "\n" for i in range(1500)))
+    monkeypatch.setattr("logprobe.scoring.data.journal.ROWS_A_GROUP", 700)
+    found = []
+    for number, seconds in enumerate((float("inf"), 0.0)):  # parts of a thousand rows, and of each batch
+        monkeypatch.setattr("logprobe.scoring.data.run.SECONDS_A_PART", seconds)
+        path = tmp_path / f"{number}.parquet"
+        found.append((score_dataset(tiny_llm, str(source), path), path.read_bytes()))
+    assert found[0] == found[1]
+    assert pq.ParquetFile(tmp_path / "0.parquet").num_row_groups == 3

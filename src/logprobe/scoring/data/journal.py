@@ -188,6 +188,12 @@ class Journal:
         for part in self._all_parts():
             yield pq.read_table(part, columns=columns)
 
+    def groups(self) -> Iterator[pa.Table]:
+        """All rows in order, ROWS_A_GROUP at a time, whatever the parts are."""
+        num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
+        ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
+        return _cut(self._pieces(), ends)
+
     def _pieces(self) -> Iterator[pa.Table]:
         """The rows of all parts, some at a time."""
         for part in self._all_parts():
@@ -265,9 +271,7 @@ class Journal:
         return None
 
     def _write_parquet(self, path: Path) -> None:
-        num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
-        ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
-        self._write_groups(_cut(self._pieces(), ends), path)
+        self._write_groups(self.groups(), path)
 
     def _write_groups(self, groups: Iterable[pa.Table], path: Path) -> None:
         info = self._info()
