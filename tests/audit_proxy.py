@@ -490,7 +490,7 @@ LIES: dict[str, Lie] = {
         "vLLM 42019: the order of requests",
         # What a longer prompt has left in a buffer.
         where(lambda exchange: len(exchange.before) > len(exchange.prompt) and exchange.is_scoring, 0.05),
-        also=FAR,
+        also=FAR | {"unsteady-beside-others"},  # a neighbour's longer prompt may be the one before
     ),
     "length_512": Lie(
         "wrong-at-length",
