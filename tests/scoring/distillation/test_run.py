@@ -197,7 +197,7 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
 ) -> None:
     settings = DistilSettings(top=4)
     monkeypatch.setattr(runs, "ENTRIES_A_GROUP", 1 << 10)
-    monkeypatch.setattr(runs, "ENTRIES_A_SHARD", 1 << 11)
+    monkeypatch.setattr(runs, "GROUPS_A_SHARD", 2)
     expected = distil(tiny_llm, texts, tmp_path / "whole", settings=settings, format=kind)
     monkeypatch.setattr("logprobe.scoring.distillation.rows.ROWS_A_CALL", 1)
     monkeypatch.setattr(runs, "BYTES_A_PART", 1)

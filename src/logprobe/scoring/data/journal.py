@@ -183,22 +183,17 @@ class Journal:
             )
         self.num_done = end
 
-    def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """The rows of each part, in order, or some columns of theirs."""
-        for part in self._all_parts():
-            yield pq.read_table(part, columns=columns)
-
-    def groups(self) -> Iterator[pa.Table]:
-        """All rows in order, ROWS_A_GROUP at a time, whatever the parts are."""
+    def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """All rows in order, or some columns, ROWS_A_GROUP at a time, whatever the parts are."""
         num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
         ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
-        return _cut(self._pieces(), ends)
+        return _cut(self._pieces(columns), ends)
 
-    def _pieces(self) -> Iterator[pa.Table]:
+    def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """The rows of all parts, some at a time."""
         for part in self._all_parts():
             with pq.ParquetFile(part) as file:
-                for batch in file.iter_batches(batch_size=ROWS_A_PIECE):
+                for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 
     def leave(self) -> None:
@@ -290,7 +285,7 @@ class Journal:
                 lambda side: side.write_text(json.dumps(about) + "\n"),
             )
         with path.open("w", encoding="utf-8") as file:
-            for table in self.tables():
+            for table in self.groups():
                 file.writelines(json_line(row) + "\n" for row in table.to_pylist())
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,8 +29,6 @@ from logprobe.scoring.scorer import in_flight
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from logprobe.records.info import LogprobsInfo
     from logprobe.scoring.data.sources import Format, Source
     from logprobe.scoring.distillation.rows import TeacherRow, TokenSequence
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 BYTES_A_PART = 1 << 26
 BAD_A_PART = 1 << 13  # rows, none of which costs the model time
 SECONDS_A_PART = 20.0
-ENTRIES_A_GROUP, ENTRIES_A_SHARD = 1 << 22, 1 << 26  # of a file's group of rows, and of the file
+ENTRIES_A_GROUP, GROUPS_A_SHARD = 1 << 22, 1 << 4  # of a file's group of rows, and of the file
 ENTRIES_A_ROW = 1 << 10  # that it counts for beside those of its positions: for its ids
 RUN_FILE: Final = "run.json"
 DATA: Final = "data"
@@ -127,10 +125,11 @@ class DistilRun:
         except BaseException:
             journal.leave()
             raise
-        # Whole, for the last bits of a sum by parts would depend on how long each took.
-        masses = pa.concat_tables([schema.empty_table().select(MASSES), *journal.tables(list(MASSES))])
-        summary = _summed(masses, journal.num_bad())
-        journal.share(folder / DATA, _shards(masses.column(MASSES[0]).to_numpy(), self._top))
+        outline = _Outline(self._top)
+        for table in journal.groups(list(MASSES)):  # by parts, last bits would depend on how long each took
+            outline.add(table)
+        summary = outline.summary(journal.num_bad())
+        journal.share(folder / DATA, outline.shards())
         if self._kind == "distillkit":
             _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
         run = {"settings": self._identity(), "summary": asdict(summary)}
@@ -215,25 +214,45 @@ class DistilRun:
         return own | source_of_numbers(self._llm) | asdict(self._settings)
 
 
-def _summed(masses: pa.Table, num_bad: int) -> DistilSummary:
-    counts, means, largest = (masses.column(name).to_numpy() for name in MASSES)
-    num_positions = int(counts.sum())
-    is_some = num_positions > 0
-    return DistilSummary(
-        num_rows=len(counts),
-        num_bad=num_bad,
-        num_positions=num_positions,
-        lost_mass=float(np.sum(counts * means)) / num_positions if is_some else None,
-        max_lost_mass=float(largest.max()) if is_some else None,
-    )
+class _Outline:
+    """What the rows come to, and how they share in files: a function of their numbers of positions alone."""
 
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._num_rows = self._num_positions = self._num_entries = 0
+        self._lost_mass, self._max_lost_mass = 0.0, 0.0
+        self._groups: list[tuple[int, int]] = []  # of each its number by entries, and its first row
 
-def _shards(counts: NDArray[np.integer[Any]], top: int) -> list[list[int]]:
-    """Where the groups of rows of each file end: a function of the rows' numbers of positions alone."""
-    entries = np.cumsum(counts * top + ENTRIES_A_ROW)
-    ends = np.flatnonzero(np.diff(entries // ENTRIES_A_GROUP, append=-1)) + 1
-    shards = entries[ends - 1] // ENTRIES_A_SHARD
-    return [ends[shards == shard].tolist() for shard in np.unique(shards)] or [[]]
+    def add(self, masses: pa.Table) -> None:
+        """The rows that come next."""
+        counts, means, largest = (masses.column(name).to_numpy() for name in MASSES)
+        entries = self._num_entries + np.cumsum(counts * self._top + ENTRIES_A_ROW)
+        numbers = entries // ENTRIES_A_GROUP
+        before = self._groups[-1][0] if self._groups else -1
+        firsts = np.flatnonzero(np.diff(numbers, prepend=before))
+        self._groups += zip(numbers[firsts].tolist(), (self._num_rows + firsts).tolist(), strict=True)
+        self._num_rows += len(counts)
+        self._num_positions += int(counts.sum())
+        self._num_entries = int(entries[-1])
+        self._lost_mass += float(np.sum(counts * means))
+        self._max_lost_mass = max(self._max_lost_mass, float(largest.max()))
+
+    def summary(self, num_bad: int) -> DistilSummary:
+        is_some = self._num_positions > 0
+        return DistilSummary(
+            num_rows=self._num_rows,
+            num_bad=num_bad,
+            num_positions=self._num_positions,
+            lost_mass=self._lost_mass / self._num_positions if is_some else None,
+            max_lost_mass=self._max_lost_mass if is_some else None,
+        )
+
+    def shards(self) -> list[list[int]]:
+        """Where the groups of rows of each file end."""
+        ends = [*(first for _, first in self._groups[1:]), self._num_rows]
+        groups = zip((number for number, _ in self._groups), ends, strict=False)
+        by_shard = groupby(groups, lambda group: group[0] // GROUPS_A_SHARD)
+        return [[end for _, end in shard] for _, shard in by_shard] or [[]]
 
 
 def _clear(folder: Path) -> None:
