@@ -18,6 +18,7 @@ from logprobe.engine.forward.linear import (
     PanelEmbedding,
     PanelLinear,
     dense,
+    in_huge_pages,
     matrices_of,
     packed,
     use_panels_,
@@ -87,6 +88,20 @@ def test_parts_of_several_forms_make_one_layer(factor: float) -> None:
     for stage in whole.stages(x, out, residual, factor):
         stage.run()
     assert_close(out, factor * want + residual)
+
+
+def test_panels_in_huge_pages_are_the_same_and_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logprobe.engine.forward.linear.PAGED_BYTES", 1 << 16)
+    layers = [linear(64, size, seed=size) for size in (96, 48, 48, 4800, 48)]
+    alone = [pack_floats(layer.weight, layer.bias) for layer in layers]
+    moved = [*in_huge_pages(alone)]
+    for one, before in zip(moved, alone, strict=True):
+        assert (one.form, one.num_outputs, one.bias) == (before.form, before.num_outputs, before.bias)
+        assert torch.equal(one.data, before.data)
+        assert one.data.data_ptr() != before.data.data_ptr()
+    joined = moved[0].joined(moved[1:3])
+    assert joined is not None
+    assert joined.data.data_ptr() == moved[0].data.data_ptr()  # no copy
 
 
 @torch.inference_mode()

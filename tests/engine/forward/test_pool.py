@@ -23,7 +23,7 @@ from logprobe.engine.forward.pool import (
     LEAST_DEFAULT_BYTES,
     MOST_DEFAULT_BYTES,
     UNKNOWN_FREE_BYTES,
-    SlotMemory,
+    PagedMemory,
     check_memory,
     default_kv_bytes,
     free_bytes,
@@ -40,7 +40,7 @@ def resident_bytes() -> int:
 
 
 def test_tensors_are_zero_aligned_and_apart() -> None:
-    memory = SlotMemory(1 << 12)
+    memory = PagedMemory(1 << 12)
     first, second, third = (
         memory.take(shape, dtype)
         for shape, dtype in [((3, 5), torch.float32), ((7,), torch.int8), ((2, 2), torch.float16)]
@@ -59,7 +59,7 @@ def test_tensors_are_zero_aligned_and_apart() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
     before = resident_bytes()
-    memory = SlotMemory(SIZE)
+    memory = PagedMemory(SIZE)
     tensor = memory.take((SIZE // 4,), torch.float32)
     assert resident_bytes() - before < 0.1 * SIZE
     tensor.fill_(1)
@@ -67,6 +67,37 @@ def test_pages_come_as_they_are_used_and_go_when_they_are_released() -> None:
     memory.release()
     assert resident_bytes() - before < 0.1 * SIZE
     assert not tensor.any()
+
+
+def test_memory_says_what_it_has_room_for() -> None:
+    memory = PagedMemory(1 << 12)
+    memory.take((1 << 12,), torch.uint8)
+    assert memory.has_room(1 << 10)
+    assert not memory.has_room(SIZE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+@pytest.mark.parametrize("are_huge", [True, False])
+def test_pages_are_huge_where_it_is_asked(are_huge: bool) -> None:
+    tensor = PagedMemory(SIZE, are_huge=are_huge).take((SIZE,), torch.uint8)
+    flag = "hg" if are_huge else "nh"
+    assert flag in flags_of(tensor.data_ptr())
+
+
+def test_a_system_without_huge_pages_gives_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1, raising=False)
+    assert not PagedMemory(SIZE, are_huge=True).take((5,), torch.uint8).any()
+
+
+def flags_of(address: int) -> list[str]:
+    """What the system notes of the memory at an address."""
+    is_it = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_it = int(place[1], 16) <= address < int(place[2], 16)
+        elif is_it and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(address)
 
 
 GIB = 1 << 30
@@ -195,7 +226,7 @@ def test_weights_that_can_never_be_in_memory_are_refused_by_name(machine: Machin
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
 def test_a_fork_would_not_share_the_slots() -> None:
-    memory = SlotMemory(SIZE)
+    memory = PagedMemory(SIZE)
     address = memory.take((1,), torch.int8).data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(part, 16) for part in line.split()[0].split("-"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from logprobe.engine.forward.pool import PagedMemory
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 from logprobe.models.sources import made_ahead
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 GATES_AND_VALUES = ".gate_up_proj"
 HALVES = (".gates", ".values")  # of one layer that gives both; each is in panels of its own
+PAGED_BYTES = 1 << 26  # asked for at once
 
 
 class Linear:
@@ -218,6 +220,20 @@ def matrices_of(model: nn.Module, *, with_experts: bool) -> list[Matrix]:
 def packed(matrices: Iterable[Matrix], source: Source) -> Iterator[PanelWeights]:
     """Their panels, in their order, packed on all cores."""
     return made_ahead(partial(matrix.panels, source) for matrix in matrices)
+
+
+def in_huge_pages(panels: Iterable[PanelWeights]) -> Iterator[PanelWeights]:
+    """The same panels, one behind the other in huge pages where the system has them.
+
+    A step goes through all of them, and looks up where each page lies (docs/decisions.md).
+    """
+    memory = None
+    for one in panels:
+        size = one.data.numel()
+        if memory is None or not memory.has_room(size):
+            memory = PagedMemory(max(size, PAGED_BYTES), are_huge=True)
+        place = memory.take((size,), torch.uint8)
+        yield replace(one, data=place.copy_(one.data))
 
 
 def state_of(panels: Mapping[str, PanelWeights], transposed: Container[str] = ()) -> dict[str, torch.Tensor]:

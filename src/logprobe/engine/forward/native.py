@@ -15,7 +15,7 @@ import torch
 
 from logprobe.engine.forward.attention import plan_attention
 from logprobe.engine.forward.decoder import Decoder
-from logprobe.engine.forward.pool import KVPool, SlotMemory, default_kv_bytes, give_back_memory, return_freed
+from logprobe.engine.forward.pool import KVPool, PagedMemory, default_kv_bytes, give_back_memory, return_freed
 from logprobe.engine.forward.ready import make_ready
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models import load_config, load_model
@@ -38,7 +38,7 @@ class NativeForward:
     """Owns the model, the key/value pool and the hidden rows, all by slot."""
 
     decoder: Any  # `Decoder` or `GenericDecoder`; None once closed
-    _memory: SlotMemory | None
+    _memory: PagedMemory | None
     _own_module: Any = None
 
     def __init__(self, config: EngineConfig, files: ModelFiles, state: State | None = None) -> None:
@@ -198,9 +198,9 @@ class NativeForward:
         return logits
 
 
-def _reserve(kv_bytes: int) -> SlotMemory:
+def _reserve(kv_bytes: int) -> PagedMemory:
     try:
-        return SlotMemory(kv_bytes)
+        return PagedMemory(kv_bytes)
     except OSError as error:
         raise ParameterError(
             "kv_bytes", f"{kv_bytes} bytes cannot be had ({error}); ask for fewer"

@@ -164,11 +164,16 @@ def return_freed() -> None:
         trim(0)
 
 
-class SlotMemory:
+class PagedMemory:
     """Zeroed bytes of the CPU, given out as tensors."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, *, are_huge: bool = False) -> None:
         """Ask for the bytes; each page comes when it is first touched.
+
+        Args:
+            num_bytes: of all tensors together.
+            are_huge: whether the pages are huge ones where the system has them: quicker to go through, but
+                a byte takes all of one.
 
         Raises:
             OSError: the system has no room for them.
@@ -177,9 +182,14 @@ class SlotMemory:
         # Private where the system knows the word: a process that forks must not share its slots.
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
         self._map = mmap.mmap(-1, size, **flags)
-        self._advise("MADV_NOHUGEPAGE")  # one slot lies in many places, and would take a huge page in each
+        with suppress(OSError):  # a system that has none
+            self._advise("MADV_HUGEPAGE" if are_huge else "MADV_NOHUGEPAGE")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a tensor of so many bytes can still be taken."""
+        return self._start + num_bytes <= len(self._bytes)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros."""

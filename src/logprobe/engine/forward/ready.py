@@ -146,7 +146,7 @@ def _proven(
 
 def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) -> Mapping[str, PanelWeights]:
     """Those that are stored, or those of the module's matrices, stored now where they can be."""
-    from logprobe.engine.forward.linear import matrices_of, packed
+    from logprobe.engine.forward.linear import in_huge_pages, matrices_of, packed
 
     matrices = matrices_of(model.module, with_experts=with_experts)
     if store is not None:
@@ -156,7 +156,7 @@ def _panels(model: LazyModel, store: LoadStore | None, *, with_experts: bool) ->
         parts = [matrix.names for matrix in matrices]
         if stored := store.write_panels(parts, lambda start: packed(matrices[start:], model.source)):
             return stored
-    made = zip(matrices, packed(matrices, model.source), strict=True)
+    made = zip(matrices, in_huge_pages(packed(matrices, model.source)), strict=True)
     return {name: panels for matrix, panels in made for name in matrix.names}
 
 
