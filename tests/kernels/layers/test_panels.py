@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from logprobe.kernels.layers.activations import ACTIVATIONS
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
-from logprobe.kernels.layers.panels import Finish, panel_stage
+from logprobe.kernels.layers.panels import MOST_GROUPS, Finish, panel_stage
 from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
+from logprobe.kernels.threads.series import Series
 
 TOLERANCE = 2e-6  # of the largest output
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 64, 65, 130, 300)
@@ -187,6 +188,26 @@ def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.Mon
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3, 64])
+def test_each_block_of_rows_is_multiplied_once_in_every_run(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows = 64 * (MOST_GROUPS + 2)
+    panels, x = weights("bfloat16"), activations(num_rows)
+    want = torch.cat([product(part, panels) for part in x.split(64)])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # as many blocks as there may be
+    summands = torch.zeros(num_rows, OUTPUTS)
+    stage = panel_stage(x, panels, summands, Finish(residual=summands))  # what is done twice, adds up
+    assert stage.num_items == 3 * (MOST_GROUPS + 2)  # panels, and blocks
+    monkeypatch.undo()
+    stage.run(num_threads=num_threads)
+    assert torch.equal(summands, want)
+    series = Series([stage])
+    for number in range(2):
+        series.run()
+        assert_close(summands, (2 + number) * want)
+
+
 @pytest.mark.parametrize(("num_threads", "least"), [(1, 32), (2, 32), (16, 64), (64, 256)])
 def test_every_thread_has_several_items_of_whole_panels(
     num_threads: int, least: int, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +267,7 @@ import test_panels
 from logprobe.kernels.attention import chunk
 from logprobe.kernels.layers.panels import worker_of
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
+from logprobe.kernels.threads.series import Series
 print(HAS_WIDE_REGISTERS)
 for worker in (chunk.worker, *map(worker_of, test_panels.FORMS_BY_HAND)):
     assert worker().address

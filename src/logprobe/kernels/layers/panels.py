@@ -2,7 +2,8 @@
 
 Each output is a float32 sum over pieces of inputs in their order, however many rows there are: the
 numbers of a row depend neither on the rows beside it nor on threads. For a few rows, weights are widened
-where they are used; for more, a piece at a time into the first-level cache, for all rows to read.
+where they are used; for more, a piece at a time into the first-level cache, for all rows to read. Many rows
+are cut into blocks, and threads keep to blocks of their own as long as there are any.
 Before it: rows of activations. After it: the next stage of a series.
 """
 
@@ -17,9 +18,10 @@ import numpy as np
 from logprobe.kernels.layers import activations, turn, widen
 from logprobe.kernels.layers.activations import ACTIVATIONS, gate
 from logprobe.kernels.layers.turn import turn_rows, turned_size
-from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tile_width, tiles, widener
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, bits_float, internal, prefetch_line
+from logprobe.kernels.layers.widen import FLOAT32, FORMS, PANEL, TILE_ROWS, Form, tiles, widener
+from logprobe.kernels.threads.intrinsics import FLOAT, LINE, bits_float, fetch_add, internal, prefetch_line
 from logprobe.kernels.threads.parallel import (
+    TASK_FIELDS,
     Stage,
     compiled,
     compiled_worker,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 NUM_ITEMS = 1
 (X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
 (X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
-(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR) = range(16, 21)  # NUM_INPUTS: WIDTH filled up
+(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR, TAKEN) = range(16, 22)
+# NUM_INPUTS is WIDTH filled up; from TAKEN on stands how many items of each group of blocks are taken.
+MOST_GROUPS = TASK_FIELDS - TAKEN
 FEWEST_ITEMS = 32  # that the panels of a layer are shared out in, where there are so many
 BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
 BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
@@ -80,7 +84,7 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
         0 if residual is None else FLOAT * residual.stride(0), FLOAT * out.stride(0),
         len(x), weights.num_inputs, weights.padded_inputs, weights.num_outputs, weights.panel_bytes,
         num_panels, item_panels, ACTIVATIONS[finish.activation],
-        int(np.float32(finish.factor).view(np.int32)),
+        int(np.float32(finish.factor).view(np.int32)), *[0] * MOST_GROUPS,
     ]  # fmt: skip
     items = -(-num_panels // item_panels)
     num_items = items * _num_blocks(len(x), weights.padded_inputs, items)
@@ -120,14 +124,14 @@ def worker_of(name: str) -> Any:
         products = float32_on_lines(2 * block_rows * PANEL).reshape(2, -1)
         piece = float32_on_lines(PIECE * PANEL)
         turned = float32_on_lines(turned_size(min(block_rows, task[NUM_ROWS]), task[NUM_INPUTS]))
-        turned_from = -1
+        turned_from, group = -1, -1
         item = next_item(task)
         while item >= 0:
+            item, group = _own_item(task, item, items, group)
             first = item // items * block_rows
             num_rows = min(block_rows, task[NUM_ROWS] - first)
             if turned_from != first:
-                rows = task[X] + task[X_STRIDE] * first
-                turn_rows(rows, task[X_STRIDE], num_rows, task[WIDTH], task[NUM_INPUTS], turned)
+                _turn_pieces(task, first, num_rows, turned)
                 turned_from = first
             x = (turned.ctypes.data, first, num_rows)
             start = item % items * task[ITEM_PANELS]
@@ -149,22 +153,25 @@ def _multiplier(form: Form) -> Any:
     """
     direct, from_piece = tiles(form), tiles(FLOAT32)
     widen_piece = widener(form)
+    is_float32 = form is FLOAT32
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs
     piece_bytes = PIECE // block_inputs * block_bytes
 
     @compiled(f"multiply_{form.name}")
     def multiply(task: Any, turned: Any, panel: Any, products: Any, piece: Any) -> None:
         (x, first, num_rows), (panels, number), num_inputs = turned, panel, task[NUM_INPUTS]
+        width = turned_size(num_rows, 1)
         products[: PANEL * num_rows] = 0
         is_direct = task[NUM_ROWS] <= direct_rows
         for start in range(0, num_inputs, PIECE):
             count = min(PIECE, num_inputs - start)
             source = panels + number * task[PANEL_BYTES] + start // block_inputs * block_bytes
-            if not is_direct:
-                widen_piece(source, count, piece.ctypes.data)
+            weights = source if is_float32 else piece.ctypes.data
+            if not (is_direct or is_float32):
+                widen_piece(source, count, weights)
             for row in range(0, num_rows, TILE_ROWS):
                 some, target = min(TILE_ROWS, num_rows - row), products[PANEL * row :].ctypes.data
-                rows = x + FLOAT * (row * num_inputs + start * tile_width(some))
+                rows = x + FLOAT * (start * width + row * count)
                 if is_direct:
                     direct(some, source, count, rows, target)
                 else:
@@ -173,9 +180,42 @@ def _multiplier(form: Form) -> Any:
                         prefetch_line(source + piece_bytes + place // num_rows)
                     if start + PIECE >= num_inputs:  # nor is what `_finish_panel` is about to write to
                         _prefetch_targets(task, first + row, some, PANEL_FLOATS * number)
-                    from_piece(some, piece.ctypes.data, count, rows, target)
+                    from_piece(some, weights, count, rows, target)
 
     return multiply
+
+
+@internal
+def _own_item(task: Any, ticket: Any, items: Any, group: Any) -> Any:
+    """The next item of the thread's own group of blocks (-1: none yet), or of another's, with the group.
+
+    As many items as tickets are given out, so that who has a ticket finds one.
+    """
+    num_blocks = task[NUM_ITEMS] // items
+    if num_blocks == 1:
+        return ticket, 0
+    num_groups = min(MOST_GROUPS, num_blocks)
+    while True:
+        if group >= 0:
+            number = fetch_add(task.ctypes.data + 8 * (TAKEN + group), 1)
+            block = number // items * num_groups + group
+            if block < num_blocks:
+                return block * items + number % items, group
+        most = -1
+        for other in range(num_groups):
+            left = -(-(num_blocks - other) // num_groups) * items - task[TAKEN + other]
+            if left > most:
+                most, group = left, other
+
+
+@internal
+def _turn_pieces(task: Any, first: Any, num_rows: Any, turned: Any) -> None:
+    """Turn a block of rows piece by piece: what one piece is multiplied with lies in one run of memory."""
+    width, num_inputs = turned_size(num_rows, 1), task[NUM_INPUTS]
+    for start in range(0, num_inputs, PIECE):
+        count, x = min(PIECE, num_inputs - start), task[X] + task[X_STRIDE] * first + FLOAT * start
+        own = max(0, min(count, task[WIDTH] - start))
+        turn_rows(x, task[X_STRIDE], num_rows, own, count, turned[start * width :])
 
 
 @internal

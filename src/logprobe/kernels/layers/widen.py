@@ -167,10 +167,10 @@ def _octet_values(builder: Any, address: Any, header: Header) -> Iterator[Iterab
         yield [builder.fmul(value, scale()) for value, scale in zip(floats, header, strict=True)]
 
 
-DIRECT_ROWS = 16 if HAS_WIDE_REGISTERS else TILE_ROWS  # measured
-FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, 1 << 30, _float32_values)
-BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, DIRECT_ROWS, _bfloat16_values)
-FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, DIRECT_ROWS, _float16_values)
+FLOAT_ROWS, DIRECT_ROWS = (4, 8) if HAS_WIDE_REGISTERS else (TILE_ROWS, TILE_ROWS)  # measured
+FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, FLOAT_ROWS, _float32_values)
+BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS, _bfloat16_values)
+FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS, _float16_values)
 NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
 NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
 OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, DIRECT_ROWS, _octet_values)

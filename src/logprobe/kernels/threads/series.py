@@ -57,6 +57,7 @@ class Series:
         for task, stage in zip(self._tasks, self._stages, strict=True):
             task[1] = stage.num_items
             task[2 : 2 + len(stage.context)] = stage.context
+        self._fresh = self._tasks.copy()  # stages may count in theirs
 
     def run(self) -> None:
         """Run every stage, each after the one before it is done; releases the GIL."""
@@ -64,7 +65,7 @@ class Series:
             for stage in self._stages:
                 stage.run(num_threads=1)
             return
-        self._tasks[:, 0] = 0
+        self._tasks[:] = self._fresh
         context = [
             *(array.ctypes.data for array in (self._tasks, self._workers, self._inside)),
             len(self._stages), _c_function("sched_yield"), _c_function("usleep"),
