@@ -46,11 +46,6 @@ REASONS = {
         "A row alone is kept as it comes and packed with others later: the pure-Python column store only "
         "appends to lists. From 64 rows a call on packing is one pass of numpy."
     ),
-    "bench_reload": (
-        "At one row a step waits for the weights' bytes. Those of a fresh load are pages of one file, in the "
-        "order in which a step reads them; replaced ones lie in memory of their own, matrix by matrix. That "
-        "this is the cause has not been shown."
-    ),
     "bench_score": (
         "A prompt's chunk computes: every weight is multiplied with every row, in float32, by ours and by "
         "vLLM's oneDNN alike, and both run near the multiply-adds of this processor. Attention is on the "
