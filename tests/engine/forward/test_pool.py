@@ -76,7 +76,10 @@ def test_memory_says_what_it_has_room_for() -> None:
     assert not memory.has_room(SIZE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="the system has no huge pages",
+)
 @pytest.mark.parametrize("are_huge", [True, False])
 def test_pages_are_huge_where_it_is_asked(are_huge: bool) -> None:
     tensor = PagedMemory(SIZE, are_huge=are_huge).take((SIZE,), torch.uint8)

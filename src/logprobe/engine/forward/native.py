@@ -200,7 +200,7 @@ class NativeForward:
 
 def _reserve(kv_bytes: int) -> PagedMemory:
     try:
-        return PagedMemory(kv_bytes)
+        return PagedMemory(kv_bytes)  # not huge: one slot lies in many places, and would take a page in each
     except OSError as error:
         raise ParameterError(
             "kv_bytes", f"{kv_bytes} bytes cannot be had ({error}); ask for fewer"
