@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -220,6 +221,39 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
     assert {file.name: file.read_bytes() for file in (tmp_path / "out" / "data").iterdir()} == whole
     assert rows_of(tmp_path / "out") == rows_of(tmp_path / "whole")
     assert not list((tmp_path / "out").glob("*.parts*"))
+
+
+@pytest.mark.parametrize("rows_a_table", [1, 7, 1000])
+def test_groups_and_sums_are_those_of_all_rows_at_once(
+    rows_a_table: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries_a_group, groups_a_shard, top = 1 << 12, 3, 4
+    monkeypatch.setattr(runs, "ENTRIES_A_GROUP", entries_a_group)
+    monkeypatch.setattr(runs, "GROUPS_A_SHARD", groups_a_shard)
+    rng = np.random.default_rng(0)
+    counts, means, largest = rng.integers(0, 3000, 100), rng.random(100), rng.random(100)  # some fill a group
+    outline = runs._Outline(top)
+    for start in range(0, 100, rows_a_table):
+        part = slice(start, start + rows_a_table)
+        outline.add(pa.table(dict(zip(runs.MASSES, (counts[part], means[part], largest[part]), strict=True))))
+    shards: dict[int, dict[int, int]] = {}
+    total = 0
+    for row, count in enumerate(counts.tolist()):
+        total += count * top + runs.ENTRIES_A_ROW
+        group = total // entries_a_group
+        shards.setdefault(group // groups_a_shard, {})[group] = row + 1
+    assert outline.shards() == [[*groups.values()] for groups in shards.values()]
+    summary = outline.summary(5)
+    assert (summary.num_rows, summary.num_bad, summary.num_positions) == (100, 5, counts.sum())
+    assert summary.lost_mass == pytest.approx((counts * means).sum() / counts.sum())
+    assert summary.max_lost_mass == largest.max()
+
+
+def test_of_no_rows_there_is_one_file_and_no_mass() -> None:
+    outline = runs._Outline(4)
+    assert outline.shards() == [[]]
+    summary = outline.summary(0)
+    assert (summary.num_rows, summary.lost_mass, summary.max_lost_mass) == (0, None, None)
 
 
 def test_a_finished_run_says_so_and_is_written_anew_by_force(
