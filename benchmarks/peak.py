@@ -8,10 +8,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.layers import widen
-from logprobe.kernels.layers.widen import FLOATS, INT32, INTS, LANES, fused
-from logprobe.kernels.threads.intrinsics import LINE, intrinsic
-from logprobe.kernels.threads.parallel import compiled_worker, next_item, parallel_for
+from logprobe.kernels.layers.numba.widen import FLOATS, INT32, INTS, LANES, fused
+from logprobe.kernels.threads.numba.intrinsics import LINE, intrinsic
+from logprobe.kernels.threads.numba.tasks import next_item
+from logprobe.kernels.threads.numba.workers import compiled_worker
+from logprobe.kernels.threads.parallel import parallel_for
 
 SUMS = 12  # vectors, each of which waits for itself alone: more than are in flight, and all in registers
 NUM_TURNS = 50_000  # of each item
@@ -44,7 +45,7 @@ def _multiply_adds(_typing: Any, _num_turns: Any, _place: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@compiled_worker(widen)
+@compiled_worker
 def worker(task: Any) -> None:
     """Items of NUM_TURNS turns each."""
     item = next_item(task)

@@ -90,7 +90,7 @@ def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def _kernels_are_compiled() -> None:
     """No command that a test runs says on a fresh clone that it compiles them."""
     from logprobe.kernels.compiling import compiled_beside, kernel_names
-    from logprobe.kernels.layers.widen import FORMS
+    from logprobe.kernels.layers.layout import FORMS
 
     with compiled_beside(kernel_names(FORMS)):
         pass

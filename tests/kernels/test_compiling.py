@@ -10,18 +10,19 @@ import pexpect
 import pytest
 
 from logprobe.kernels import compiling
-from logprobe.kernels.compiling import BASE, compiled_beside, kernel_names, worker_named
-from logprobe.kernels.layers import store
-from logprobe.kernels.layers.widen import FORMS
+from logprobe.kernels.compiling import BASE, compiled_beside, kernel_names
+from logprobe.kernels.layers.layout import FORMS
+from logprobe.kernels.threads.parallel import worker_of
 
 QUICK = ["layers.store", "threads.series"]
 COMPILE = """
 import logging, sys, time
 logging.basicConfig(format="%(message)s")
-from logprobe.kernels.compiling import compiled_beside, worker_named
+from logprobe.kernels.compiling import compiled_beside
+from logprobe.kernels.threads.parallel import worker_of
 with compiled_beside(sys.argv[1:]) as missing:
     print(*missing)
-print(*[worker_named(name)().is_from_cache for name in sys.argv[1:]])
+print(*[worker_of(name)().is_from_cache for name in sys.argv[1:]])
 """
 
 
@@ -38,10 +39,7 @@ def compiled(cache: Path, *names: str) -> subprocess.Popen[str]:
 def test_every_kernel_has_a_name() -> None:
     names = kernel_names(FORMS)
     assert len(names) == len(BASE) + len(FORMS)
-    for name in names:
-        cache = worker_named(name).disk_cache()
-        assert cache is not None
-        assert cache.is_filled
+    assert all(worker_of(name).is_stored() for name in names)
 
 
 def test_processes_that_want_the_same_kernels_compile_them_once(tmp_path: Path) -> None:
@@ -56,7 +54,7 @@ def test_processes_that_want_the_same_kernels_compile_them_once(tmp_path: Path) 
 def test_a_kernel_that_fails_is_left_to_its_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiling, "_missing", lambda names: (tmp_path, list(names)))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "MAIN", "raise SystemExit(3)")
     with compiled_beside(["layers.store"]):
         pass
@@ -66,7 +64,7 @@ def test_a_kernel_that_fails_is_left_to_its_first_use(
 def test_work_that_fails_ends_the_processes_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "_missing", lambda names: (tmp_path, list(names)))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiling, "MAIN", "import time; time.sleep(600)")
     began = time.monotonic()
     with pytest.raises(KeyError), compiled_beside(["layers.store"]):
@@ -75,11 +73,12 @@ def test_work_that_fails_ends_the_processes_beside_it(
 
 
 def test_without_a_folder_for_them_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store.worker, "disk_cache", lambda: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     with compiled_beside(["layers.store"]) as missing:
-        assert missing == []
+        assert missing == ["layers.store"]
     assert "set NUMBA_CACHE_DIR" in caplog.text
 
 
@@ -103,7 +102,7 @@ def test_neighbours_are_compiled_by_one_process_and_each_process_has_as_much_to_
     assert [*shares[0], *shares[1]] == names
     seconds = [sum(map(compiling._seconds, share)) for share in shares]
     assert abs(seconds[0] - seconds[1]) <= 3
-    assert compiling._shares(["draw.numba"], 4) == [["draw.numba"]]
+    assert compiling._shares(["draw.rows"], 4) == [["draw.rows"]]
     assert compiling._shares([], 4) == []
 
 

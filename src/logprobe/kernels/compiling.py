@@ -1,7 +1,7 @@
 """The CPU kernels compiled before they are needed: in processes of their own on all cores, once a machine.
 
-Before it: the kernels that a model takes, by name. After it: Numba's disk cache, from which every process
-reads them. What cannot be kept on the disk is compiled where it is first used.
+Before it: the kernels that a model takes, by name. After it: their machine code on the disk, from which every
+process links them. What cannot be kept on the disk is compiled where it is first used.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from importlib import import_module
 from typing import IO, TYPE_CHECKING, Final
+
+from logprobe.kernels.machine_code import folder_to_write
+from logprobe.kernels.threads.parallel import worker_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from logprobe.kernels.threads.parallel import WorkerOf
 
 # Name -> about how long a core compiles it, s: how the work is shared out, and what is told of it. Neighbours
 # have much in common, which a process compiles once.
 BASE: Final[Mapping[str, float]] = {
-    "extraction.numba": 8,
-    "draw.numba": 4,
-    "attention.numba": 4,
+    "extraction.rows": 8,
+    "draw.rows": 4,
+    "attention.rows": 4,
     "layers.rotary": 1,
     "layers.norm": 0.5,
     "layers.gate": 1,
@@ -41,15 +40,6 @@ MAIN: Final = "import sys; from logprobe.kernels.compiling import compile_all; c
 logger = logging.getLogger("logprobe")
 
 
-def worker_named(name: str) -> WorkerOf:
-    """The worker of a kernel: that of a module, or of a form of weights."""
-    if name.startswith(PANELS):
-        worker: WorkerOf = import_module(f"logprobe.kernels.{PANELS[:-1]}").worker_of(name[len(PANELS) :])
-    else:
-        worker = import_module(f"logprobe.kernels.{name}").worker
-    return worker
-
-
 def kernel_names(forms: Iterable[str] = ()) -> list[str]:
     """All that a model takes whose weights are kept in these forms."""
     return [*BASE, *(f"{PANELS}{form}" for form in sorted(set(forms)))]
@@ -58,7 +48,7 @@ def kernel_names(forms: Iterable[str] = ()) -> list[str]:
 def compile_all(names: Iterable[str]) -> None:
     """Compile kernels here, and print each one's name when it is done."""
     for name in names:
-        worker_named(name)()
+        worker_of(name).compile()
         print(name, flush=True)  # noqa: T201 - for the process that waits
 
 
@@ -68,26 +58,25 @@ def compiled_beside(names: Iterable[str]) -> Iterator[list[str]]:
 
     A terminal shows a bar. One process of a machine compiles at a time. Yields the names of what is compiled.
     """
-    folder, missing = _missing(names)
+    missing = _missing(names)
+    folder = folder_to_write() if missing else None
     if folder is None:
+        if missing:
+            logger.warning("CPU kernels are compiled in every process; set NUMBA_CACHE_DIR to keep them")
         yield missing
         return
     from filelock import FileLock
 
     with FileLock(folder / "logprobe-kernels.lock"):
-        missing = _missing(missing)[1]  # another process may have compiled some meanwhile
+        missing = _missing(missing)  # another process may have compiled some meanwhile
         with _processes(missing) as done:
             yield missing
             _show(done, len(missing))
 
 
-def _missing(names: Iterable[str]) -> tuple[Path | None, list[str]]:
-    """The folder of one of the kernels that are not on the disk, and their names."""
-    caches = {name: worker_named(name).disk_cache() for name in names}
-    missing = {name: cache.folder for name, cache in caches.items() if cache and not cache.is_filled}
-    if not all(caches.values()):
-        logger.warning("CPU kernels are compiled in every process; set NUMBA_CACHE_DIR to keep them")
-    return next(iter(missing.values()), None), list(missing)
+def _missing(names: Iterable[str]) -> list[str]:
+    """The names of those kernels that are not on the disk."""
+    return [name for name in names if not worker_of(name).is_stored()]
 
 
 @contextmanager

@@ -55,18 +55,6 @@ ATTENTION = Hook(
     purpose="hands each layer's attention to the pool; decoders pass our options through to it",
     without="no model can be loaded",
 )
-CACHE = Hook(
-    library="numba.core.caching",
-    name="FunctionCache",
-    purpose="tells whether a worker's machine code lies on the disk, without reading it",
-    without="no kernel can be compiled ahead",
-)
-CACHE_KEY = Hook(
-    library="numba.core.caching",
-    name="Cache._index_key",
-    purpose="makes the cells of a closure part of the key that machine code is kept under",
-    without="a change in another file than the worker's own may go unnoticed",
-)
 LLVM_FUNCTIONS = Hook(
     library="numba.core.cgutils",
     name="get_or_insert_function",
@@ -81,7 +69,7 @@ LLVM_NAMES = Hook(
     without="vLLM on a CPU, which reads that of all names of all modules, starts no worker in this process",
 )
 
-HOOKS = (PARALLEL, PAUSE, ATTENTION, CACHE, CACHE_KEY, LLVM_FUNCTIONS, LLVM_NAMES)
+HOOKS = (PARALLEL, PAUSE, ATTENTION, LLVM_FUNCTIONS, LLVM_NAMES)
 
 
 def missing_hooks() -> list[Hook]:

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from logprobe.kernels.compiling import BASE, compiled_beside, worker_named
+from logprobe.kernels.compiling import BASE, compiled_beside
+from logprobe.kernels.threads.parallel import worker_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +31,10 @@ def kernel_info() -> dict[str, str]:
 
 
 def warm_up() -> WarmUp:
-    """Compile the CPU kernels, or load them from the disk cache, so that no request waits for a compiler."""
+    """Compile the CPU kernels, or link what lies on the disk, so that no request waits for a compiler."""
     started = time.perf_counter()
     with compiled_beside(BASE) as missing:
         pass
-    workers = [worker_named(name)() for name in BASE]
+    workers = [worker_of(name)() for name in BASE]
     is_from_cache = not missing and all(worker.is_from_cache for worker in workers)
     return WarmUp(seconds=time.perf_counter() - started, is_from_cache=is_from_cache)

@@ -25,7 +25,7 @@ from logprobe.engine.forward.linear import (
 )
 from logprobe.engine.forward.native import NativeForward
 from logprobe.errors import ParameterError
-from logprobe.kernels.layers import widen
+from logprobe.kernels.layers import layout
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models import resolve
 from logprobe.models.lazy import LazyModel
@@ -218,8 +218,8 @@ def test_a_module_reads_the_weight_of_a_layer_as_it_was_and_one_of_its_own_class
 def test_a_processor_without_the_instructions_is_named(
     tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
 ) -> None:
-    monkeypatch.setattr(widen, "machine", lambda: "x86_64")
-    monkeypatch.setattr(widen, "cpu_features", frozenset)
+    monkeypatch.setattr(layout, "machine", lambda: "x86_64")
+    monkeypatch.setattr(layout, "cpu_features", frozenset)
     name = str(tiny_model_folder)
     config = EngineConfig(model=name, weights=weights, kv_bytes=1 << 20)
     if weights == "published":

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from logprobe.kernels.attention.softmax import soften
-from logprobe.kernels.layers.widen import PANEL
+from logprobe.kernels.attention.numba.softmax import soften
+from logprobe.kernels.layers.layout import PANEL
 
 ONE_HIDES = 5  # the lane whose rows see nothing of the first block
 

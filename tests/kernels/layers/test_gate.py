@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from logprobe.kernels.layers.activations import ACTIVATIONS
 from logprobe.kernels.layers.forms import PanelWeights, pack_floats
-from logprobe.kernels.layers.gate import PIECE, gate_stage
+from logprobe.kernels.layers.gate import ACTIVATIONS, PIECE, gate_stage
 from logprobe.kernels.layers.panels import PLAIN, Finish, panel_stage
 
 NAMES = sorted(ACTIVATIONS.keys() - {"none"})

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from logprobe.kernels.layers.activations import ACTIVATIONS
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
+from logprobe.kernels.layers.gate import ACTIVATIONS
+from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.layers.panels import MOST_GROUPS, Finish, panel_stage
-from logprobe.kernels.layers.widen import BFLOAT16, FLOAT16, FLOAT32, FORMS
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
 from logprobe.kernels.threads.series import Series
 
@@ -265,11 +265,11 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import test_panels
 from logprobe.kernels.attention import chunk
-from logprobe.kernels.layers.panels import worker_of
+from logprobe.kernels.layers.panels import kernel_of
 from logprobe.kernels.processor import HAS_WIDE_REGISTERS
 from logprobe.kernels.threads.series import Series
 print(HAS_WIDE_REGISTERS)
-for worker in (chunk.worker, *map(worker_of, test_panels.FORMS_BY_HAND)):
+for worker in (chunk.worker, *map(kernel_of, test_panels.FORMS_BY_HAND)):
     assert worker().address
 if sys.argv[2] == "run":
     print(*map(test_panels.bits, test_panels.FORMS_BY_HAND))

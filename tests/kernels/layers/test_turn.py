@@ -7,8 +7,9 @@ import pytest
 import torch
 from numba import njit
 
-from logprobe.kernels.layers.turn import turn_rows, turned_size
-from logprobe.kernels.layers.widen import TILE_ROWS, tile_width
+from logprobe.kernels.layers.layout import TILE_ROWS
+from logprobe.kernels.layers.numba.turn import turn_rows, turned_size
+from logprobe.kernels.layers.numba.widen import tile_width
 
 
 @njit

@@ -1,24 +1,20 @@
-import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numba import cfunc
 
+from logprobe.engine.forward.pool import resident_bytes
 from logprobe.kernels.threads import parallel
-from logprobe.kernels.threads.parallel import (
-    Worker,
-    compiled_worker,
-    int64_at,
-    next_item,
-    parallel_for,
-)
+from logprobe.kernels.threads.numba.intrinsics import internal
+from logprobe.kernels.threads.numba.tasks import int64_at, next_item
+from logprobe.kernels.threads.numba.workers import compiled_worker
+from logprobe.kernels.threads.parallel import Worker, parallel_for
 
 
 def add_to_items(task: Any) -> None:
@@ -29,7 +25,7 @@ def add_to_items(task: Any) -> None:
         item = next_item(task)
 
 
-counter = compiled_worker()(add_to_items)
+counter = compiled_worker(add_to_items)
 
 
 def counted(num_items: int, num_threads: int | None) -> np.ndarray:
@@ -77,125 +73,65 @@ def test_torch_computes_the_same_between_launches() -> None:
         assert torch.equal(matrix @ matrix, want)
 
 
-COMPILE_ONE = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import module_with_worker
-print(module_with_worker.worker().is_from_cache, module_with_worker.result())
-"""
-MODULE = """
-import helper
-import numpy as np
-from logprobe.kernels.threads.parallel import compiled_worker, int64_at, next_item, parallel_for
-
-@compiled_worker(helper)
-def worker(task):
-    item = next_item(task)
-    while item >= 0:
-        int64_at(task[2], task[1])[item] = helper.increment(item)
-        item = next_item(task)
-
-def result():
-    values = np.zeros(3, dtype=np.int64)
-    parallel_for(worker(), [values.ctypes.data], 3)
-    return values.tolist()
-"""
-
-
-def test_the_disk_cache_notices_a_change_in_any_source_file(tmp_path: Path) -> None:
-    def run(step: int) -> str:
-        source = f"from numba import njit\n\n@njit\ndef increment(item):\n    return item + {step}\n"
-        (tmp_path / "helper.py").write_text(source)
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-        command = [sys.executable, "-c", COMPILE_ONE, str(tmp_path)]
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    (tmp_path / "module_with_worker.py").write_text(MODULE)
-    assert run(step=1) == "False [1, 2, 3]"
-    assert run(step=1) == "True [1, 2, 3]"
-    assert run(step=5) == "False [5, 6, 7]"
-
-
-ONE_OF_SEVERAL = """
-import sys
-import numpy as np
-from logprobe.kernels.threads.parallel import compiled, compiled_worker, int64_at, next_item, parallel_for
-
-def adding(number):
-    @compiled(f"times_fibonacci_{number}")
-    def times_fibonacci(n):  # it calls itself, so that it stays a function of its own
-        if n < 2:
-            return number
-        return times_fibonacci(n - 1) + times_fibonacci(n - 2)
-
-    @compiled_worker(name=f"adding_{number}")
-    def worker(task):
-        item = next_item(task)
-        while item >= 0:
-            int64_at(task[2], task[1])[item] += times_fibonacci(task[3])
-            item = next_item(task)
-
-    return worker
-
-def total(numbers):
-    values = np.zeros(3, dtype=np.int64)
-    for worker in [adding(number)() for number in numbers]:
-        parallel_for(worker, [values.ctypes.data, 4], 3)
-    return values.tolist()
-"""
-
-
-def test_workers_that_several_processes_have_cached_do_not_run_in_each_others_place(tmp_path: Path) -> None:
-    (tmp_path / "several.py").write_text(ONE_OF_SEVERAL)
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-
-    def run(numbers: list[int]) -> str:
-        code = f"import sys; sys.path.insert(0, sys.argv[1]); import several; print(several.total({numbers}))"
-        return subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-
-    assert run([1]) == "[5, 5, 5]"
-    assert run([10]) == "[50, 50, 50]"
-    assert run([1, 10]) == "[55, 55, 55]"
-
-
-def test_a_worker_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse_cache(signature: str, *, cache: bool) -> Any:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return cfunc(signature)
-
-    monkeypatch.setattr(parallel, "cfunc", refuse_cache)
-    worker = compiled_worker()(add_to_items)()
-    counts = np.zeros(9, dtype=np.int64)
-    parallel_for(worker, [counts.ctypes.data, 3], 9)
-    assert (counts == 3).all()
-    assert not worker.is_from_cache
-
-
-def test_workers_made_of_the_same_lines_are_told_apart_by_name() -> None:
+def test_workers_made_of_the_same_lines_do_not_run_in_each_others_place() -> None:
     def adding(number: int) -> Callable[[], Worker]:
-        @compiled_worker(name=f"adding_{number}")
+        @internal
+        def times_fibonacci(n: Any) -> Any:  # it calls itself, so that it stays a function of its own
+            if n < 2:
+                return number
+            return times_fibonacci(n - 1) + times_fibonacci(n - 2)
+
+        @compiled_worker
         def add(task: Any) -> None:
             item = next_item(task)
             while item >= 0:
-                int64_at(task[2], task[1])[item] += number
+                int64_at(task[2], task[1])[item] += times_fibonacci(task[3])
                 item = next_item(task)
 
         return add
 
-    counts = np.zeros(5, dtype=np.int64)
-    for worker in [adding(number) for number in (1, 10)]:
-        parallel_for(worker(), [counts.ctypes.data], 5)
-    assert (counts == 11).all()
+    counts = np.zeros(3, dtype=np.int64)
+    for worker in [adding(number)() for number in (1, 10)]:
+        parallel_for(worker, [counts.ctypes.data, 4], 3)
+    assert (counts == 55).all()
+
+
+def test_memory_that_a_worker_makes_is_its_own_and_is_given_back() -> None:
+    @compiled_worker
+    def fill(task: Any) -> None:
+        item = next_item(task)
+        while item >= 0:
+            memory = np.empty(task[3], np.int64)
+            memory[:] = item
+            int64_at(task[2], task[1])[item] = memory.sum()
+            item = next_item(task)
+
+    sums, size, num_items = np.zeros(2000, dtype=np.int64), 1 << 18, 2000
+    before = resident_bytes()
+    parallel_for(fill(), [sums.ctypes.data, size], num_items)  # 4 GB, were it kept
+    after = resident_bytes()
+    assert (sums == size * np.arange(num_items)).all()
+    assert before is None or after is None or after - before < 1 << 30
+
+
+RAISES = """
+from typing import Any
+from logprobe.kernels.threads.numba.workers import compiled_worker
+from logprobe.kernels.threads.parallel import parallel_for
+
+@compiled_worker
+def divide(task: Any) -> None:
+    task[3] = task[4] // task[5]
+
+parallel_for(divide(), [0, 0, 0, 0], 1)
+print("went on")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals end processes elsewhere")
+def test_a_worker_that_raises_ends_the_process_before_anybody_sees_wrong_numbers() -> None:
+    done = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 
 @pytest.mark.skipif(parallel.thread_pool() != "openmp", reason="torch does not run on libgomp here")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from logprobe.kernels.threads.vectors import LOWEST, exponential
+from logprobe.kernels.threads.numba.vectors import LOWEST, exponential
 
 
 @njit

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.kernels.layers.widen import LAYOUT
+from logprobe.kernels.layers.layout import LAYOUT
 from logprobe.models.gguf.weights import forms_of_panels
 from logprobe.models.known import KNOWN_MODELS
 from logprobe.models.loading import source_of

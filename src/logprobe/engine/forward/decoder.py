@@ -25,7 +25,7 @@ from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.layers.panels import panel_stage, worker_of
+from logprobe.kernels.layers.panels import kernel_of, panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Decoder:
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights; none of them waits for their panels, nor for a kernel of these."""
         for form in {panels.form.name for part in lora.parts.values() for panels in part.panels}:
-            worker_of(form)()
+            kernel_of(form)()
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.

@@ -20,7 +20,7 @@ from logprobe.engine.forward.pool import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError
 from logprobe.kernels.compiling import compiled_beside, kernel_names
-from logprobe.kernels.layers.widen import can_widen
+from logprobe.kernels.layers.layout import can_widen
 from logprobe.models import load_model
 from logprobe.models.loading import load_lazily, load_state, num_weights
 from logprobe.models.progress import CountedSource, LoadProgress

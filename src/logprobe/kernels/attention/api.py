@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.threads.parallel import Stage, items_for_threads
+from logprobe.kernels.threads.parallel import Stage, items_for_threads, worker_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Array: TypeAlias = NDArray[Any]
 NO_WINDOW = 1 << 30
+worker = worker_of("attention.rows")
 
 
 @dataclass(slots=True)
@@ -95,8 +96,6 @@ def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
     """`attend_rows` of contiguous queries, ready to run."""
-    from logprobe.kernels.attention.numba import worker
-
     settings = rule.settings
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]

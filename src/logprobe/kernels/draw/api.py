@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from logprobe.kernels.draw.numba import draw_rows
+from logprobe.kernels.threads.parallel import parallel_for, worker_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FloatArray: TypeAlias = NDArray[np.float32]
+worker = worker_of("draw.rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,26 @@ class Drawn:
 def draw(logits: Tensor, params: DrawParams) -> Drawn:
     """Draw one token a row from (B, V) float32 logits; those of another device are copied once."""
     drawn = Drawn.empty(len(logits))
-    draw_rows(logits.numpy(force=True), params, drawn)
+    _draw_rows(logits.numpy(force=True), params, drawn)
     return drawn
+
+
+def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
+    """Fill `drawn` from (B, V) float32 logits, rows on all of torch's threads."""
+    # One row of settings: temperature, top_k, top_p, min_p, and the uniform number as two halves.
+    high = params.uniforms.astype(np.float32)
+    low = (params.uniforms - high).astype(np.float32)
+    settings = np.stack(
+        [params.temperatures, params.top_ks, params.top_ps, params.min_ps, high, low],
+        axis=1,
+        dtype=np.float32,
+    )
+    context = [
+        logits.ctypes.data, logits.shape[1], logits.strides[0], settings.ctypes.data,
+        drawn.token_ids.ctypes.data, drawn.cut_logits.ctypes.data, drawn.cut_ids.ctypes.data,
+        drawn.is_valid.ctypes.data, len(logits),
+    ]  # fmt: skip
+    parallel_for(worker(), context, len(logits))
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:

@@ -1,6 +1,6 @@
 """Weights as panels: brought into a form, and read back row by row (the plain twin of what kernels widen).
 
-`widen` states the layouts. Before it: weights as numpy arrays. After it: `panels`, embeddings, tests.
+`layout` states the layouts. Before it: weights as numpy arrays. After it: `panels`, embeddings, tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from logprobe.kernels.layers.widen import (
+from logprobe.kernels.layers.layout import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
@@ -24,7 +24,7 @@ from logprobe.kernels.layers.widen import (
     PANEL,
     Form,
 )
-from logprobe.kernels.threads.intrinsics import LINE
+from logprobe.kernels.processor import LINE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

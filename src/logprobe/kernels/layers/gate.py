@@ -6,18 +6,17 @@ panels' own finish, and so are the bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from logprobe.kernels.layers import activations
-from logprobe.kernels.layers.activations import ACTIVATIONS, gate
-from logprobe.kernels.threads.intrinsics import FLOAT
-from logprobe.kernels.threads.parallel import Stage, compiled_worker, float32_at, next_item
+from logprobe.kernels.threads.parallel import Stage, worker_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+worker = worker_of("layers.gate")
 # What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
 (GATES, GATES_STRIDE, VALUES, VALUES_STRIDE, OUT, OUT_STRIDE, WIDTH, ACTIVATION) = range(2, 10)
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what gates know
 PIECE = 1024  # numbers of a row that a thread takes at a time
 
 
@@ -39,22 +38,3 @@ def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: st
         width, ACTIVATIONS[activation],
     ]  # fmt: skip
     return Stage(worker(), context, num_rows * -(-width // PIECE), (gates, values, out))
-
-
-@compiled_worker(activations)
-def worker(task: Any) -> None:
-    """Pieces of rows."""
-    width = task[WIDTH]
-    pieces = -(-width // PIECE)
-    item = next_item(task)
-    while item >= 0:
-        row, start = item // pieces, item % pieces * PIECE
-        count = min(PIECE, width - start)
-        gates = float32_at(task[GATES] + FLOAT * (task[GATES_STRIDE] * row + start), count)
-        values = float32_at(task[VALUES] + FLOAT * (task[VALUES_STRIDE] * row + start), count)
-        out = float32_at(task[OUT] + FLOAT * (task[OUT_STRIDE] * row + start), count)
-        # Copied first, as loops in place become vectors; between two arrays that are one they would not.
-        if task[OUT] != task[GATES]:
-            out[:] = gates
-        gate(out, values, task[ACTIVATION])
-        item = next_item(task)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from logprobe.kernels.layers.forms import empty_panels, fill_blocks
-from logprobe.kernels.layers.widen import NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE, PANEL, Form
+from logprobe.kernels.layers.layout import NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE, PANEL, Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable

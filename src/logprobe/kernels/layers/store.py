@@ -5,21 +5,14 @@ Before it: a layer's packed keys and values. After it: attention over the pool.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from logprobe.kernels.threads.intrinsics import internal
-from logprobe.kernels.threads.parallel import (
-    block_rows,
-    compiled_worker,
-    float32_at,
-    int64_at,
-    next_item,
-    parallel_for,
-)
+from logprobe.kernels.threads.parallel import block_rows, parallel_for, worker_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+worker = worker_of("layers.store")
 (KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS, BLOCK_ROWS) = range(2, 11)
 MOST_ROWS = 64  # of an item
 
@@ -42,25 +35,3 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
         slots.data_ptr(), len(slots), block,
     ]  # fmt: skip
     parallel_for(worker(), context, -(-len(slots) // block))
-
-
-@internal
-def _copy(source: Any, target: Any) -> None:
-    for i in range(target.size):
-        target[i] = source[i]
-
-
-@compiled_worker()
-def worker(task: Any) -> None:
-    """Blocks of rows."""
-    num_rows, key_width, value_width = task[NUM_ROWS], task[KEY_WIDTH], task[VALUE_WIDTH]
-    slots = int64_at(task[SLOTS], num_rows)
-    item = next_item(task)
-    while item >= 0:
-        start = item * task[BLOCK_ROWS]
-        for row in range(start, min(num_rows, start + task[BLOCK_ROWS])):
-            key = float32_at(task[KEYS] + 4 * key_width * row, key_width)
-            _copy(key, float32_at(task[KEY_POOL] + 4 * key_width * slots[row], key_width))
-            value = float32_at(task[VALUES] + 4 * value_width * row, value_width)
-            _copy(value, float32_at(task[VALUE_POOL] + 4 * value_width * slots[row], value_width))
-        item = next_item(task)

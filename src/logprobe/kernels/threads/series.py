@@ -11,34 +11,21 @@ Who waits here spins briefly, then yields its core to whoever has work, and slee
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from logprobe.kernels.threads.intrinsics import (
-    LINE,
-    call_with_number,
-    call_with_task,
-    counted,
-    fetch_add,
-    pause,
-)
-from logprobe.kernels.threads.parallel import (
-    TASK_FIELDS,
-    compiled_worker,
-    int64_at,
-    parallel_for,
-    thread_pool,
-)
+from logprobe.kernels.machine_code import c_function
+from logprobe.kernels.processor import LINE
+from logprobe.kernels.threads.parallel import TASK_FIELDS, parallel_for, thread_pool, worker_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.kernels.threads.parallel import Stage
 
+worker = worker_of("threads.series")
 (TASKS, WORKERS, INSIDE, NUM_STAGES, YIELD, SLEEP) = range(2, 8)  # addresses but for the number of stages
 TASK_BYTES = 8 * TASK_FIELDS
 SPINS, YIELDS = 200, 1000  # turns of a wait up to which it spins, and up to which it yields; measured
@@ -68,36 +55,7 @@ class Series:
         self._tasks[:] = self._fresh
         context = [
             *(array.ctypes.data for array in (self._tasks, self._workers, self._inside)),
-            len(self._stages), _c_function("sched_yield"), _c_function("usleep"),
+            len(self._stages), c_function("sched_yield"), c_function("usleep"),
         ]  # fmt: skip
         # An item a thread, none of which is counted: every thread runs the whole series.
         parallel_for(worker(), context, torch.get_num_threads())
-
-
-@functools.cache
-def _c_function(name: str) -> int:
-    """The address of a function of the C library."""
-    address = ctypes.cast(ctypes.CDLL(None)[name], ctypes.c_void_p).value
-    assert address is not None
-    return address
-
-
-@compiled_worker()
-def worker(task: Any) -> None:
-    """Every stage in turn, in every thread."""
-    workers = int64_at(task[WORKERS], task[NUM_STAGES])
-    for number in range(task[NUM_STAGES]):
-        stage, inside = task[TASKS] + TASK_BYTES * number, task[INSIDE] + LINE * number
-        if counted(stage) < counted(stage + 8):  # else all are taken
-            fetch_add(inside, 1)
-            call_with_task(workers[number], stage)
-            fetch_add(inside, -1)
-        turns = 0
-        while counted(inside) != 0:
-            turns += 1
-            if turns <= SPINS:
-                pause()
-            elif turns <= YIELDS:
-                call_with_number(task[YIELD], 0)
-            else:
-                call_with_number(task[SLEEP], SLEEP_US)

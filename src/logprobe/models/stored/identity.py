@@ -11,8 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from logprobe.kernels.layers.widen import LAYOUT
-from logprobe.kernels.processor import cpu_features, cpu_name
+from logprobe.kernels.layers.layout import LAYOUT
+from logprobe.kernels.processor import machine_key
 from logprobe.models.cache import MANIFEST, home
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 
 def _machine() -> list[Any]:
-    return [LAYOUT, cpu_name(), sorted(cpu_features())]
+    return [LAYOUT, *machine_key()]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from logprobe.kernels.layers.forms import PanelWeights
-from logprobe.kernels.layers.widen import FORMS, LAYOUT
+from logprobe.kernels.layers.layout import FORMS, LAYOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.threads.intrinsics import bits_float, float_bits, internal, maximum, multiply_add
+from logprobe.kernels.threads.numba.intrinsics import bits_float, float_bits, internal, maximum, multiply_add
 
 F32 = np.float32
 I32 = np.int32

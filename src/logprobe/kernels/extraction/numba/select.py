@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.threads.intrinsics import (
+from logprobe.kernels.threads.numba.intrinsics import (
     BLOCK,
     LANES,
     bits_float,
@@ -23,7 +23,7 @@ from logprobe.kernels.threads.intrinsics import (
     lowest_bit,
     reaching,
 )
-from logprobe.kernels.threads.vectors import F32, I32
+from logprobe.kernels.threads.numba.vectors import F32, I32
 
 U32 = np.uint32
 U64 = np.uint64

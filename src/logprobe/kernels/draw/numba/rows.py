@@ -1,4 +1,4 @@
-"""The compiled form of `draw`: one pass for the maximum, one for the weights, one to find the token.
+"""The loops of `draw`: one pass for the maximum, one for the weights, one to find the token.
 
 Truncation sorts nothing but the tokens of one bin: weights are summed and counted by how far their logit
 lies below the maximum, the bin in which top-k or top-p ends is found from the sums, and only its tokens
@@ -8,46 +8,26 @@ are put in order.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.threads.intrinsics import BLOCK, internal
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
-    float32_at,
-    int32_at,
-    next_item,
-    parallel_for,
-    uint8_at,
+from logprobe.kernels.threads.numba.intrinsics import BLOCK, internal
+from logprobe.kernels.threads.numba.tasks import float32_at, int32_at, next_item, uint8_at
+from logprobe.kernels.threads.numba.vectors import (
+    F32,
+    I32,
+    LOWEST,
+    MINUS_INF,
+    SUMS,
+    ZERO,
+    exponential,
+    greatest,
 )
-from logprobe.kernels.threads.vectors import F32, I32, LOWEST, MINUS_INF, SUMS, ZERO, exponential, greatest
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from logprobe.kernels.draw.api import Drawn, DrawParams
+from logprobe.kernels.threads.numba.workers import compiled_worker
 
 BINS_PER_UNIT = F32(32)  # of (maximum - logit) / temperature
 NUM_BINS = 87 * 32 + 1  # the last bin takes all that weighs next to nothing (`LOWEST`)
-
-
-def draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
-    """Fill `drawn` from (B, V) float32 logits, rows on all of torch's threads."""
-    # One row of settings: temperature, top_k, top_p, min_p, and the uniform number as two halves.
-    high = params.uniforms.astype(np.float32)
-    low = (params.uniforms - high).astype(np.float32)
-    settings = np.stack(
-        [params.temperatures, params.top_ks, params.top_ps, params.min_ps, high, low],
-        axis=1,
-        dtype=np.float32,
-    )
-    context = [
-        logits.ctypes.data, logits.shape[1], logits.strides[0], settings.ctypes.data,
-        drawn.token_ids.ctypes.data, drawn.cut_logits.ctypes.data, drawn.cut_ids.ctypes.data,
-        drawn.is_valid.ctypes.data, len(logits),
-    ]  # fmt: skip
-    parallel_for(worker(), context, len(logits))
 
 
 @internal(fastmath=SUMS)
@@ -250,7 +230,7 @@ def _draw_row(row: Any, settings: Any, token_ids: Any, cut_logits: Any, cut_ids:
     token_ids[0] = _pick(row, best, temperature, cut_logit, cut_id, uniform)
 
 
-@compiled_worker()
+@compiled_worker
 def worker(task: Any) -> None:
     """One row an item."""
     width, num_rows = task[3], task[10]

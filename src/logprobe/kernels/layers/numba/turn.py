@@ -13,9 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, TILE_ROWS, VECTOR, tile_width
-from logprobe.kernels.threads.intrinsics import internal, intrinsic
-from logprobe.kernels.threads.parallel import float32_at
+from logprobe.kernels.layers.layout import TILE_ROWS
+from logprobe.kernels.layers.numba.widen import FLOATS, INT32, INT64, LANES, VECTOR, tile_width
+from logprobe.kernels.threads.numba.intrinsics import internal, intrinsic
+from logprobe.kernels.threads.numba.tasks import float32_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

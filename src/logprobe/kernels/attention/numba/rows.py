@@ -1,4 +1,4 @@
-"""The compiled form of `attend_rows`: an item is one row, with all its heads where there are rows enough.
+"""The loops of `attend_rows`: an item is one row, with all its heads where there are rows enough.
 
 A key or a value is read where it lies, once for up to four query heads that share it. Scores, softmax and
 weighted sums go through the context by the blocks of `chunk`, each sum in its order: a row has the same bits,
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.attention import lanes, softmax
-from logprobe.kernels.attention.lanes import (
+from logprobe.kernels.attention.numba.lanes import (
     KEYS_AT_ONCE,
     QUERIES_AT_ONCE,
     VALUES_AT_ONCE,
@@ -22,18 +21,13 @@ from logprobe.kernels.attention.lanes import (
     weigh_one,
     weigh_several,
 )
-from logprobe.kernels.attention.softmax import BLOCK_KEYS, LEAST, cap
-from logprobe.kernels.layers import widen
-from logprobe.kernels.layers.widen import LANES
-from logprobe.kernels.threads.intrinsics import FLOAT, LINE, internal, prefetch_line
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
-    float32_at,
-    float32_on_lines,
-    int32_at,
-    next_item,
-)
-from logprobe.kernels.threads.vectors import F32, LOWEST, MINUS_INF, ZERO, exponential, greatest
+from logprobe.kernels.attention.numba.softmax import BLOCK_KEYS, LEAST, cap
+from logprobe.kernels.layers.numba.widen import LANES
+from logprobe.kernels.processor import FLOAT, LINE
+from logprobe.kernels.threads.numba.intrinsics import internal, prefetch_line
+from logprobe.kernels.threads.numba.tasks import float32_at, float32_on_lines, int32_at, next_item
+from logprobe.kernels.threads.numba.vectors import F32, LOWEST, MINUS_INF, ZERO, exponential, greatest
+from logprobe.kernels.threads.numba.workers import compiled_worker
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (
@@ -208,7 +202,7 @@ def _attend(task: Any, row: Any, part: Any, scratch: Any) -> None:
     _write(totals[:count], sums, float32_at(task[OUT] + FLOAT * dim * place, count * dim))
 
 
-@compiled_worker(lanes, softmax, widen)
+@compiled_worker
 def worker(task: Any) -> None:
     """One row of the plan an item, or one row's part of the key/value heads."""
     parts, groups = task[PARTS], task[HEADS] // task[KV_HEADS]

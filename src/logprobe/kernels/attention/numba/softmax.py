@@ -15,10 +15,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.layers.widen import FLOATS, INT64, INTS, LANES, PANEL, VECTOR, every, fused
-from logprobe.kernels.threads import vectors
-from logprobe.kernels.threads.intrinsics import FLOAT, internal, intrinsic
-from logprobe.kernels.threads.vectors import F32
+from logprobe.kernels.layers.layout import PANEL
+from logprobe.kernels.layers.numba.widen import FLOATS, INT64, INTS, LANES, VECTOR, every, fused
+from logprobe.kernels.processor import FLOAT
+from logprobe.kernels.threads.numba import vectors
+from logprobe.kernels.threads.numba.intrinsics import internal, intrinsic
+from logprobe.kernels.threads.numba.vectors import F32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

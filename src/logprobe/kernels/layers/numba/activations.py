@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.threads.intrinsics import internal
-from logprobe.kernels.threads.vectors import F32, LOWEST, ONE, ZERO, exponential
+from logprobe.kernels.threads.numba.intrinsics import internal
+from logprobe.kernels.threads.numba.vectors import F32, LOWEST, ONE, ZERO, exponential
 
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what `gate` knows
 GELU_SLOPE = F32(2 * math.sqrt(2 / math.pi))
 GELU_CUBE = F32(0.044715)
 ROOT_HALF = math.sqrt(0.5)

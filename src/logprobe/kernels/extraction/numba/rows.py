@@ -1,18 +1,13 @@
-"""The extraction on the CPU: one pass over each row, rows shared out among torch's threads.
-
-Before it: checked requests. After it: output rows, filled in place.
-"""
+"""The loops of `extraction.threads`: one pass over each row."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
-from logprobe.kernels.extraction import select
-from logprobe.kernels.extraction.select import (
+from logprobe.kernels.extraction.numba.select import (
     NUM_COUNTS,
     collect,
     descending_key,
@@ -22,18 +17,16 @@ from logprobe.kernels.extraction.select import (
     sort_row,
     top_ids,
 )
-from logprobe.kernels.threads.intrinsics import BLOCK, LANES, block_maxima, internal, prefetch_block
-from logprobe.kernels.threads.parallel import (
-    compiled_worker,
+from logprobe.kernels.threads.numba.intrinsics import BLOCK, LANES, block_maxima, internal, prefetch_block
+from logprobe.kernels.threads.numba.tasks import (
     float32_at,
     int32_at,
     int64_at,
     next_item,
-    parallel_for,
     uint8_at,
     uint16_at,
 )
-from logprobe.kernels.threads.vectors import (
+from logprobe.kernels.threads.numba.vectors import (
     F32,
     MINUS_INF,
     count_greater,
@@ -43,17 +36,11 @@ from logprobe.kernels.threads.vectors import (
     widen_bfloat16,
     widen_float16,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from logprobe.kernels.extraction.api import RowRequests
-    from logprobe.records.rows import DeviceRows
+from logprobe.kernels.threads.numba.workers import compiled_worker
 
 MIN_GROUPS = 8  # in a block of values; the larger k, the more groups it takes to bound it
 FEW_GIVEN = 4  # given ids up to which counting for each costs less than sorting the row's largest values
 MANY_GIVEN = 128  # given ids from which sorting the row costs less than a counting pass for each
-PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
 
 # What a task's numbers mean, after the two of `parallel_for`: addresses unless said otherwise.
 (
@@ -77,42 +64,9 @@ PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
     VARENTROPY,  # 0 where it was not asked for
     MARGIN,  # 0 where it was not asked for
 ) = range(2, 21)
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
-    """Writes what `requests` ask of `logits` (B, V) into `output`; all on the CPU."""
-    logits = logits.detach()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    given = output.given
-    context = [
-        logits.data_ptr(),
-        logits.stride(0) * logits.element_size(),
-        requests.vocab_size,
-        KINDS[logits.dtype],
-        requests.chosen_ids.data_ptr(),
-        requests.num_logprobs.data_ptr(),
-        output.token_ids.data_ptr(),
-        output.logprobs.data_ptr(),
-        requests.width,
-        output.ranks.data_ptr(),
-        output.lse.data_ptr(),
-        output.is_valid.data_ptr(),
-        0 if output.entropy is None else output.entropy.data_ptr(),
-    ]
-    if given is not None:
-        arrays = (given.offsets, given.token_ids, given.logprobs, given.ranks)
-        context += [array.data_ptr() for array in arrays]
-    else:
-        context += [0] * 4
-    columns = map(output.extras.get, ("varentropy", "margin"))
-    context += [0 if column is None else column.data_ptr() for column in columns]
-    is_small = logits.numel() < PARALLEL_FROM
-    parallel_for(worker(), context, len(logits), num_threads=1 if is_small else None)
-
-
-@compiled_worker(select)
+@compiled_worker
 def worker(task: Any) -> None:
     """Rows, one after the other, until no thread has any left."""
     vocab_size = task[VOCAB_SIZE]
@@ -236,12 +190,20 @@ def _margin(row: Any, groups: Any, ordered: Any, scratch: Any) -> Any:
 
 
 @internal
+def _padded(values: Any, target: Any) -> Any:
+    """A whole block: the last values of a row and -inf."""
+    for place in range(values.size):  # assigned as a slice, sizes would be compared
+        target[place] = values[place]
+    for place in range(values.size, BLOCK):
+        target[place] = MINUS_INF
+    return target[:BLOCK]
+
+
+@internal
 def _group_maxima(values: Any, maxima: Any, chosen: Any, scratch: Any) -> Any:
     """Fills `maxima` with those of as many groups of values; returns how many values exceed `chosen`."""
     if values.size < BLOCK:
-        scratch[: values.size] = values
-        scratch[values.size : BLOCK] = MINUS_INF
-        values = scratch[:BLOCK]
+        values = _padded(values, scratch)
     levels = scratch[BLOCK:]
     count = block_maxima(values.ctypes.data, chosen, levels.ctypes.data)
     first = 2 * (LANES - maxima.size)

@@ -12,14 +12,14 @@ from typing import Any
 from llvmlite import ir
 from numba import extending, njit, types
 
+from logprobe.kernels.processor import FLOAT, LINE
+
 intrinsic: Any = extending.intrinsic  # its own type asks callers for the typing context
 # What compiled code alone calls: without entry points for Python and C it takes a sixth less time to compile,
 # and would crash if it was called from Python.
 internal: Any = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 BLOCK = 1024  # values that stay in the first-level cache between the passes over them
 LANES = 64
-FLOAT = 4  # bytes
-LINE = 64  # bytes of a cache line
 BYTE_POINTER = ir.IntType(8).as_pointer()
 _VOID = ir.FunctionType(ir.VoidType(), [])
 LANE_FLOATS = ir.VectorType(ir.FloatType(), LANES)

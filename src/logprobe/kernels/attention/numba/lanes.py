@@ -13,9 +13,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.attention.softmax import BLOCK_KEYS
-from logprobe.kernels.layers.widen import FLOATS, INT32, INT64, LANES, every_lane, fused, switch_on
-from logprobe.kernels.threads.intrinsics import FLOAT, intrinsic
+from logprobe.kernels.attention.numba.softmax import BLOCK_KEYS
+from logprobe.kernels.layers.numba.widen import FLOATS, INT32, INT64, LANES, every_lane, fused, switch_on
+from logprobe.kernels.processor import FLOAT
+from logprobe.kernels.threads.numba.intrinsics import intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,36 +1,33 @@
-"""Panels of weights as they were published, widened to float32 in registers: LLVM's text of a loop over one.
-
-A panel holds PANEL outputs, inputs outermost, so that the weights of one input stand side by side in vectors.
-Its inputs come in blocks (a block of GGUF has its own scale) of groups of GROUP inputs:
-
-============  =====  ==================================  ============================================
-form          block  a block's header                    a group
-============  =====  ==================================  ============================================
-float32           8                                      8 x 48 float32
-bfloat16          8                                      4 x 48 lanes of two: inputs k and k + 1
-float16           8                                      8 x 48 float16
-nibbles          32  48 scales, 48 summands, float16     48 lanes of eight times 4 bits, lowest first
-nibbles_wide     32  the same, float32                   the same
-octets           32  48 scales, float16                  8 x 48 int8
-octets_wide      16  48 scales, float32                  8 x 48 int8
-============  =====  ==================================  ============================================
+"""Panels of weights widened to float32 in registers: LLVM's text of a loop over one.
 
 Widening is exact but for `scale · value + summand`, which is rounded once, as a float32 load rounds it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from platform import machine
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from logprobe.kernels.processor import HAS_WIDE_REGISTERS, cpu_features
-from logprobe.kernels.threads.intrinsics import FLOAT, internal, intrinsic
+from logprobe.kernels.layers.layout import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    GROUP,
+    NIBBLES,
+    NIBBLES_WIDE,
+    OCTETS,
+    OCTETS_WIDE,
+    PANEL,
+    TILE_ROWS,
+    Form,
+    can_widen,
+)
+from logprobe.kernels.processor import FLOAT, HAS_WIDE_REGISTERS, cpu_features
+from logprobe.kernels.threads.numba.intrinsics import internal, intrinsic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,47 +35,15 @@ if TYPE_CHECKING:
 
     Header: TypeAlias = Sequence[Callable[[], Any]]  # vectors, to be had where they are used
 
-PANEL = 48
-GROUP = 8
 LANES = 16 if HAS_WIDE_REGISTERS else 8
 VECTORS = PANEL // LANES
 HAS_FEW_REGISTERS = "avx2" in cpu_features() and not HAS_WIDE_REGISTERS  # 16 of 256 bits
 VECTOR = FLOAT * LANES  # bytes
-TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
 ROOMY_ROWS = 5 if HAS_WIDE_REGISTERS else 0  # whose sums leave registers for a block's header; measured
 INT64, INT32, INT16, INT8 = (ir.IntType(bits) for bits in (64, 32, 16, 8))
 FLOATS, HALVES, INTS, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.HalfType(), INT32, INT16, INT8)
 )
-
-
-LAYOUT = 1  # of what this file states; a file of panels in another is not read
-
-
-def can_widen() -> bool:
-    """Whether this processor has the instructions: fused products, and float16 to float32."""
-    return machine() in {"aarch64", "arm64"} or {"fma", "f16c"} <= cpu_features()
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a panel's weights are kept."""
-
-    name: str
-    inputs: int  # of a block
-    header: int  # bytes of a block's scales and summands
-    group: int  # bytes of a group
-    direct_rows: int  # up to so many rows, weights are widened where they are used
-    values: Callable[[Any, Any, Header], Iterator[Iterable[Any]]]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of one panel."""
-        return self.header + self.inputs // GROUP * self.group
-
-    def panel_bytes(self, num_inputs: int) -> int:
-        """Bytes of a panel."""
-        return num_inputs // self.inputs * self.block_bytes
 
 
 def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
@@ -167,15 +132,15 @@ def _octet_values(builder: Any, address: Any, header: Header) -> Iterator[Iterab
         yield [builder.fmul(value, scale()) for value, scale in zip(floats, header, strict=True)]
 
 
-FLOAT_ROWS, DIRECT_ROWS = (4, 8) if HAS_WIDE_REGISTERS else (TILE_ROWS, TILE_ROWS)  # measured
-FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, FLOAT_ROWS, _float32_values)
-BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS, _bfloat16_values)
-FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS, _float16_values)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, DIRECT_ROWS, _nibble_values)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, DIRECT_ROWS, _octet_values)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, DIRECT_ROWS, _octet_values)
-FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
+_VALUES = {
+    FLOAT32: _float32_values,
+    BFLOAT16: _bfloat16_values,
+    FLOAT16: _float16_values,
+    NIBBLES: _nibble_values,
+    NIBBLES_WIDE: _nibble_values,
+    OCTETS: _octet_values,
+    OCTETS_WIDE: _octet_values,
+}
 
 
 def _header(builder: Any, form: Form, address: Any, *, is_in_memory: bool) -> Header:
@@ -219,7 +184,7 @@ def _each_input(
         with cgutils.for_range(builder, INT64(form.inputs // GROUP)) as groups:
             offset = builder.add(builder.mul(groups.index, INT64(form.group)), INT64(form.header))
             start = builder.add(first, builder.mul(groups.index, INT64(GROUP)))
-            values = form.values(builder, builder.add(address, offset), header)
+            values = _VALUES[form](builder, builder.add(address, offset), header)
             for number, vectors in enumerate(values):
                 use(vectors, builder.add(start, INT64(number)))
 
