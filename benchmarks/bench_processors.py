@@ -16,8 +16,9 @@ from harness import OURS, Figure, Measure, Options, alternate, parse_options, pu
 
 from logprobe import SamplingParams
 from logprobe.config import EngineConfig
-from logprobe.models import Vocabulary, load_tokenizer, resolve
+from logprobe.models import load_tokenizer, resolve
 from logprobe.processors import BatchRow, LogitsProcessor, ModelFacts, Pipeline
+from logprobe.text.edge import TextEdge
 
 COPY = "one copy of the rows"
 HISTORY = 200  # tokens of prompt, and tokens generated before the first step
@@ -60,8 +61,7 @@ def facts_of(model: str) -> ModelFacts:
     return ModelFacts(
         vocab_size=len(tokenizer),
         eos_token_ids=frozenset({tokenizer.eos_token_id}),
-        tokenizer=tokenizer,
-        vocabulary=Vocabulary.from_tokenizer(tokenizer),
+        text=TextEdge.of(tokenizer),
     )
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from logprobe.models import Vocabulary
+from logprobe.models.stored.tokenizer import TokenizerFacts
 from logprobe.text.channels import Channels, Part, ResponseForm, template_of
 from logprobe.text.edge import TextEdge
 from logprobe.text.pieces import Cutter
@@ -328,7 +329,14 @@ def edge_of(
     first = len(known)
     known += [mark.encode() for mark in special]
     tokenizer = SimpleNamespace(chat_template=template, response_template=None, **more)
-    return TextEdge(tokenizer, Vocabulary(known), frozenset(range(first, len(known))))
+    facts = TokenizerFacts(
+        bos_token_id=None,
+        eos_token_id=None,
+        special_token_ids=frozenset(range(first, len(known))),
+        splits_special_tokens=False,
+    )
+    none: Any = None  # no text is cut here
+    return TextEdge(none, facts, Vocabulary(known), lambda: tokenizer)
 
 
 def tokens_of(

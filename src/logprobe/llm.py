@@ -601,7 +601,7 @@ class LLM:
             return perplexity(self, text, stride=stride, window=window, bos=bos, advance=advance)
 
     def get_tokenizer(self) -> Any:
-        """The model's own tokenizer, as transformers has it."""
+        """The model's own tokenizer, as transformers has it; loaded when first asked for."""
         return self.text.tokenizer
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from logprobe.engine.engine import Engine
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ParameterError, require
-from logprobe.models import Vocabulary
 from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def fake_model(
     tokenizer = _byte_tokenizer(tokens)
     forward = forward or FakeForward(len(tokenizer))
     require(forward.vocab_size >= len(tokenizer), "vocab_size", f"must be {len(tokenizer)} or more")
-    text = TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), frozenset(tokenizer.all_special_ids))
+    text = TextEdge.of(tokenizer)
     config = EngineConfig(model="fake", **settings)
     engine = Engine(config, forward, text, frozenset([tokenizer.eos_token_id]))
     capabilities = Capabilities(

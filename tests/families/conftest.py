@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from families.tiny import VOCAB_SIZE
-from logprobe.models import Vocabulary
-from logprobe.text.edge import TextEdge
+from reply_forms import edge_of
+
+if TYPE_CHECKING:
+    from logprobe.text.edge import TextEdge
 
 
 @pytest.fixture(scope="session")
 def text() -> TextEdge:
     """No tokenizer: requests and answers are ids here."""
     pieces = [bytes([97 + token_id % 26]) for token_id in range(VOCAB_SIZE)]
-    return TextEdge(None, Vocabulary(pieces), frozenset())
+    return edge_of(pieces)

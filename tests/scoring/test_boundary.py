@@ -34,9 +34,7 @@ class TinyScorer:
 
     def __init__(self) -> None:
         vocabulary = SimpleNamespace(token_bytes=lambda token_id: TOKENS[token_id])
-        self.text: Any = SimpleNamespace(
-            encode=self._encode, vocabulary=_Sized(vocabulary), tokenizer=SimpleNamespace(eos_token_id=EOS)
-        )
+        self.text: Any = SimpleNamespace(encode=self._encode, vocabulary=_Sized(vocabulary), eos_token_id=EOS)
         self.text.prefix = lambda: np.array([EOS], np.int32)
 
     @staticmethod

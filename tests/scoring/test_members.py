@@ -97,8 +97,7 @@ class Grammar:
         facts = ModelFacts(
             vocab_size=len(fake.pieces),
             eos_token_ids=frozenset([257]),
-            tokenizer=text.tokenizer,
-            vocabulary=text.vocabulary,
+            text=text,
         )
         self.processor.bind(facts)
 

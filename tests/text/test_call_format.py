@@ -37,9 +37,8 @@ def matcher_of(response_format: dict[str, Any], edge: TextEdge) -> LlguidanceMat
     import llguidance
 
     size = len(edge.vocabulary)
-    tokenizer = SimpleNamespace(eos_token_id=size - 1, all_special_ids=sorted(edge.special_token_ids))
     model: Any = SimpleNamespace(
-        tokenizer=tokenizer,
+        text=SimpleNamespace(eos_token_id=size - 1, special_token_ids=edge.special_token_ids),
         vocabulary=edge.vocabulary,
         vocab_size=size,
         encode=lambda text: list(text.encode()),

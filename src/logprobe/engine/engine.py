@@ -105,8 +105,7 @@ class Engine:
         facts = ModelFacts(
             vocab_size=forward.vocab_size,
             eos_token_ids=eos_token_ids,
-            tokenizer=text.tokenizer,
-            vocabulary=text.vocabulary,
+            text=text,
         )
         self.drawing = Drawing(config, facts)
         self._durations = {name: Durations() for name in ("queue", "step")}

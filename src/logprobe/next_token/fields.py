@@ -67,8 +67,7 @@ class SpellingTools:
         facts = ModelFacts(
             vocab_size=self.vocab_size,
             eos_token_ids=specials,
-            tokenizer=text.tokenizer,
-            vocabulary=text.vocabulary,
+            text=text,
         )
         self._grammars.bind(facts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import msgspec
@@ -15,19 +15,50 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 
+class ModelText(Protocol):
+    """A model's tokenizer, as an engine has it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """As transformers has it."""
+
+    @property
+    def vocabulary(self) -> TokenTable:
+        """The exact bytes of every id."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """What ends a text; None where there is no such token."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that are no text."""
+
+    def plain_ids(self, text: str) -> list[int]:
+        """The token ids of a text, special tokens within it included, none added."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What a processor may know of the model that it works for."""
 
     vocab_size: int  # width of a row of logits
     eos_token_ids: frozenset[int]
-    tokenizer: Any  # of transformers
-    vocabulary: TokenTable  # the exact bytes of every id of the tokenizer
+    text: ModelText
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, loaded when first asked for."""
+        return self.text.tokenizer
+
+    @property
+    def vocabulary(self) -> TokenTable:
+        """The exact bytes of every id of the tokenizer."""
+        return self.text.vocabulary
 
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, special tokens within it included, none added."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self.text.plain_ids(text)
 
 
 @dataclass(slots=True)

@@ -453,8 +453,8 @@ def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
         vocabulary.token_bytes(token_id).decode("utf-8", "replace")[:1].isspace()
         for token_id in range(len(vocabulary))
     ]
-    if edge.tokenizer.eos_token_id is not None:
-        begins[edge.tokenizer.eos_token_id] = True
+    if edge.eos_token_id is not None:
+        begins[edge.eos_token_id] = True
     return np.array(begins, np.bool_)
 
 

@@ -49,7 +49,7 @@ def _max_token_bytes(text: TextEdge) -> int:
     vocabulary = text.vocabulary
     longest = max((len(vocabulary.token_bytes(token_id)) for token_id in range(len(vocabulary))), default=1)
     # A normaliser may write a text shorter before it is cut into tokens; Unicode's forms do so by up to 3.
-    return longest if text.tokenizer.backend_tokenizer.normalizer is None else longest * 3
+    return longest if text.backend.normalizer is None else longest * 3
 
 
 logger = logging.getLogger("logprobe.server")

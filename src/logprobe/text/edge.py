@@ -7,30 +7,54 @@ exact bytes of their tokens, special tokens left out.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from logprobe.errors import ParameterError, require
+from logprobe.models import Vocabulary
+from logprobe.models.stored.tokenizer import TokenizerFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from logprobe.models import Vocabulary
+    from tokenizers import Encoding, Tokenizer
+
     from logprobe.records.values import IntArray
 
 
 @dataclass(frozen=True, slots=True)
 class TextEdge:
-    """A model's tokenizer with the exact bytes of its tokens."""
+    """A model's tokenizer with the exact bytes of its tokens.
 
-    tokenizer: Any
+    Texts are cut by the backend that transformers has set up; transformers is loaded for who asks for its own
+    `tokenizer`.
+    """
+
+    backend: Tokenizer
+    facts: TokenizerFacts
     vocabulary: Vocabulary
-    special_token_ids: frozenset[int]
+    load_tokenizer: Callable[[], Any]  # gives the same one each time, from any thread
     # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
     # How replies are written, by chat template (`channels.template_of`).
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Self:
+        """Of a tokenizer that transformers has loaded."""
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        vocabulary = Vocabulary.from_tokenizer(backend)
+        return cls(backend, TokenizerFacts.of(tokenizer), vocabulary, lambda: tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, loaded when first asked for.
+
+        Raises:
+            ModelError: its files can no longer be read.
+        """
+        return self.load_tokenizer()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> IntArray:
         """Token ids of a text, (num_tokens,) int32; BOS comes first where the model wants one.
@@ -39,8 +63,7 @@ class TextEdge:
             ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
         """
         data = _utf8(text)
-        # Not verbose: whether the prompt is too long is for the engine to say.
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        ids = self._encoding(text, add_special_tokens=add_special_tokens).ids
         self._check_nothing_dropped(data, ids)
         return np.array(ids, dtype=np.int32)
 
@@ -51,10 +74,15 @@ class TextEdge:
             ParameterError: as `encode` does.
         """
         data = _utf8(text)
-        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        self._check_nothing_dropped(data, coded["input_ids"])
-        starts = [start for start, _ in coded["offset_mapping"]]
-        return np.array(coded["input_ids"], dtype=np.int32), np.array(starts, dtype=np.int32)
+        coded = self._encoding(text, add_special_tokens=False)
+        ids = coded.ids
+        self._check_nothing_dropped(data, ids)
+        starts = [start for start, _ in coded.offsets]
+        return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int32)
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens within it included, none added; it may drop some of it."""
+        return self._encoding(text, add_special_tokens=False).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[IntArray, int]:
         """Ids of context and continuation together, and how many of them are the context's.
@@ -75,13 +103,21 @@ class TextEdge:
     @property
     def bos_token_id(self) -> int | None:
         """What the model puts before a text; None where it has no such token."""
-        token_id: int | None = self.tokenizer.bos_token_id
-        return token_id
+        return self.facts.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """What ends a text; None where the tokenizer has no such token."""
+        return self.facts.eos_token_id
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids whose text is left out of a completion."""
+        return self.facts.special_token_ids
 
     def prefix(self) -> IntArray:
         """What stands before a text that has no context: BOS, or EOS where the model has no BOS."""
-        tokenizer = self.tokenizer
-        first = tokenizer.eos_token_id if self.bos_token_id is None else self.bos_token_id
+        first = self.eos_token_id if self.bos_token_id is None else self.bos_token_id
         if first is None:
             raise ParameterError("context", "is empty and the model has no BOS or EOS; give a context")
         return np.array([first], dtype=np.int32)
@@ -92,7 +128,20 @@ class TextEdge:
 
     def bytes_of(self, token_ids: Sequence[int]) -> bytes:
         """The bytes of tokens without the special ones."""
-        return self.vocabulary.bytes_of(i for i in token_ids if i not in self.special_token_ids)
+        special = self.special_token_ids
+        return self.vocabulary.bytes_of(i for i in token_ids if i not in special)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        backend, splits = self.backend, self.facts.splits_special_tokens
+        # As transformers does at each call: one that shares the backend may have had it do otherwise.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        if backend.encode_special_tokens != splits:
+            backend.encode_special_tokens = splits
+        # Of a batch: other threads run meanwhile.
+        return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def _check_nothing_dropped(self, data: bytes, ids: Sequence[int]) -> None:
         missing = self.vocabulary.missing_bytes

@@ -24,8 +24,7 @@ def worker(tiny_llm: Any) -> WorkerDraw:
     facts = ModelFacts(
         vocab_size=VOCAB,
         eos_token_ids=frozenset({1}),
-        tokenizer=tiny_llm.text.tokenizer,
-        vocabulary=tiny_llm.text.vocabulary,
+        text=tiny_llm.text,
     )
     return WorkerDraw(EngineConfig(device="cpu", dtype="float32"), facts, tiny_llm.text, 100)
 

@@ -204,8 +204,9 @@ def test_tokens_are_known_by_every_way_to_write_them(tokens: Tokens) -> None:
 
 
 def test_layouts_that_the_template_refuses_are_told(tiny_llm: LLM) -> None:
-    text = replace(tiny_llm.text, tokenizer=copy(tiny_llm.text.tokenizer))
-    text.tokenizer.chat_template = (
+    tokenizer = copy(tiny_llm.text.tokenizer)
+    text = replace(tiny_llm.text, load_tokenizer=lambda: tokenizer)
+    tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system text') }}{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pkgutil import resolve_name
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from logprobe.config import ENGINES
@@ -84,7 +86,8 @@ def start_native_engine(config: EngineConfig) -> LoadedModel:
 
     def load_module() -> Any:
         forward: Any = core.engine.forward  # of the weights that answer by then
-        return forward.transformers_model()
+        with quiet_transformers():
+            return forward.transformers_model()
 
     front = Front(core, parts.text.vocabulary)
     return LoadedModel(front, parts.text, load_module, parts.engine.drawing.pipeline)
@@ -98,11 +101,10 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     with compiled_beside(kernel_names(_stored_forms(files))):
         text = text_edge(files)
     warm_up()
-    with quiet_transformers():
-        forward = NativeForward(config, files)
+    forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
     config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
-    eos_token_ids = _eos_token_ids(forward, text.tokenizer)
+    eos_token_ids = _eos_token_ids(forward, text)
     engine = Engine(config, forward, text, eos_token_ids)
     capabilities = Capabilities(
         engine="native",
@@ -140,10 +142,31 @@ def _stored_forms(files: ModelFiles) -> set[str]:
 
 
 def text_edge(files: ModelFiles) -> TextEdge:
-    """Tokenizer and exact bytes of a model."""
+    """Tokenizer and exact bytes of a model; what an earlier start has kept needs no transformers."""
+    store = LoadStore.of(files)
+    stored = None if store is None else store.tokenizer()
+    if stored is not None:
+        return TextEdge(*stored, Vocabulary.from_tokenizer(stored[0]), _once(partial(_load_tokenizer, files)))
+    text = TextEdge.of(_load_tokenizer(files))
+    if store is not None:
+        store.write_tokenizer(text.backend, text.facts)
+    return text
+
+
+def _load_tokenizer(files: ModelFiles) -> Any:
     with quiet_transformers():
-        tokenizer = load_tokenizer(files)
-    return TextEdge(tokenizer, Vocabulary.from_tokenizer(tokenizer), frozenset(tokenizer.all_special_ids))
+        return load_tokenizer(files)
+
+
+def _once(make: Callable[[], Any]) -> Callable[[], Any]:
+    """What makes a thing when it is first called, and then gives that one, from whatever thread."""
+    lock, made = Lock(), cache(make)
+
+    def give() -> Any:
+        with lock:
+            return made()
+
+    return give
 
 
 def _what_it_took(forward: NativeForward, seconds: float) -> str:
@@ -158,7 +181,7 @@ def _what_it_took(forward: NativeForward, seconds: float) -> str:
     return f"{way} in {seconds:.1f} s{memory}; {forward.weights} weights, {room}"
 
 
-def _eos_token_ids(forward: NativeForward, tokenizer: Any) -> frozenset[int]:
+def _eos_token_ids(forward: NativeForward, text: TextEdge) -> frozenset[int]:
     """Every id that ends a text, by the model's settings and by its tokenizer."""
-    own = tokenizer.eos_token_id
+    own = text.eos_token_id
     return forward.eos_token_ids | (frozenset() if own is None else {own})

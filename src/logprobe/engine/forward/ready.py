@@ -24,6 +24,7 @@ from logprobe.kernels.layers.layout import can_widen
 from logprobe.models import load_model
 from logprobe.models.loading import load_lazily, load_state, num_weights
 from logprobe.models.progress import CountedSource, LoadProgress
+from logprobe.models.quiet import quiet_transformers
 from logprobe.models.sources import weight_bytes
 from logprobe.models.stored.record import LoadRecord
 from logprobe.models.stored.store import LoadStore
@@ -83,9 +84,9 @@ def make_ready(
         return recalled
     if device == "cpu" and state is None:
         check_memory(files.name, weight_bytes(files.folder))
-    from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
+    with quiet_transformers(), LoadProgress(files.name) as progress:
+        from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
 
-    with LoadProgress(files.name) as progress:
         model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
         if state is None and model.unread:
             model = replace(model, source=CountedSource(model.source, progress))

@@ -205,7 +205,7 @@ def end_ids(files: ModelFiles, text: TextEdge) -> frozenset[int]:
     """Every id that ends a text, by the model's settings and by its tokenizer."""
     from transformers import GenerationConfig
 
-    sources: list[Any] = [load_config(files), text.tokenizer]
+    sources: list[Any] = [load_config(files), text]
     if (files.folder / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(files.folder, local_files_only=True))
     ids: set[int] = set()
@@ -231,8 +231,7 @@ def adopt(llm: Any, bridge: LoopThread, config: EngineConfig, files: ModelFiles)
     facts = ModelFacts(
         vocab_size=capabilities.vocab_size,
         eos_token_ids=ends,
-        tokenizer=text.tokenizer,
-        vocabulary=text.vocabulary,
+        text=text,
     )
     resolved = replace(config, dtype=capabilities.dtype)  # what processors are told
     core = VllmEngine(

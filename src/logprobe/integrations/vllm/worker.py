@@ -121,8 +121,7 @@ def _new_draw(settings: Mapping[str, Any], vllm_config: Any) -> WorkerDraw:
     facts = ModelFacts(
         vocab_size=vllm_config.model_config.get_vocab_size(),
         eos_token_ids=frozenset(settings["eos_token_ids"]),
-        tokenizer=text.tokenizer,
-        vocabulary=text.vocabulary,
+        text=text,
     )
     # The last token generated is never run, so it needs no place in the context.
     return WorkerDraw(config, facts, text, vllm_config.model_config.max_model_len - 1)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and places
 _SMALL_BYTES: Final = 1 << 25  # of a file that is read whole in no time
 _SETTINGS: Final = ("config.json", "generation_config.json")
-_LIBRARIES: Final = ("torch", "transformers", "numba", "llvmlite", "numpy")
+_LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numba", "llvmlite", "numpy")
+_TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json ...
 _CODE: Final = ("engine", "kernels", "models")
 
 
@@ -53,6 +54,17 @@ def panels_folder(folder: Path, source: str) -> Path:
 def record_folder(folder: Path, source: str) -> Path:
     """Where what was proven of a model lies."""
     return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*_machine(), *_code()])}"
+
+
+def tokenizer_folder(folder: Path, source: str) -> Path:
+    """Where the tokenizer lies that was made of the model's own files as they are now.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = [file for file in sorted(folder.glob(_TOKENIZER_FILES)) if file.is_file()]
+    made_of = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return home() / "loads" / f"{_stem(folder)}-{source}-{_digest([*made_of, *_code()])}"
 
 
 def _stem(folder: Path) -> str:

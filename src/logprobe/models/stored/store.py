@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from logprobe.errors import DownloadError
 from logprobe.models.cache import MANIFEST, new_entry
 from logprobe.models.given import is_copy
-from logprobe.models.stored.identity import panels_folder, record_folder, source_key
+from logprobe.models.stored.identity import panels_folder, record_folder, source_key, tokenizer_folder
 from logprobe.models.stored.panels import reach_disk, read_panels, stored_forms, write_panels
 from logprobe.models.stored.record import read_record, write_record
+from logprobe.models.stored.tokenizer import exact_state, read_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from tokenizers import Tokenizer
+
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.models.resolution import ModelFiles
     from logprobe.models.stored.record import LoadRecord
+    from logprobe.models.stored.tokenizer import TokenizerFacts
 
-MOST_RECORDS: Final = 8  # of one model, a megabyte each
+MOST_RECORDS: Final = 16  # of one model, with its tokenizers; some megabytes each
 
 logger = logging.getLogger("logprobe")
 
@@ -82,16 +87,31 @@ class LoadStore:
 
     def write_record(self, record: LoadRecord, tensors: dict[str, Any]) -> None:
         """Store what was proven; of what other code or libraries stored of this model, the oldest go."""
-        self._forget(self._record_folder)  # it was not to be used
-        stored = [one for one in self._record_folder.parent.glob(f"*-{self._source}-*") if one.is_dir()]
-        for older in sorted(stored, key=lambda folder: folder.stat().st_mtime)[: 1 - MOST_RECORDS]:
-            self._forget(older)
         try:
-            with new_entry(self._record_folder) as partial:
-                if partial is not None:
-                    write_record(partial, record, tensors)
+            self._write(self._record_folder, lambda partial: write_record(partial, record, tensors))
         except (DownloadError, OSError) as error:
             self._refuse(error)
+
+    def tokenizer(self) -> tuple[Tokenizer, TokenizerFacts] | None:
+        """The tokenizer as transformers made it of these very files."""
+        return read_tokenizer(tokenizer_folder(self._folder, self._source))
+
+    def write_tokenizer(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
+        """Store it where it comes back exactly; of what others stored of this model, the oldest go."""
+        if (state := exact_state(backend)) is not None:
+            folder = tokenizer_folder(self._folder, self._source)
+            with suppress(DownloadError, OSError):
+                self._write(folder, lambda partial: write_tokenizer(partial, state, facts))
+
+    def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
+        """Make an entry of what was not there, or not to be used."""
+        self._forget(folder)
+        stored = [one for one in folder.parent.glob(f"*-{self._source}-*") if one.is_dir()]
+        for older in sorted(stored, key=lambda folder: folder.stat().st_mtime)[: 1 - MOST_RECORDS]:
+            self._forget(older)
+        with new_entry(folder) as partial:
+            if partial is not None:
+                write(partial)
 
     def _refuse(self, error: Exception) -> None:
         """Say once why nothing can be kept."""

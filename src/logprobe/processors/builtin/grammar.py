@@ -178,9 +178,9 @@ class _Tokens:
 
     def __init__(self, model: ModelFacts) -> None:
         self._model = model
-        self.eos_token_id = model.tokenizer.eos_token_id
+        self.eos_token_id = model.text.eos_token_id
         self.bos_token_id = None
-        self.special_token_ids = sorted(model.tokenizer.all_special_ids)
+        self.special_token_ids = sorted(model.text.special_token_ids)
         # Rows of logits may be wider than the tokenizer; those ids have no bytes and are never allowed.
         self.tokens = [model.vocabulary.token_bytes(token_id) for token_id in range(model.vocab_size)]
 

@@ -89,7 +89,7 @@ class Tokens:
     def encode_plain(self, data: bytes) -> list[int]:
         """Ids of a piece of a text, without special tokens."""
         text = data.decode("utf-8", "replace")
-        return [int(one) for one in self._tokenizer.encode(text, add_special_tokens=False)]
+        return self._edge.plain_ids(text)
 
     def may_be(self, entry: Entry, token_id: int) -> bool:
         """Whether an entry's words fit a token; what says nothing fits all."""
@@ -149,7 +149,7 @@ class Tokens:
     def variants(self, ids: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """How else a prompt may begin: without BOS, with it, with it twice, with EOS in its place."""
         own = tuple(ids)
-        bos, eos = self._edge.bos_token_id, self._tokenizer.eos_token_id
+        bos, eos = self._edge.bos_token_id, self._edge.eos_token_id
         bare = own[1:] if own and own[0] == bos else own
         found = {"without BOS": bare}
         if bos is not None:

@@ -172,7 +172,7 @@ def _detokenized(body: DetokenizeBody, service: Service) -> Response:
 
 async def tokenizer(request: HttpRequest, service: Service) -> Response:
     """Give the tokenizer whole, as a `tokenizer.json`: every id's bytes, and text to ids without asking."""
-    to_json = service.text.tokenizer.backend_tokenizer.to_str
+    to_json = service.text.backend.to_str
     return await service.documents.reply(request, "tokenizer", lambda: to_json().encode())
 
 

@@ -95,8 +95,7 @@ class ProcessEngine:
         facts = ModelFacts(
             vocab_size=own.vocab_size,
             eos_token_ids=frozenset(ready.eos_token_ids),
-            tokenizer=text.tokenizer,
-            vocabulary=text.vocabulary,
+            text=text,
         )
         resolved = replace(config, device=own.device, dtype=own.dtype)  # what processors are told
         self._admission = Admission(resolved, own, facts)
