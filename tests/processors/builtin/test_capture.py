@@ -143,6 +143,16 @@ def test_rows_have_the_dtype_of_the_logits(logits: Callable[..., Any], dtype: An
     np.testing.assert_allclose(kept.double(), wanted, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def test_rows_of_wide_vocabularies_are_right_to_float32s_last_places() -> None:
+    logits = 3 * torch.randn(3, 262_144, generator=torch.Generator().manual_seed(5))
+    wanted = torch.log_softmax(logits.double(), -1)
+    capture = GlobalLogprobsCapture()
+    capture.apply(logits)
+    kept = capture.get_all_logprobs()
+    assert kept is not None
+    np.testing.assert_allclose(kept, wanted, atol=3e-6, rtol=0)  # torch's own: 1e-5
+
+
 def test_what_a_caller_does_to_its_rows_is_its_own(logits: Callable[..., Any]) -> None:
     capture = GlobalLogprobsCapture()
     capture.apply(logits(2))

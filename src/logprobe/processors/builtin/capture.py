@@ -78,8 +78,7 @@ class CaptureLogitsProcessor(LogitsProcessor):
         if not self._targets:
             return logits
         part = logits[[index for index, _, _ in self._targets]].float()
-        normalisers = extract(part, [0] * len(part), 0).lse
-        rows = [(row - lse).numpy(force=True) for row, lse in zip(part, normalisers, strict=True)]
+        rows = [row.numpy(force=True).copy() for row in _log_softmax(part)]
         with self._lock:
             self._last = rows
             for (_, name, position), row in zip(self._targets, rows, strict=True):
@@ -160,7 +159,7 @@ class GlobalLogprobsCapture(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         """Keep the step and hand the logits on untouched."""
-        self.keep(torch.log_softmax(self._kept_part(logits), -1))
+        self.keep(_log_softmax(self._kept_part(logits)))
         return logits
 
     def keep(self, logprobs: Tensor | Sequence[FloatArray]) -> None:
@@ -199,6 +198,15 @@ class GlobalLogprobsCapture(LogitsProcessor):
                 self._max_bytes,
             )
         return rows[:num_kept]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """That of each row, in the logits' dtype."""
+    if logits.dtype == torch.float64:
+        return torch.log_softmax(logits, -1)
+    # Our own log-normaliser: torch's float32 log_softmax is off by 1e-5 on wide vocabularies.
+    lse = extract(logits, [0] * len(logits), 0).lse
+    return (logits.float() - lse[:, None]).to(logits.dtype)
 
 
 def _at(rows: Sequence[Row], index: int) -> Row | None:
