@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from logprobe.engine.forward.pool import resident_bytes
+from logprobe.errors import EngineError
 from logprobe.kernels.threads import parallel
 from logprobe.kernels.threads.numba.intrinsics import internal
 from logprobe.kernels.threads.numba.tasks import int64_at, next_item
@@ -126,6 +127,16 @@ def divide(task: Any) -> None:
 parallel_for(divide(), [0, 0, 0, 0], 1)
 print("went on")
 """
+
+
+def test_a_worker_that_python_would_have_to_help_is_refused_by_what_it_asks_for() -> None:
+    @compiled_worker
+    def turn(task: Any) -> None:
+        wide = np.empty((task[2], task[3]), np.int64)
+        task[4] = wide.T.reshape(-1)[0]
+
+    with pytest.raises(EngineError, match=r"ask for numba_attempt_nocopy_reshape.*install another Numba"):
+        turn()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end processes elsewhere")

@@ -140,7 +140,7 @@ def keep_out_of_collections() -> None:
     A full collection would stop the interpreter, and the caller's event loop with it, for some 200 ms. What
     is there now is still freed when nothing refers to it; a cycle of it stays until `give_back_memory`.
     """
-    gc.collect()
+    gc.collect(1)  # what came lately: a load that left more has had all collected, which takes much longer
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)  # nanobind's libraries tell of leaks at exit where it is not undone
