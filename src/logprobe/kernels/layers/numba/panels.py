@@ -54,7 +54,7 @@ def worker_of(name: str) -> Any:
     def multiply_panels(task: Any) -> None:
         items, num_panels = -(-task[NUM_PANELS] // task[ITEM_PANELS]), task[NUM_PANELS]
         block_rows = _block_rows(task[NUM_ROWS], task[NUM_ITEMS] // items)
-        products, values = float32_on_lines(block_rows * PANEL), float32_on_lines(block_rows * PANEL)
+        products = float32_on_lines(2 * block_rows * PANEL)  # and, behind them, those of values
         piece = float32_on_lines(PIECE * PANEL)
         turned = float32_on_lines(turned_size(min(block_rows, task[NUM_ROWS]), task[NUM_INPUTS]))
         turned_from, group = -1, -1
@@ -71,8 +71,8 @@ def worker_of(name: str) -> Any:
             for panel in range(start, min(num_panels, start + task[ITEM_PANELS])):
                 multiply(task, x, (task[WEIGHT], panel), products, piece)
                 if task[VALUE_WEIGHT] != 0:
-                    multiply(task, x, (task[VALUE_WEIGHT], panel), values, piece)
-                _finish_panel(task, (first, num_rows), panel * PANEL, (products, values))
+                    multiply(task, x, (task[VALUE_WEIGHT], panel), products[block_rows * PANEL :], piece)
+                _finish_panel(task, (first, num_rows), panel * PANEL, products)
             item = next_item(task)
 
     return multiply_panels
@@ -185,11 +185,11 @@ def _finish_panel(task: Any, rows: Any, first: Any, products: Any) -> None:
     count = min(PANEL, task[NUM_OUTPUTS] - first)
     for place in range(rows[1]):
         row = rows[0] + place
-        x = products[0][PANEL * place : PANEL * place + count]
+        x = products[PANEL * place : PANEL * place + count]
         if task[BIAS] != 0:
             _add(x, float32_at(task[BIAS] + FLOAT * first, count))
         if task[ACTIVATION] != 0:
-            values = products[1][PANEL * place : PANEL * place + count]
+            values = products[products.size // 2 + PANEL * place :][:count]
             if task[VALUE_WEIGHT] == 0:
                 values[:] = ONE
             elif task[VALUE_BIAS] != 0:
