@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from llvmlite import binding as llvm
 
-from logprobe.kernels import compiling
+from logprobe.kernels import compiling, processor
 from logprobe.kernels.compiling import BASE, compiled_beside, kernel_names
 from logprobe.kernels.layers.layout import FORMS
 from logprobe.kernels.threads.parallel import worker_of
@@ -116,3 +117,12 @@ print(cpu_name(), HAS_WIDE_REGISTERS, *sorted(cpu_features()))
         [sys.executable, "-c", code], env=os.environ | told, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["haswell", "False", "avx2", "fma"]
+
+
+def test_linux_tells_what_llvm_tells_of_the_instructions_that_are_asked_for() -> None:
+    flags = processor._facts().get("flags")
+    if flags is None:
+        pytest.skip("only Linux on x86-64 tells it in this way")
+    host = llvm.get_host_cpu_features()
+    for name in ("avx2", "avx512f", "f16c", "fma"):
+        assert (name in flags.split()) == host.get(name, False), name

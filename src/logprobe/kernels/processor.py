@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +51,7 @@ def _facts() -> dict[str, str]:
     """What Linux tells of an x86-64 processor, of one of the cores; nothing elsewhere."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            core = [line.partition(":") for line in iter(lines.readline, "\n") if line]
+            core = [line.partition(":") for line in takewhile(str.strip, lines)]
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in core}

@@ -117,14 +117,15 @@ def test_memory_that_a_worker_makes_is_its_own_and_is_given_back() -> None:
 
 RAISES = """
 from typing import Any
+import numpy as np
 from logprobe.kernels.threads.numba.workers import compiled_worker
 from logprobe.kernels.threads.parallel import parallel_for
 
 @compiled_worker
-def divide(task: Any) -> None:
-    task[3] = task[4] // task[5]
+def worker(task: Any) -> None:
+    {line}
 
-parallel_for(divide(), [0, 0, 0, 0], 1)
+parallel_for(worker(), [1 << 58, 0, 0, 0], 1)
 print("went on")
 """
 
@@ -140,8 +141,10 @@ def test_a_worker_that_python_would_have_to_help_is_refused_by_what_it_asks_for(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals end processes elsewhere")
-def test_a_worker_that_raises_ends_the_process_before_anybody_sees_wrong_numbers() -> None:
-    done = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("line", ["task[3] = task[4] // task[5]", "task[3] = np.empty(task[2], np.int64)[0]"])
+def test_a_worker_that_raises_ends_the_process_before_anybody_sees_wrong_numbers(line: str) -> None:
+    command = [sys.executable, "-c", RAISES.format(line=line)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "")
 
 

@@ -58,6 +58,10 @@ define ptr @NRT_MemInfo_alloc_aligned(i64 %size, i32 %align) {
   %before = add i64 %alignment, 48
   %whole = add i64 %size, %before
   %info = call ptr @malloc(i64 %whole)
+  %is_none = icmp eq ptr %info, null
+  br i1 %is_none, label %none, label %some
+
+some:
   %start = ptrtoint ptr %info to i64
   %end = add i64 %start, %before
   %mask = sub i64 0, %alignment
@@ -67,6 +71,9 @@ define ptr @NRT_MemInfo_alloc_aligned(i64 %size, i32 %align) {
   %place = getelementptr i8, ptr %info, i64 24
   store ptr %data, ptr %place
   ret ptr %info
+
+none:  ; the caller asks for that
+  ret ptr null
 }
 
 define void @NRT_MemInfo_call_dtor(ptr %info) {
