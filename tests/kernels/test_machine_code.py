@@ -19,7 +19,7 @@ from logprobe.kernels import extract, machine_code
 from logprobe.kernels.attention.api import RowPlan, ScoreRule, rows_stage
 from logprobe.kernels.compiling import kernel_names
 from logprobe.kernels.draw import api as draw_api
-from logprobe.kernels.extraction import threads as extraction
+from logprobe.kernels.extraction import cpu as extraction
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.layout import FORMS

@@ -112,8 +112,10 @@ def _protect(address: int, size: int) -> None:
     protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if protect(address, size, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
         number = ctypes.get_errno()
+        remedy = "allow it to this program (SELinux: execmem; systemd: MemoryDenyWriteExecute=no)"
+        reason = os.strerror(number)
         raise OSError(
-            number, f"kernels cannot be loaded: memory cannot be made executable ({os.strerror(number)})"
+            number, f"kernels cannot be loaded: memory cannot be made executable ({reason}); {remedy}"
         )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import TokenTable
 
 
-class ModelText(Protocol):
+class TokenizerView(Protocol):
     """A model's tokenizer, as an engine has it."""
 
     @property
@@ -44,7 +44,7 @@ class ModelFacts:
 
     vocab_size: int  # width of a row of logits
     eos_token_ids: frozenset[int]
-    text: ModelText
+    text: TokenizerView
 
     @property
     def tokenizer(self) -> Any:

@@ -25,13 +25,7 @@ if TYPE_CHECKING:
     from logprobe.kernels.attention.api import ScoreRule
 
 worker = worker_of("attention.chunk")
-# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in bytes, sizes.
-(QUERY, KEYS, VALUES, SLOTS, OUT, SETTINGS) = range(2, 8)
-(QUERY_ROW, QUERY_HEAD, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD, OUT_ROW, OUT_HEAD) = range(8, 16)
-(NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS, ITEM_LANES) = range(16, 25)
 MOST_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
-LANES = MOST_PANELS * PANEL
-PANEL_FLOATS = FLOAT * PANEL
 
 
 def can_attend_chunks() -> bool:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 worker = worker_of("layers.gate")
-# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
-(GATES, GATES_STRIDE, VALUES, VALUES_STRIDE, OUT, OUT_STRIDE, WIDTH, ACTIVATION) = range(2, 10)
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what gates know
 PIECE = 1024  # numbers of a row that a thread takes at a time
 

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 worker = worker_of("layers.norm")
-# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
-(X, X_STRIDE, WEIGHT, BIAS, OUT, OUT_STRIDE, RESIDUAL) = range(2, 9)
-(WIDTH, PARTS, NUM_ROWS, EPSILON, IS_CENTRED, BLOCK_ROWS) = range(9, 15)
 MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 

@@ -24,18 +24,11 @@ if TYPE_CHECKING:
 
     from logprobe.kernels.layers.forms import PanelWeights
 
-# What a task's numbers mean: the second of `parallel_for`, then addresses, then strides and sizes.
-NUM_ITEMS = 1
-(X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
-(X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
-(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR, TAKEN) = range(16, 22)
-# NUM_INPUTS is WIDTH filled up; from TAKEN on stands how many items of each group of blocks are taken.
+TAKEN = 21  # of a task: from here on stands how many items of each group of blocks of rows are taken
 MOST_GROUPS = TASK_FIELDS - TAKEN
 FEWEST_ITEMS = 32  # that the panels of a layer are shared out in, where there are so many
 BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
 BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
-PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
-PANEL_FLOATS = FLOAT * PANEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 worker = worker_of("layers.rotary")
-# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32 of a row and of a
-# head, sizes.
-(QUERY, QUERY_ROW, QUERY_HEAD, KEY, KEY_ROW, KEY_HEAD, VALUE, VALUE_ROW, VALUE_HEAD) = range(2, 11)
-(COSINES, SINES, QUERY_SCALES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 18)  # 0: no scales
-(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM, IS_PAIRED, BLOCK_ROWS) = range(18, 26)
 MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 

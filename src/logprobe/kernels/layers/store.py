@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 worker = worker_of("layers.store")
-(KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS, BLOCK_ROWS) = range(2, 11)
 MOST_ROWS = 64  # of an item
 
 

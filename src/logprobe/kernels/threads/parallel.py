@@ -72,7 +72,7 @@ class WorkerOf:
         """Make its machine code, and keep it on the disk."""
         room, module, *part = self.name.split(".")
         bodies = import_module(f"logprobe.kernels.{room}.numba.{module}")
-        body = bodies.worker_of(*part) if part else bodies.worker
+        body = bodies.body_of(*part) if part else bodies.worker
         code: bytes = body.machine_code()
         StoredCode(self.name).write(code)
         return code

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from logprobe.kernels.threads.parallel import Stage
 
 worker = worker_of("threads.series")
-(TASKS, WORKERS, INSIDE, NUM_STAGES, YIELD, SLEEP) = range(2, 8)  # addresses but for the number of stages
-TASK_BYTES = 8 * TASK_FIELDS
-SPINS, YIELDS = 200, 1000  # turns of a wait up to which it spins, and up to which it yields; measured
-SLEEP_US = 50  # between two looks after those
 
 
 class Series:

@@ -93,8 +93,11 @@ class LoadStore:
             self._refuse(error)
 
     def tokenizer(self) -> tuple[Tokenizer, TokenizerFacts] | None:
-        """The tokenizer as transformers made it of these very files."""
-        return read_tokenizer(tokenizer_folder(self._folder, self._source))
+        """The tokenizer as transformers made it of these very files; None where there is none to be had."""
+        try:
+            return read_tokenizer(tokenizer_folder(self._folder, self._source))
+        except OSError:  # of the model's own files: who reads them for a tokenizer says which
+            return None
 
     def write_tokenizer(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
         """Store it where it comes back exactly; of what others stored of this model, the oldest go."""

@@ -6,33 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from logprobe.kernels.attention.chunk import (
-    CONTEXT,
-    GROUPS,
-    ITEM_LANES,
-    KEY_DIM,
-    KEY_HEAD,
-    KEY_ROW,
-    KEYS,
-    KV_HEADS,
-    LANES,
-    NUM_BLOCKS,
-    NUM_ROWS,
-    OUT,
-    OUT_HEAD,
-    OUT_ROW,
-    PANEL_FLOATS,
-    QUERY,
-    QUERY_HEAD,
-    QUERY_ROW,
-    SETTINGS,
-    SLOTS,
-    VALUE_DIM,
-    VALUE_HEAD,
-    VALUE_ROW,
-    VALUES,
-    WINDOW,
-)
+from logprobe.kernels.attention.chunk import MOST_PANELS
 from logprobe.kernels.attention.numba.softmax import BLOCK_KEYS, cap, soften
 from logprobe.kernels.layers.layout import FLOAT32, GROUP, PANEL, TILE_ROWS
 from logprobe.kernels.layers.numba.turn import turn_rows
@@ -42,6 +16,13 @@ from logprobe.kernels.threads.numba.intrinsics import internal
 from logprobe.kernels.threads.numba.tasks import float32_at, float32_on_lines, int64_at, next_item
 from logprobe.kernels.threads.numba.vectors import F32, MINUS_INF
 from logprobe.kernels.threads.numba.workers import compiled_worker
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in bytes, sizes.
+(QUERY, KEYS, VALUES, SLOTS, OUT, SETTINGS) = range(2, 8)
+(QUERY_ROW, QUERY_HEAD, KEY_ROW, KEY_HEAD, VALUE_ROW, VALUE_HEAD, OUT_ROW, OUT_HEAD) = range(8, 16)
+(NUM_ROWS, CONTEXT, KV_HEADS, GROUPS, KEY_DIM, VALUE_DIM, WINDOW, NUM_BLOCKS, ITEM_LANES) = range(16, 25)
+LANES = MOST_PANELS * PANEL
+PANEL_FLOATS = FLOAT * PANEL
 
 _multiply = tiles(FLOAT32)
 

@@ -1,4 +1,4 @@
-"""The loops of `extraction.threads`: one pass over each row."""
+"""The loops of `extraction.cpu`: one pass over each row."""
 
 from __future__ import annotations
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from logprobe.kernels.layers.gate import (
-    ACTIVATION,
-    GATES,
-    GATES_STRIDE,
-    OUT,
-    OUT_STRIDE,
-    PIECE,
-    VALUES,
-    VALUES_STRIDE,
-    WIDTH,
-)
+from logprobe.kernels.layers.gate import PIECE
 from logprobe.kernels.layers.numba.activations import gate
 from logprobe.kernels.processor import FLOAT
 from logprobe.kernels.threads.numba.tasks import float32_at, next_item
 from logprobe.kernels.threads.numba.workers import compiled_worker
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
+(GATES, GATES_STRIDE, VALUES, VALUES_STRIDE, OUT, OUT_STRIDE, WIDTH, ACTIVATION) = range(2, 10)
 
 
 @compiled_worker

@@ -5,26 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from logprobe.kernels.layers.norm import (
-    BIAS,
-    BLOCK_ROWS,
-    EPSILON,
-    IS_CENTRED,
-    NUM_ROWS,
-    OUT,
-    OUT_STRIDE,
-    PARTS,
-    RESIDUAL,
-    WEIGHT,
-    WIDTH,
-    X_STRIDE,
-    X,
-)
 from logprobe.kernels.processor import FLOAT
 from logprobe.kernels.threads.numba.intrinsics import internal
 from logprobe.kernels.threads.numba.tasks import float32_at, next_item
 from logprobe.kernels.threads.numba.vectors import F32, SUMS
 from logprobe.kernels.threads.numba.workers import compiled_worker
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32, sizes.
+(X, X_STRIDE, WEIGHT, BIAS, OUT, OUT_STRIDE, RESIDUAL) = range(2, 9)
+(WIDTH, PARTS, NUM_ROWS, EPSILON, IS_CENTRED, BLOCK_ROWS) = range(9, 15)
 
 
 @internal(fastmath=SUMS)

@@ -9,46 +9,28 @@ from logprobe.kernels.layers.layout import FLOAT32, FORMS, PANEL, TILE_ROWS, For
 from logprobe.kernels.layers.numba.activations import gate
 from logprobe.kernels.layers.numba.turn import turn_rows, turned_size
 from logprobe.kernels.layers.numba.widen import tiles, widener
-from logprobe.kernels.layers.panels import (
-    ACTIVATION,
-    BIAS,
-    FACTOR,
-    ITEM_PANELS,
-    MOST_GROUPS,
-    NUM_INPUTS,
-    NUM_ITEMS,
-    NUM_OUTPUTS,
-    NUM_PANELS,
-    NUM_ROWS,
-    OUT,
-    OUT_STRIDE,
-    PANEL_BYTES,
-    PANEL_FLOATS,
-    PIECE,
-    RESIDUAL,
-    RESIDUAL_STRIDE,
-    TAKEN,
-    VALUE_BIAS,
-    VALUE_WEIGHT,
-    WEIGHT,
-    WIDTH,
-    X_STRIDE,
-    X,
-    rows_of_blocks,
-)
+from logprobe.kernels.layers.panels import MOST_GROUPS, TAKEN, rows_of_blocks
 from logprobe.kernels.processor import FLOAT, LINE
 from logprobe.kernels.threads.numba.intrinsics import bits_float, fetch_add, internal, prefetch_line
 from logprobe.kernels.threads.numba.tasks import float32_at, float32_on_lines, next_item
 from logprobe.kernels.threads.numba.vectors import I32, ONE
-from logprobe.kernels.threads.numba.workers import compiled_worker
+from logprobe.kernels.threads.numba.workers import Body, compiled_worker
+
+# What a task's numbers mean: the second of `parallel_for`, then addresses, then strides and sizes.
+NUM_ITEMS = 1
+(X, WEIGHT, BIAS, VALUE_WEIGHT, VALUE_BIAS, RESIDUAL, OUT) = range(2, 9)  # 0: none of that kind
+(X_STRIDE, RESIDUAL_STRIDE, OUT_STRIDE, NUM_ROWS, WIDTH, NUM_INPUTS, NUM_OUTPUTS) = range(9, 16)
+(PANEL_BYTES, NUM_PANELS, ITEM_PANELS, ACTIVATION, FACTOR) = range(16, 21)  # NUM_INPUTS is WIDTH filled up
+PIECE = 96  # inputs of a panel that stay in the first-level cache beside the rows
+PANEL_FLOATS = FLOAT * PANEL
 
 _block_rows = internal(rows_of_blocks)
 
 
 @functools.cache
-def worker_of(name: str) -> Any:
-    """The function that gives the compiled worker of a form; forms that no model has are never compiled."""
-    multiply = _multiplier(FORMS[name])
+def body_of(form: str) -> Body:
+    """The worker of a form of weights, as it is compiled."""
+    multiply = _multiplier(FORMS[form])
 
     @compiled_worker
     def multiply_panels(task: Any) -> None:

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from logprobe.kernels.layers.rotary import (
-    BLOCK_ROWS,
-    COSINES,
-    HEADS,
-    IS_PAIRED,
-    KEY,
-    KEY_DIM,
-    KEY_HEAD,
-    KEY_POOL,
-    KEY_ROW,
-    KV_HEADS,
-    NUM_ROWS,
-    OUT,
-    QUERY,
-    QUERY_HEAD,
-    QUERY_ROW,
-    QUERY_SCALES,
-    ROTARY_DIM,
-    SINES,
-    SLOTS,
-    VALUE,
-    VALUE_DIM,
-    VALUE_HEAD,
-    VALUE_POOL,
-    VALUE_ROW,
-)
 from logprobe.kernels.processor import FLOAT
 from logprobe.kernels.threads.numba.intrinsics import internal
 from logprobe.kernels.threads.numba.tasks import float32_at, int64_at, next_item
 from logprobe.kernels.threads.numba.workers import compiled_worker
+
+# What a task's numbers mean, after the two of `parallel_for`: addresses, strides in float32 of a row and of a
+# head, sizes.
+(QUERY, QUERY_ROW, QUERY_HEAD, KEY, KEY_ROW, KEY_HEAD, VALUE, VALUE_ROW, VALUE_HEAD) = range(2, 11)
+(COSINES, SINES, QUERY_SCALES, OUT, KEY_POOL, VALUE_POOL, SLOTS) = range(11, 18)  # 0: no scales
+(NUM_ROWS, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, ROTARY_DIM, IS_PAIRED, BLOCK_ROWS) = range(18, 26)
 
 
 @internal

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from logprobe.kernels.layers.store import (
-    BLOCK_ROWS,
-    KEY_POOL,
-    KEY_WIDTH,
-    KEYS,
-    NUM_ROWS,
-    SLOTS,
-    VALUE_POOL,
-    VALUE_WIDTH,
-    VALUES,
-)
 from logprobe.kernels.threads.numba.intrinsics import internal
 from logprobe.kernels.threads.numba.tasks import float32_at, int64_at, next_item
 from logprobe.kernels.threads.numba.workers import compiled_worker
+
+(KEYS, KEY_POOL, KEY_WIDTH, VALUES, VALUE_POOL, VALUE_WIDTH, SLOTS, NUM_ROWS, BLOCK_ROWS) = range(2, 11)
 
 
 @internal

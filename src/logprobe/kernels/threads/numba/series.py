@@ -14,18 +14,12 @@ from logprobe.kernels.threads.numba.intrinsics import (
 )
 from logprobe.kernels.threads.numba.tasks import int64_at
 from logprobe.kernels.threads.numba.workers import compiled_worker
-from logprobe.kernels.threads.series import (
-    INSIDE,
-    NUM_STAGES,
-    SLEEP,
-    SLEEP_US,
-    SPINS,
-    TASK_BYTES,
-    TASKS,
-    WORKERS,
-    YIELD,
-    YIELDS,
-)
+from logprobe.kernels.threads.parallel import TASK_FIELDS
+
+(TASKS, WORKERS, INSIDE, NUM_STAGES, YIELD, SLEEP) = range(2, 8)  # addresses but for the number of stages
+TASK_BYTES = 8 * TASK_FIELDS
+SPINS, YIELDS = 200, 1000  # turns of a wait up to which it spins, and up to which it yields; measured
+SLEEP_US = 50  # between two looks after those
 
 
 @compiled_worker
