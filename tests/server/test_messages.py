@@ -142,6 +142,18 @@ def test_an_assistants_message_is_continued(server: Any, client: openai.OpenAI) 
     assert error["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/score"])
+def test_whitespace_that_a_template_trims_of_a_continued_message_is_a_400(
+    server: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    trims = server.llm.text.tokenizer.chat_template.replace("message.content", "message.content | trim")
+    monkeypatch.setattr(server.llm.text.tokenizer, "chat_template", trims)
+    begun = [ASK, {"role": "assistant", "content": "the dog and "}]
+    more = {"continuations": ["the cat"]} if path == "/v1/score" else {}
+    error = refused(server, path, messages=begun, continue_final_message=True, **more)
+    assert error["param"] == "messages[1].content"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -184,6 +184,24 @@ def test_an_assistants_message_is_continued(laid_out: Any) -> None:
         laid_out(WHOLE, begun, continue_final_message=True, add_generation_prompt=True)
 
 
+@pytest.mark.parametrize("content", ["the dog ", "the dog\n", " the dog", "\n", "\u2003"])
+def test_whitespace_that_a_template_trims_of_a_continued_message_is_refused(
+    laid_out: Any, content: str
+) -> None:
+    begun = [ASK, {"role": "assistant", "content": content}]
+    with raises(ParameterError, parameter="messages[1].content"):
+        laid_out(WHOLE.replace(": {{", ":{{"), begun, continue_final_message=True)
+    kept = laid_out(TWO_ROLES, begun, continue_final_message=True)
+    assert kept == f"U: the cat\nA: {content}"
+
+
+def test_an_empty_message_is_continued_at_its_beginning(laid_out: Any) -> None:
+    begun = [ASK, {"role": "assistant", "content": ""}]
+    for template in (WHOLE, TWO_ROLES):
+        prompt = laid_out(template, [ASK, ASK | {"role": "assistant"}], continue_final_message=True)
+        assert laid_out(template, begun, continue_final_message=True) == prompt.removesuffix("the cat")
+
+
 def test_a_part_that_says_more_than_text_is_refused(laid_out: Any) -> None:
     part = {"type": "text", "text": "the cat", "cache_control": {"type": "ephemeral"}}
     with pytest.raises(ParameterError, match=r"messages\[0\]\.content\.cache_control"):

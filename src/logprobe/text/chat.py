@@ -32,6 +32,7 @@ OWN_VARIABLES: Final = frozenset(
 GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
+FILLER: Final = "-"  # in place of an empty content that is to be continued
 MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
 MOST_SHAPE_MESSAGES: Final = 128
 MOST_SHAPE_CHARS: Final = 256  # of the template's variables
@@ -109,7 +110,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
 
     Raises:
         ParameterError: no template, no role, parts other than text, what the template refuses or would pass
-            over.
+            over, such as whitespace around a message that is to be continued.
     """
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
@@ -129,6 +130,10 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     _check_variables(variables, tokenizer.chat_template)
 
     def render(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = tools) -> str:
+        # Where a template trims contents, transformers takes the line breaks before an empty one for its own.
+        is_empty = layout.continue_final_message and not messages[-1]["content"]
+        if is_empty:
+            messages = [*messages[:-1], messages[-1] | {"content": FILLER}]
         laid_out: str = tokenizer.apply_chat_template(
             messages,
             tools=tools,
@@ -137,9 +142,13 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
             tokenize=False,
             **variables,
         )
-        return laid_out
+        return laid_out.removesuffix(FILLER) if is_empty else laid_out
 
     plain, numbers, laid_out = _first_rendered(render, ways)
+    if layout.continue_final_message:
+        where = f"messages[{numbers[-1]}].content"
+        message = "the model's chat template trims whitespace that it begins or ends with; leave that out"
+        require(laid_out.endswith(plain[-1]["content"]), where, message)
     if tools is not None:
         _check_tools(lambda: render(plain, None), laid_out)
     shape = _shape_of(plain, layout)
