@@ -15,6 +15,8 @@ from logprobe.errors import ParameterError
 from logprobe.processors import GrammarLogitsProcessor
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.builtin.grammar import MAX_GRAMMAR_PARTS, grammar_of
+from logprobe.processors.builtin.matchers import LlguidanceMatcher
+from refusals import raises
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,3 +182,43 @@ def test_a_grammar_too_large_is_refused_before_it_is_compiled(
 ) -> None:
     with pytest.raises(ParameterError, match=message):
         make(GrammarLogitsProcessor).check_args(args)
+
+
+class Failed:
+    """A matcher of llguidance that has failed."""
+
+    def __init__(self, problem: str) -> None:
+        self.get_error = lambda: problem
+
+    def is_error(self) -> bool:
+        return True
+
+    def is_stopped(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "panic: called `Result::unwrap()` on an `Err` value\n<backtrace>\n   0: <unknown>\n</backtrace>",
+        "NoExtensionBias\n<state>\nTokens: \n</state><grammar>\nstart: a\n</grammar>",
+        "parser error: Too many items (limit 5000; mask)\n<non-verbose/>",
+        "lexer error: " + "a" * 5000,
+    ],
+)
+def test_errors_of_llguidance_are_one_line_and_the_log_has_the_rest(
+    problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "logprobe")
+    with raises(ParameterError, parameter="grammar") as refused:
+        LlguidanceMatcher(Failed(problem)).mask()
+    assert_one_plain_line(refused.value)
+    assert problem in caplog.text
+
+
+def assert_one_plain_line(error: Exception) -> None:
+    message = str(error)
+    assert len(message) < 1000
+    assert not [
+        mark for mark in ("\n", "panic", "unwrap", "<backtrace", "<state", "<non-v") if mark in message
+    ]

@@ -18,7 +18,7 @@ import torch
 from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
-from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens
+from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens, problem_of
 from logprobe.processors.interface import LogitsProcessor, ModelFacts
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ MAX_GRAMMAR_DEPTH: Final = 100
 MAX_CHOICES: Final = 2_000  # as many as the engine follows at once
 # Addresses, not memory: a chain of as many parts as are let through took less than a quarter of it.
 COMPILE_STACK_BYTES: Final = 128 << 20
-MAX_PROBLEM_CHARS: Final = 500
 # Of the parser for one token's mask: an ambiguous grammar would take longer with every token. A choice of as
 # many texts as are let through takes fewer, as do schemas of as many parts.
 MAX_STEP_ITEMS: Final = 5_000
@@ -115,9 +114,11 @@ class GrammarLogitsProcessor(LogitsProcessor):
         if self._tokenizer is None:
             assert self._model is not None, "bind comes first"
             self._tokenizer = byte_tokenizer(self._model)
-        template = _on_deep_stack(lambda: llguidance.LLMatcher(self._tokenizer, grammar, limits=limits))
-        problem = template.get_error() if template.is_error() else ""
-        require(not problem, "grammar", f"cannot be used: {' '.join(problem.split())[:MAX_PROBLEM_CHARS]}")
+        template = _on_deep_stack(
+            lambda: llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        )
+        problem = problem_of(template)
+        require(problem is None, "grammar", f"cannot be used: {problem}")
         return template
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, shortened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+logger = logging.getLogger("logprobe")
+
 BITS = 32  # of one word of a mask
-MAX_PROBLEM_CHARS = 200
+MAX_PROBLEM_CHARS = 500
+_DETAILS = re.compile(r"\n<(?:backtrace|state|grammar|non-verbose)\b")  # what llguidance appends to a message
 
 
 class Matcher(Protocol):
@@ -51,9 +56,11 @@ class LlguidanceMatcher:
         """
         matcher = self._matcher
         bits = None if matcher.is_stopped() else matcher.compute_bitmask()
-        if matcher.is_error():  # which it takes for the end of the text
-            problem = " ".join(matcher.get_error().split())[:MAX_PROBLEM_CHARS]
-            raise ParameterError("grammar", f"can be read in too many ways to follow it further: {problem}")
+        problem = problem_of(matcher)
+        if problem is not None:  # which it takes for the end of the text
+            is_ambiguous = "too many" in problem.lower()
+            what = "can be read in too many ways to follow it" if is_ambiguous else "cannot be followed"
+            raise ParameterError("grammar", f"{what} further: {problem}")
         return None if bits is None else np.frombuffer(bits, dtype=np.uint8)
 
 
@@ -75,6 +82,20 @@ class XgrammarMatcher:
         self._bits.fill_(-1)  # left as it is where every token is allowed
         self._matcher.fill_next_token_bitmask(self._bits, 0)
         return self._bits[0].numpy().view(np.uint8)
+
+
+def problem_of(matcher: Any) -> str | None:
+    """Return in one line why an `llguidance.LLMatcher` failed, None if it did not; the log has the rest."""
+    if not matcher.is_error():
+        return None
+    text: str = matcher.get_error()
+    if text.startswith("panic:"):
+        logger.error("llguidance: %s", text)
+        return "the grammar engine failed with an internal error; the log has the details"
+    logger.debug("llguidance: %s", text)
+    if text.startswith("NoExtensionBias"):
+        return "no token of the model has the bytes that must come next"
+    return shortened(" ".join(_DETAILS.split(text, 1)[0].split()), MAX_PROBLEM_CHARS)
 
 
 def as_matcher(matcher: Any, vocab_size: int) -> Matcher:
