@@ -196,6 +196,17 @@ def long_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
+def spaced_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A tiny Llama whose tokenizer puts a space before a text, as Llama 2's and Mistral's do."""
+    from logprobe import LLM
+    from spaced_models import save_spaced_llama
+
+    folder = save_spaced_llama(tmp_path_factory.mktemp("spaced-llama"))
+    with LLM(str(folder), kv_bytes=1 << 22, max_batch_tokens=256, max_batch_rows=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
 def adapter_folders(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two adapters: one of attention and MLP layers, one of another rank and scale on queries alone."""
     return save_adapters(tiny_model_folder, tmp_path_factory)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
+from logprobe import LLM, SamplingParams
 from logprobe.errors import UnsupportedModelError
 from logprobe.models import load_tokenizer
 from logprobe.models.gguf.file import GgufFile
@@ -126,6 +128,33 @@ def test_sentencepiece_gives_the_tokens_of_llama_cpp(
     for text in corpus(100):
         assert tokenizer.encode(text, add_special_tokens=False) == reference.encode(text), text
     assert tokenizer.encode("the") == reference.encode("the", add_special_tokens=True)
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_grammars_are_followed_on_a_sentencepiece_file(
+    has_prefix: bool, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        kind="llama",
+        rule="default",
+        more=lambda writer: writer.add_add_space_prefix(has_prefix),
+    )
+    schema = {"type": "object", "properties": {"a": {"enum": ["the", " x"]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"type": "choice", "choice": ["the ab <tag> é", "a row"]}, "the ab <tag> é|a row"),
+        ({"type": "regex", "regex": "the model of [ab]"}, "the model of [ab]"),
+        ({"type": "ebnf", "ebnf": 'start: "the" " model" ("a" | "b")'}, "the model(a|b)"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, r'\{"a": "(the| x)"\}'),
+        ({"type": "json_object"}, r"\{.*"),
+    ]
+    with LLM(str(path), kv_bytes=1 << 22) as llm:
+        for form, pattern in forms:
+            params = SamplingParams(response_format=form, max_tokens=60, n=2, seed=3)
+            for output in llm.generate(["the row"], params)[0].outputs:
+                assert re.fullmatch(pattern, output.text)
+                assert output.finish_reason == "stop" or form["type"] == "json_object"
 
 
 @pytest.mark.parametrize(("rule", "theirs"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])

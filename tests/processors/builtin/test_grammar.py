@@ -11,18 +11,22 @@ import pytest
 import torch
 
 from logprobe import SamplingParams
+from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
-from logprobe.processors import GrammarLogitsProcessor
+from logprobe.processors import GrammarLogitsProcessor, ModelFacts
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.builtin.grammar import MAX_GRAMMAR_PARTS, grammar_of
-from logprobe.processors.builtin.matchers import LlguidanceMatcher
+from logprobe.processors.builtin.matchers import LlguidanceMatcher, allowed_tokens
+from logprobe.text.edge import TextEdge
 from refusals import raises
+from spaced_models import FORMS, train_tokenizer, without_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from logprobe import LLM
 
+EOS = {"eos_token": "<|eos|>"}
 PERSON = {
     "type": "object",
     "properties": {
@@ -182,6 +186,125 @@ def test_a_grammar_too_large_is_refused_before_it_is_compiled(
 ) -> None:
     with pytest.raises(ParameterError, match=message):
         make(GrammarLogitsProcessor).check_args(args)
+
+
+LONG = "the row é of the model, and " * 100
+
+
+def matcher_of(tokenizer: Any, args: GrammarArgs) -> LlguidanceMatcher:
+    processor = GrammarLogitsProcessor(EngineConfig())
+    text = TextEdge.of(tokenizer)
+    eos = frozenset({tokenizer.eos_token_id})
+    processor.bind(ModelFacts(vocab_size=len(tokenizer), eos_token_ids=eos, text=text))
+    return processor.matcher(args)
+
+
+def written(tokenizer: Any, args: GrammarArgs, seed: int = 0, max_tokens: int = 4000) -> list[int]:
+    """Draw tokens among those that a grammar allows, until it allows no more."""
+    matcher, generator = matcher_of(tokenizer, args), np.random.default_rng(seed)
+    token_ids: list[int] = []
+    while len(token_ids) < max_tokens and (mask := matcher.mask()) is not None:
+        allowed = allowed_tokens(mask, len(tokenizer)).nonzero().flatten().tolist()
+        token_id = int(generator.choice(allowed))
+        if token_id == tokenizer.eos_token_id:
+            break
+        assert matcher.accept(token_id)
+        token_ids.append(token_id)
+    return token_ids
+
+
+def bytes_of(tokenizer: Any, token_ids: list[int]) -> bytes:
+    assert not set(token_ids) & set(tokenizer.all_special_ids)
+    return TextEdge.of(tokenizer).vocabulary.bytes_of(token_ids)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def spaced(request: pytest.FixtureRequest) -> Any:
+    """A tokenizer that puts a space before a text."""
+    return train_tokenizer(request.param)
+
+
+@pytest.mark.parametrize("text", ["the model", " the model", "{", '{"a": "the row"}', "x\n  y", "é🐈", LONG])
+def test_forced_text_has_the_tokens_of_a_text_without_a_prepended_space(spaced: Any, text: str) -> None:
+    token_ids = written(spaced, GrammarArgs(choice=[text]))
+    assert token_ids == without_space(spaced).encode(text, add_special_tokens=False).ids
+    assert bytes_of(spaced, token_ids) == text.encode()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_form_of_grammar_is_followed_with_a_prepended_space(spaced: Any, seed: int) -> None:
+    choices = ["the model", "a row", " the row"]
+    for args, pattern in (
+        (GrammarArgs(choice=choices), "|".join(choices)),
+        (GrammarArgs(regex="the model of [ab]{2} and"), "the model of [ab]{2} and"),
+        (GrammarArgs(ebnf='start: "the" " model" ("s" | " of a row")'), "the model(s| of a row)"),
+    ):
+        assert re.fullmatch(pattern, bytes_of(spaced, written(spaced, args, seed)).decode())
+    flags = {"kind": {"enum": ["cat", "dog"]}, "is_old": {"type": "boolean"}}
+    schema = {"type": "object", "properties": flags, "required": [*flags], "additionalProperties": False}
+    text = bytes_of(spaced, written(spaced, GrammarArgs(json_schema=schema), seed))
+    jsonschema.validate(json.loads(text), schema)
+    assert bytes_of(spaced, written(spaced, GrammarArgs(json_object=True), seed, 50)).startswith(b"{")
+
+
+def test_a_model_with_a_prepended_space_writes_what_is_forced_and_its_fields_are_known(
+    spaced_llm: LLM,
+) -> None:
+    numbers: dict[str, Any] = {"logprobs": 0, "logprobs_mode": "both"}
+    form = {"type": "choice", "choice": ["the model of the row"]}
+    [output] = spaced_llm.generate(["a row"], SamplingParams(response_format=form, max_tokens=30, **numbers))
+    [one] = output.outputs
+    assert one.text == "the model of the row"
+    assert one.finish_reason == "stop"
+    assert one.processed_logprobs is not None
+    assert one.processed_logprobs.logprobs.tolist() == [0] * len(one.token_ids), "nothing else was allowed"
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    [score] = spaced_llm.generate([output.prompt_token_ids + one.token_ids], scoring)
+    assert one.logprobs is not None
+    assert score.prompt_logprobs is not None
+    taught = list(score.prompt_logprobs.logprobs)[-len(one.token_ids) :]
+    np.testing.assert_allclose(one.logprobs.logprobs, taught, atol=1e-4)
+
+    [output] = spaced_llm.generate(["a row"], wanting_person(max_tokens=100, seed=1, **numbers))
+    jsonschema.validate(json.loads(output.outputs[0].text), PERSON)
+    kind = next(field for field in spaced_llm.fields(output) if field.pointer == "/kind")
+    assert kind.members is not None
+    assert kind.grammar_members is not None
+    assert list(kind.members.values) == ["cat", "dog"]
+    assert sum(kind.grammar_members.shares) == pytest.approx(1, abs=1e-9)
+    assert sum(np.exp(kind.members.logprobs)) + kind.members.rest == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("text", ["</s>", "a </s> b", "<s>the row", "a\u2581b"])
+def test_text_that_spells_a_special_token_or_a_mark_is_written_as_text(spaced: Any, text: str) -> None:
+    assert bytes_of(spaced, written(spaced, GrammarArgs(choice=[text]))) == text.encode()
+
+
+@pytest.mark.parametrize("normalizer", ["NFC", "NFKC", "Lowercase", "StripAccents", "Strip"])
+def test_text_that_the_tokenizer_would_rewrite_is_written_as_it_is(tiny_llm: LLM, normalizer: str) -> None:
+    from tokenizers import Tokenizer, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(tiny_llm.text.backend.to_str())
+    backend.normalizer = getattr(normalizers, normalizer)()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **EOS)
+    for text in ("E\u0301 and \ufb01", " The the ", "E\u0301 \ufb01 and " * 100):
+        assert bytes_of(tokenizer, written(tokenizer, GrammarArgs(choice=[text]))) == text.encode()
+
+
+def test_text_that_no_tokens_spell_is_refused_in_one_line() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [EOS["eos_token"], "\u2581", *"abc"]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], None, False))  # raises at others
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **EOS)
+    assert bytes_of(tokenizer, written(tokenizer, GrammarArgs(choice=["cab a"]))) == b"cab a"
+    for args in (GrammarArgs(choice=["abd"]), GrammarArgs(json_object=True)):
+        with raises(ParameterError, parameter="grammar") as refused:
+            written(tokenizer, args)
+        assert_one_plain_line(refused.value)
 
 
 class Failed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import msgspec
@@ -41,6 +42,8 @@ COMPILE_STACK_BYTES: Final = 128 << 20
 # Of the parser for one token's mask: an ambiguous grammar would take longer with every token. A choice of as
 # many texts as are let through takes fewer, as do schemas of as many parts.
 MAX_STEP_ITEMS: Final = 5_000
+# Of a forced text behind the next two tokens, so that those are as they are in the whole text.
+CONTEXT_BYTES: Final = 1_000
 PART_MARKS: Final = (
     ":([{"  # each part of a grammar or a regex, and of a schema within it, writes one of these
 )
@@ -175,7 +178,7 @@ def byte_tokenizer(model: ModelFacts) -> Any:
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer."""
+    """The part of a tokenizer that llguidance reads: the bytes of each token, and texts as token ids."""
 
     def __init__(self, model: ModelFacts) -> None:
         self._model = model
@@ -184,9 +187,67 @@ class _Tokens:
         self.special_token_ids = sorted(model.text.special_token_ids)
         # Rows of logits may be wider than the tokenizer; those ids have no bytes and are never allowed.
         self.tokens = [model.vocabulary.token_bytes(token_id) for token_id in range(model.vocab_size)]
+        self._max_token_bytes = max(map(len, self.tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._model.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+        """Return the first token ids of a text that the grammar forces; their bytes are exactly the text's.
+
+        llguidance gives the last token written and all that is forced after it. It then allows the next token
+        of the result and nothing else, even if that does not fit the grammar.
+
+        The ids are the tokenizer's own where it keeps the text as it is. If it prepends a space to a text
+        (Llama 2, Mistral), they are those behind a line break. If it rewrites the text (Unicode
+        normalization, lower-casing, special tokens), they are the longest tokens that match.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        beginning = data[: 2 * self._max_token_bytes + CONTEXT_BYTES].decode("utf-8", "ignore")
+        data = beginning.encode()
+        for before in ("", "\n"):
+            token_ids = self._last_tokens(before + beginning, data)
+            if token_ids is not None:
+                return token_ids
+        return self._longest_tokens(data)
+
+    def _last_tokens(self, text: str, data: bytes) -> list[int] | None:
+        """Return the last tokens of an encoded text whose bytes are `data`; None if there are none."""
+        try:
+            token_ids = self._model.encode(text)
+        except Exception:  # noqa: BLE001 - no token for a character; raised from here it would be a Rust panic
+            return None
+        start, num_bytes = len(token_ids), 0
+        while num_bytes < len(data) and start:
+            start -= 1
+            num_bytes += len(self._plain_bytes(token_ids[start]))
+        pieces = map(self._plain_bytes, token_ids[start:])
+        return token_ids[start:] if b"".join(pieces) == data else None
+
+    def _longest_tokens(self, data: bytes) -> list[int]:
+        """Return the longest token at each place, for one place more than a token can cover.
+
+        They end before a byte that no token begins with.
+        """
+        token_ids: list[int] = []
+        place = 0
+        while place < len(data) and place <= self._max_token_bytes:
+            ends = range(min(len(data), place + self._max_token_bytes), place, -1)
+            piece = next((data[place:end] for end in ends if data[place:end] in self._ids), None)
+            if piece is None:
+                break
+            token_ids.append(self._ids[piece])
+            place += len(piece)
+        return token_ids
+
+    def _plain_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token; none of a special one, or of one that the model has no logit for."""
+        is_plain = token_id < len(self.tokens) and token_id not in self._model.text.special_token_ids
+        return self.tokens[token_id] if is_plain else b""
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """Plain tokens by their bytes; the last of several, as byte fallback (`<0x20>`) comes first."""
+        ids = {self._plain_bytes(token_id): token_id for token_id in range(len(self.tokens))}
+        ids.pop(b"", None)
+        return ids
 
 
 def _check_size(name: str, value: Any) -> None:
