@@ -17,6 +17,7 @@
     │   └── UnsupportedModelError              the model needs what this engine does not do
     └── EngineError (RuntimeError)         the engine could not finish what it accepted
         ├── EngineClosedError                  asked after `close()`
+        ├── EngineUnavailableError             its process cannot be started at the moment
         ├── ForwardError                       the model's forward pass raised
         ├── NonFiniteLogitsError               a row of logits held NaN, +inf, or only -inf
         ├── ProcessorError                     a logits processor failed a request; `.processor` names it
@@ -217,6 +218,14 @@ class EngineClosedError(EngineError):
     """The engine was asked something after `close()`.
 
     Remedy: ask inside the `with` block, or make a new `LLM`.
+    """
+
+
+class EngineUnavailableError(EngineError):
+    """The engine's process died and cannot be started again at the moment.
+
+    Remedy: the message says why (no folder for temporary files, model files that changed); once that is
+    mended, the engine takes requests again by itself.
     """
 
 

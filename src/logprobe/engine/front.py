@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from msgspec.structs import replace
 
+from logprobe.engine.creator import Creator
 from logprobe.engine.fold import Describer, Fold
 from logprobe.engine.loras import LoraTable
 from logprobe.errors import EngineClosedError, require
@@ -66,6 +67,7 @@ class Front:
     def __init__(self, core: Core, table: TokenTable) -> None:
         """Start the core; `table` gives the texts of ids."""
         self.core = core
+        self._creator = Creator()
         self._capabilities = own = core.capabilities()
         self._describer = Describer(own.source(), own.vocab_size, table)
         self._numbers = itertools.count(1)  # of loads: of LoRA weights, and of others of the model's own
@@ -89,7 +91,9 @@ class Front:
 
         Raises:
             ParameterError: it can never be served.
+            EngineClosedError: this process is a fork of the one that started the engine.
         """
+        self._creator.check()
         name = request.params.lora
         lora_number = 0 if name is None else self.lora_number(name)
         admitted = self.core.admit(request)
@@ -247,11 +251,14 @@ class Front:
 
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""
+        if self._creator.is_gone:
+            return
         with self._lock:
             self._is_closed = True
         self.core.close()
 
     def _check_open(self) -> None:
+        self._creator.check()
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new one")
 
@@ -272,6 +279,7 @@ class Front:
         return Fold(admitted.request, self._describer, self._loras.version(number) if number else None)
 
     def _open(self, admitted: Sequence[Admitted]) -> tuple[Admitted, ...]:
+        self._creator.check()  # before a lock that another thread may have held at the fork
         folds = {accepted.request.request_id: self._new_fold(accepted) for accepted in admitted}
         with self._lock:
             self._check_open()

@@ -109,6 +109,7 @@ class EngineStats:
     accepted_tokens: int = 0  # of these, found right
     restarts: int = 0  # of its processes
     is_up: bool = True  # it takes requests; of several: one of them does
+    why_down: str = ""  # while it takes none: what it waits for; of several: of each
     durations: dict[str, Durations] = field(default_factory=dict)  # by what took so long
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
 
@@ -142,6 +143,7 @@ class EngineStats:
             seconds=dict(seconds),
             processors=processors,
             is_up=any(part.is_up for part in parts),
+            why_down="; ".join(dict.fromkeys(part.why_down for part in parts if part.why_down)),
             durations=durations,
             replicas=replicas if len(replicas) > 1 else {},
         )

@@ -20,7 +20,7 @@ from logprobe.next_token.fields import SpellingTools
 from logprobe.next_token.rows import row_params
 from logprobe.records.forms.json import ChatEncoder, IdTexts
 from logprobe.sampling import SamplingParams
-from logprobe.server.http.errors import ApiError, bad_request
+from logprobe.server.http.errors import ApiError, bad_request, engine_unavailable
 from logprobe.server.http.gate import Call
 from logprobe.server.http.replies import Documents
 from logprobe.server.limits import Cost, Limits
@@ -259,6 +259,8 @@ class Service:
         self.lifetime.check()
         stalled_s = self.engine.stalled_s()
         if stalled_s > self.settings.stall_s:
+            if not (stats := self.engine.stats()).is_up:
+                raise engine_unavailable(stats.why_down)
             is_gone = math.isinf(stalled_s)
             what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
             code = "engine_closed" if is_gone else "engine_stuck"

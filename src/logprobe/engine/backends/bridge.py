@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from logprobe.engine.creator import Creator
 from logprobe.errors import EngineClosedError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class LoopThread:
     """Runs coroutines for callers without a loop, and for those inside another one (notebooks)."""
 
     def __init__(self) -> None:
+        self._creator = Creator()
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._is_closed = False  # guarded by `_lock`
@@ -30,8 +32,11 @@ class LoopThread:
         """Run `work` on the loop's thread; cancelling what is returned cancels it.
 
         Raises:
-            EngineClosedError: the bridge was closed.
+            EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
         """
+        if self._creator.is_gone:
+            work.close()
+            self._creator.check()
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -60,8 +65,9 @@ class LoopThread:
         """Call `callback(*args)` on the loop's thread, soon.
 
         Raises:
-            EngineClosedError: the bridge was closed.
+            EngineClosedError: the bridge was closed, or this process is a fork of the one that made it.
         """
+        self._creator.check()
         with self._lock:
             if self._is_closed:
                 raise EngineClosedError("the engine is closed; make a new one")
@@ -69,6 +75,8 @@ class LoopThread:
 
     def close(self) -> None:
         """Let the work in progress end, then stop the loop and its thread; a second call does nothing."""
+        if self._creator.is_gone:
+            return
         with self._lock:
             if self._is_closed:
                 return

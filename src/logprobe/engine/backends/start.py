@@ -17,6 +17,7 @@ from logprobe.engine.forward.native import NativeForward
 from logprobe.engine.forward.pool import free_bytes, keep_out_of_collections, resident_bytes
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
+from logprobe.errors import ModelError
 from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
@@ -98,6 +99,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     began = time.perf_counter()
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
+    version = weight_version(files)
     with compiled_beside(kernel_names(_stored_forms(files))):
         text = text_edge(files)
     warm_up()
@@ -121,8 +123,10 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         stages=("raw_logprobs", "processed_logprobs"),
         speculate=config.speculate,
         layout=forward.layout,
-        weight_version=weight_version(files),
+        weight_version=version,
     )
+    if weight_version(files) != version:
+        raise ModelError(f"{files.folder}: its weights changed while they were read; load the model again")
     keep_out_of_collections()
     if forward.device == "cpu" and forward.kv_bytes > free_bytes():
         logger.warning(

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
 
+from logprobe.engine.creator import Creator
 from logprobe.engine.overlap import OverlappedLoop
 from logprobe.errors import EngineClosedError, EngineError
 from logprobe.kernels.threads.parallel import release_threads
@@ -66,6 +67,7 @@ class EngineThread:
     def __init__(self, engine: Engine, capabilities: Capabilities, *, overlap: bool = False) -> None:
         """`overlap`: the next step runs while the one before is published, on a second thread."""
         self.engine = engine
+        self._creator = Creator()
         self._capabilities = capabilities
         self._overlap = overlap
         self._wake = threading.Condition()
@@ -166,6 +168,8 @@ class EngineThread:
 
     def _close_at_exit(self) -> None:
         """Let the thread end before the interpreter does; a step that hangs must not keep the process."""
+        if self._creator.is_gone:
+            return
         with self._wake:
             self._is_closed = True
             self._wake.notify()

@@ -8,6 +8,7 @@ import msgspec
 
 from logprobe.errors import (
     EngineClosedError,
+    EngineUnavailableError,
     LogprobeError,
     ParameterError,
     ProcessorError,
@@ -81,6 +82,13 @@ def server_full(what: str) -> ApiError:
     return ApiError(429, f"the server is full ({what}); try again", code="server_full", headers=headers)
 
 
+def engine_unavailable(why: str) -> ApiError:
+    """503 while no engine process takes requests, with the reason and, as Retry-After, when to come back."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    message = f"the engine takes no requests now: {why}"
+    return ApiError(503, message, code="engine_unavailable", headers=headers)
+
+
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
     """What a failure is to a client; `names` maps our parameters to the fields of this route."""
     if isinstance(error, ApiError):
@@ -93,6 +101,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return bad_request(field, str(error).removeprefix(f"{error.parameter}: "), code=code)
     if isinstance(error, EngineClosedError):
         return ApiError(503, str(error), code="engine_closed")
+    if isinstance(error, EngineUnavailableError):
+        return engine_unavailable(str(error))
     if isinstance(error, WeightsReplacedError):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), code="weights_replaced", headers=headers)

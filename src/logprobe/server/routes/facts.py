@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import bad_request
+from logprobe.server.http.errors import bad_request, engine_unavailable
 from logprobe.server.http.replies import Document, json_reply
 from logprobe.server.limits import limit_table
 from logprobe.server.openai.bodies import DetokenizeBody, TokenizeBody
@@ -32,10 +32,14 @@ async def health(_: HttpRequest, service: Service) -> Response:
 
 
 async def ready(_: HttpRequest, service: Service) -> Response:
-    """Say whether new requests are taken: not while the server ends."""
+    """Say whether new requests are taken: not while the server ends, nor while no engine process is up."""
     service.check_engine()
     service.lifetime.check_open()
-    return json_reply({"status": "ready"})
+    stats = service.engine.stats()
+    if not stats.is_up:
+        raise engine_unavailable(stats.why_down)
+    down = {"down": stats.why_down} if stats.why_down else {}
+    return json_reply({"status": "ready", **down})
 
 
 async def models(request: HttpRequest, service: Service) -> Response:

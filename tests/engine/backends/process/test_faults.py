@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
+import safetensors.torch
 
 from logprobe.engine.backends.process import replica as replicas
 from logprobe.engine.backends.process.orders import Pulse
 from logprobe.engine.forward.pool import LEAST_DEFAULT_BYTES, MOST_DEFAULT_BYTES
-from logprobe.errors import EngineError, ParameterError, UnsupportedModelError
+from logprobe.errors import EngineError, EngineUnavailableError, ParameterError, UnsupportedModelError
 from logprobe.testing import open_requests, process_ids
 from refusals import raises
 
@@ -43,6 +45,30 @@ if __name__ == "__main__":
     for output in llm.stream("the", SamplingParams(max_tokens=4000, ignore_eos=True, prompt_logprobs=-1)):
         print(*process_ids(llm), flush=True)
         time.sleep(1000)
+"""
+
+
+FORK = """
+import os, sys
+from logprobe import LLM, SamplingParams
+from logprobe.errors import EngineClosedError
+
+if __name__ == "__main__":
+    params = SamplingParams(max_tokens=2, temperature=0)
+    llm = LLM(sys.argv[1], kv_bytes=1 << 23, process=sys.argv[2] == "process")
+    before = llm.generate([[5, 6]], params)[0].outputs[0].token_ids
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[5, 6]], params)
+        except EngineClosedError as error:
+            print("child:", error, flush=True)
+        llm.close()
+        sys.exit(7)  # and runs what is registered for the end of a process
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert llm.generate([[5, 6]], params)[0].outputs[0].token_ids == before
+    llm.close()
+    print("parent: goes on", flush=True)
 """
 
 
@@ -259,3 +285,94 @@ def test_a_step_that_does_not_end_is_a_hang(engine: Front, monkeypatch: pytest.M
     assert replica._take(channel, [Pulse(engine.stats(), replicas.STUCK_S - 1)]) is None
     error = replica._take(channel, [Pulse(engine.stats(), replicas.STUCK_S + 1)])
     assert str(error) == "has not ended a step for 601 s"
+
+
+@pytest.fixture
+def copied(settings: dict[str, Any], tmp_path: Path) -> tuple[Path, bytes, bytes]:
+    """A copy of the model, its file of weights, and one with other numbers."""
+    folder = tmp_path / "copied"
+    shutil.copytree(settings["model"], folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    others = {name: weight * 0.9 for name, weight in safetensors.torch.load(weights).items()}
+    return folder, weights, safetensors.torch.save(others, {"format": "pt"})
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a new file in the place of another, as programs do that save a model."""
+    path.with_suffix(".new").write_bytes(data)
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2])
+def test_a_process_that_starts_again_never_serves_other_weights(
+    start: Any, teller: Any, until: Until, copied: tuple[Path, bytes, bytes], data_parallel: int
+) -> None:
+    folder, weights, others = copied
+    with start(model=str(folder), data_parallel=data_parallel) as engine:
+        before = teller.ask(engine, logprobs=2).outputs[0].logprobs
+        replace_file(folder / "model.safetensors", others)
+        pids = process_ids(engine)
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda: "model: the weights of" in engine.stats().why_down)
+        for _ in range(4):  # to every process in turn, where there are several
+            output = teller.ask(engine, logprobs=2)
+            if data_parallel == 1:
+                assert isinstance(output.error, EngineUnavailableError)
+            else:
+                assert output.error is None
+                assert output.outputs[0].logprobs == before
+        replace_file(folder / "model.safetensors", weights)
+        until(lambda: not engine.stats().why_down)
+        for _ in range(4):
+            assert teller.ask(engine, logprobs=2).outputs[0].logprobs == before
+
+
+def test_a_process_that_starts_again_never_serves_other_replaced_weights(
+    start: Any, teller: Any, until: Until, copied: tuple[Path, bytes, bytes], settings: dict[str, Any]
+) -> None:
+    folder, weights, others = copied
+    with start(model=settings["model"]) as engine:
+        replace_file(folder / "model.safetensors", others)
+        engine.load_weights(folder, version="step 1", finishes=True)
+        before = teller.ask(engine, logprobs=2).outputs[0].logprobs
+        replace_file(folder / "model.safetensors", weights)
+        kill(engine)
+        until(lambda: f"{folder / 'model.safetensors'} has changed" in engine.stats().why_down)
+        assert isinstance(teller.ask(engine).error, EngineUnavailableError)
+        assert before is not None
+
+
+def test_a_start_that_fails_of_the_system_is_tried_again(
+    start: Any, teller: Any, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "tmp"
+    own.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(own))
+    with start() as engine:
+        before = teller.ask(engine).outputs[0].token_ids
+        own.rmdir()
+        kill(engine)
+        until(lambda: str(own) in engine.stats().why_down)
+        error = teller.ask(engine).error
+        assert isinstance(error, EngineUnavailableError)
+        assert str(own) in str(error)
+        own.mkdir()
+        until(lambda: engine.stats().is_up)
+        assert teller.ask(engine).outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize("layout", ["thread", "process"])
+def test_a_fork_is_refused_at_once_and_leaves_the_engine_to_its_parent(
+    settings: dict[str, Any], tmp_path: Path, layout: str
+) -> None:
+    script = tmp_path / "fork.py"
+    script.write_text(FORK)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-W", "ignore", str(script), settings["model"], layout]
+    told = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    child, parent = told.stdout.splitlines()
+    assert "does not work in a fork" in child
+    assert parent == "parent: goes on"

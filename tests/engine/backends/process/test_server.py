@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,12 +15,19 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LIMIT_S = 300  # a process that starts on a busy machine takes a part of it
 
 
 @pytest.fixture
 def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with serving(settings) as started:
+        yield started
+
+
+@contextmanager
+def serving(settings: dict[str, Any], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`logprobe serve --engine-process`, and its address."""
     words = ["--engine-process", "--port", "0", "--kv-bytes", "8388608", "--model-name", "tiny"]
     words += ["--drain-s", str(LIMIT_S)]
@@ -28,7 +36,7 @@ def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], st
         [sys.executable, "-m", "logprobe", "serve", settings["model"], *words],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path} | environment,
     )
     assert process.stderr is not None
     try:
@@ -36,6 +44,28 @@ def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], st
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_server_whose_engine_cannot_start_says_why_and_when_to_come_back(
+    settings: dict[str, Any], tmp_path: Path, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    own = tmp_path / "tmp"
+    own.mkdir()
+    with serving(settings, TMPDIR=str(own)) as (process, url):
+        [engine] = psutil.Process(process.pid).children()
+        with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
+            assert client.get("/ready").status_code == 200
+            own.rmdir()
+            os.kill(engine.pid, signal.SIGKILL)
+            until(lambda: "cannot be started" in client.get("/ready").text)
+            for reply in (client.get("/ready"), client.post("/v1/completions", json=body(3, stream=False))):
+                assert reply.status_code == 503
+                assert reply.json()["error"]["code"] == "engine_unavailable"
+                assert str(own) in reply.json()["error"]["message"]
+                assert int(reply.headers["Retry-After"]) > 0
+            own.mkdir()
+            until(lambda: client.get("/ready").status_code == 200)
+            assert client.post("/v1/completions", json=body(3, stream=False)).status_code == 200
 
 
 def body(num_tokens: int, *, stream: bool) -> dict[str, Any]:

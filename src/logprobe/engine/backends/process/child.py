@@ -107,7 +107,10 @@ class Child:
         from logprobe.kernels.threads.parallel import release_threads
         from logprobe.transport.messages import LoadWeights, TakeWeights
 
-        self._parts = build_native_engine(EngineConfig(**start.settings))
+        config = EngineConfig(**start.settings)
+        if start.weight_version is not None:
+            _check_model(config.model, start.weight_version)
+        self._parts = build_native_engine(config)
         engine = self._parts.engine
         self._thread = EngineThread(engine, self._parts.capabilities, overlap=engine.config.overlap)
         for order in start.loads:
@@ -246,6 +249,21 @@ class Child:
         from logprobe.engine.backends.process.orders import Stopped
 
         self._channel.send([Stopped(reason)])
+
+
+def _check_model(model: str, expected: str) -> None:
+    """Refuse files that have changed before they are loaded: nothing of them shall enter the caches.
+
+    Raises:
+        EngineUnavailableError: they hold other weights than those that the engine was started with.
+        ModelError: they cannot be found.
+    """
+    from logprobe.engine.backends.process.orders import changed_model
+    from logprobe.errors import EngineUnavailableError
+    from logprobe.models import resolve, weight_version
+
+    if (found := weight_version(resolve(model))) != expected:
+        raise EngineUnavailableError(changed_model(model, expected, found))
 
 
 def _as_ours(error: BaseException, what: str) -> LogprobeError:

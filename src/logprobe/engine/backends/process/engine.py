@@ -10,20 +10,21 @@ import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import zmq
 
 from logprobe.engine.backends.process.admission import Admission, processor_names
-from logprobe.engine.backends.process.orders import Start
+from logprobe.engine.backends.process.orders import Start, changed_model
 from logprobe.engine.backends.process.replica import Backlog, Replica
 from logprobe.engine.backends.router import Router
+from logprobe.engine.creator import Creator
 from logprobe.engine.protocol import EngineStats
-from logprobe.errors import EngineClosedError
+from logprobe.errors import EngineClosedError, EngineUnavailableError, ModelError
 from logprobe.models.loading import save_state
 from logprobe.models.lora import CONFIG, WEIGHTS, check_files
 from logprobe.processors import ModelFacts
@@ -67,20 +68,25 @@ class ProcessEngine:
         self._loras: dict[int, tuple[LoadLora, TemporaryDirectory[str]]] = {}  # from copies of their folders
         self._left: list[TemporaryDirectory[str]] = []  # such copies that are of no use any more
         self._weights: LoadWeights | None = None
+        self._weights_files: FileStats | None = None  # of those, where they were read from a caller's folder
+        self._weight_version: str | None = None  # of the checkpoint, once a process has loaded it
+        self._accepting = threading.Lock()  # guards the first setting of it
         self._passing = ExitStack()  # has the folder of those, where they came without one
-        self._ready: tuple[LoadWeights, ExitStack] | None = None  # that may take over, with theirs
+        # Weights that are loaded and not yet in use, their files, and what holds their folder.
+        self._ready: tuple[LoadWeights, FileStats | None, ExitStack] | None = None
+        self._creator = Creator()
         self._is_routing = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         threads = max(torch.get_num_threads() // config.data_parallel, 1)
         self._router = Router(config.data_parallel)
         self._replicas: list[Replica] = []
         self._replicas += [
-            Replica(name, self._context, threads, self._starting, self._take)
+            Replica(name, self._context, threads, self._starting, self._accept, self._take)
             for name in _names(config.data_parallel)
         ]
         atexit.register(self._close_replicas)
         try:
-            ready = min([one.ready.result() for one in self._replicas], key=lambda one: one.kv_bytes)
+            ready = min([one.ready.result() for one in self._replicas], key=lambda ready: ready.kv_bytes)
         except BaseException:
             self._close_replicas()
             raise
@@ -194,18 +200,24 @@ class ProcessEngine:
     def _load_weights(self, command: LoadWeights) -> Layout | None:
         number, weights = command.number, command.weights
         with ExitStack() as own:
+            files = None
             if isinstance(weights, Mapping):
                 folder = own.enter_context(TemporaryDirectory(prefix="logprobe-weights-"))
                 save_state(weights, Path(folder))
                 command = LoadWeights(number, folder, is_passing=True)
+            else:
+                files = FileStats.of(weights)
             answers = self._ask_all(command, DropWeights(number))
-            self._ready = command, own.pop_all()
+            if files is not None and (changed := files.changed()):
+                self._send_all(DropWeights(number))
+                raise ModelError(f"weights: {changed} while it was read; call load_weights again")
+            self._ready = command, files, own.pop_all()
         return answers[0].layout
 
     def _take_weights(self, command: TakeWeights) -> None:
         assert self._ready is not None, "they were loaded"
         # A process that starts from here on has them.
-        (self._weights, own), self._ready = self._ready, None
+        (self._weights, self._weights_files, own), self._ready = self._ready, None
         with own:
             with self._is_routing:
                 self._router.forget()
@@ -248,18 +260,46 @@ class ProcessEngine:
         self._end(EngineClosedError("the engine was closed before this request ended"))
 
     def _starting(self, replica: Replica) -> Start:
-        """What a process that starts is told first; it knows no prefix."""
+        """Return the first message to a process that starts; it has no cached prefix.
+
+        Raises:
+            EngineUnavailableError: the replaced weights cannot be read again.
+        """
         if replica in self._replicas:
             with self._is_routing:
                 self._router.forget(self._replicas.index(replica))
+        self._check_weights_files()
         weights = [] if self._weights is None else [self._weights]
-        return Start(self._settings, [*weights, *(order for order, _ in [*self._loras.values()])])
+        loads: list[LoadLora | LoadWeights] = [*weights, *(order for order, _ in [*self._loras.values()])]
+        return Start(self._settings, loads, self._weight_version)
+
+    def _accept(self, ready: Ready) -> None:
+        """Let a process serve that has loaded the same weights as the others and as before.
+
+        Raises:
+            EngineUnavailableError: it has loaded others.
+        """
+        loaded = ready.capabilities.weight_version
+        with self._accepting:
+            self._weight_version = expected = self._weight_version or loaded
+        if loaded != expected:
+            raise EngineUnavailableError(changed_model(self._settings["model"], expected, loaded))
+        self._check_weights_files()
+
+    def _check_weights_files(self) -> None:
+        files = self._weights_files
+        if files is not None and (changed := files.changed()):
+            raise EngineUnavailableError(
+                f"weights: {changed} since load_weights read it; restore it, or make a new engine"
+            )
 
     def _take(self, events: Iterable[Event]) -> None:
         """What a replica says of requests, of which there are none before `start`."""
         self._publish(events)
 
     def _close_replicas(self) -> None:
+        if self._creator.is_gone:  # the processes are not this one's
+            return
         for replica in self._replicas:
             replica.stop()
         for replica in self._replicas:
@@ -274,8 +314,29 @@ class ProcessEngine:
     def _drop_ready(self) -> None:
         """Let go of the folder of weights that will not take over."""
         if self._ready is not None:
-            self._ready[1].close()
+            self._ready[2].close()
             self._ready = None
+
+
+@dataclass(frozen=True)
+class FileStats:
+    """Sizes and times of the weight files of a folder, by which a change of theirs is noticed."""
+
+    folder: Path
+    stats: Mapping[str, tuple[int, int, int]]  # by name: bytes, modified (ns), changed (ns)
+
+    @classmethod
+    def of(cls, folder: str | Path) -> Self:
+        """Read them; a folder that cannot be read has none."""
+        files = {file.name: file.stat() for file in Path(folder).glob("*.safetensors")}
+        stats = {name: (one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in files.items()}
+        return cls(Path(folder), stats)
+
+    def changed(self) -> str:
+        """Say which file has changed; empty where none has."""
+        now = FileStats.of(self.folder).stats
+        names = sorted(name for name in {*now, *self.stats} if now.get(name) != self.stats.get(name))
+        return f"{self.folder / names[0]} has changed" if names else ""
 
 
 def _names(count: int) -> list[str]:

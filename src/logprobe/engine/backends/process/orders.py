@@ -20,6 +20,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
     settings: dict[str, Any]  # fields of `EngineConfig`
     loads: list[LoadLora | LoadWeights]  # to be there from the beginning; other weights answer, too
+    weight_version: str | None = None  # that the checkpoint must still have; None at the first start
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
@@ -58,6 +59,14 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 Order: TypeAlias = Start | Stop | Command | Asked
 Report: TypeAlias = Delta | Failure | Ready | Stopped | Pulse | Answer
 """They come in lists: what a step found is one message."""
+
+
+def changed_model(model: str, expected: str | None, found: str | None) -> str:
+    """Say that the files of a model are not those that the engine was started with."""
+    return (
+        f"model: the weights of {model} are {found}, and the engine was started with {expected}; "
+        "restore the files, or make a new engine"
+    )
 
 
 class _Named(msgspec.Struct):

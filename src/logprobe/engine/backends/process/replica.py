@@ -16,13 +16,20 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.engine.backends.process.orders import Answer, Pulse, Ready, Report, Start, Stop, Stopped
 from logprobe.engine.protocol import EngineStats
-from logprobe.errors import EngineClosedError, EngineError, LogprobeError, ParameterError
+from logprobe.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineUnavailableError,
+    LogprobeError,
+    ParameterError,
+)
 from logprobe.transport.channel import Channel, PeerGoneError
 from logprobe.transport.codec import Codec
 from logprobe.transport.messages import Delta, Failure, Submit
@@ -67,7 +74,8 @@ class Backlog:
 class Replica:
     """One engine process after another under one name.
 
-    `starting` gives the first message to a process that starts; `publish` takes the events of its requests.
+    `starting` gives the first message to a process that starts; `accept` raises where one that has loaded may
+    not serve; `publish` takes the events of its requests.
     """
 
     def __init__(
@@ -76,6 +84,7 @@ class Replica:
         context: Any,
         threads: int,
         starting: Callable[[Replica], Start],
+        accept: Callable[[Ready], None],
         publish: Callable[[Iterable[Event]], None],
     ) -> None:
         self.name = name
@@ -84,6 +93,7 @@ class Replica:
         self._context = context
         self._threads = threads
         self._starting = starting
+        self._accept = accept
         self._publish = publish
         self._lock = threading.Lock()
         # All below is guarded by `_lock`.
@@ -92,6 +102,7 @@ class Replica:
         self._backlogs: dict[str, Backlog] = {}  # of the requests that have not ended
         self._asked: dict[int, Future[Answer]] = {}  # orders that are answered, by their numbers
         self._ended: LogprobeError | None = None  # why no process will come any more
+        self._unavailable: EngineUnavailableError | None = None  # why the latest start failed
         self.num_queued_tokens = 0  # of all of them; may be read at any time
         self._is_closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,12 +122,16 @@ class Replica:
         return self._channel is not None
 
     def submit(self, requests: Sequence[Admitted]) -> None:
-        """Take requests over; each will end, whatever becomes of the process."""
+        """Accept requests; each ends, also when the process dies. They fail at once after a failed start."""
         with self._lock:
-            for admitted in requests:
-                backlog = self._backlogs[admitted.request.request_id] = Backlog(admitted)
-                self.num_queued_tokens += backlog.num_tokens
-            self._send(Submit(tuple(requests)))
+            unavailable = self._unavailable
+            if unavailable is None:
+                for admitted in requests:
+                    backlog = self._backlogs[admitted.request.request_id] = Backlog(admitted)
+                    self.num_queued_tokens += backlog.num_tokens
+                self._send(Submit(tuple(requests)))
+        if unavailable is not None:
+            self._publish([Failure(admitted.request.request_id, unavailable) for admitted in requests])
 
     def has(self, request_id: str) -> bool:
         """Whether a request runs or waits here."""
@@ -141,7 +156,8 @@ class Replica:
     def stats(self) -> EngineStats:
         """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
         stats = NOTHING if self._pulse is None else self._pulse[1].stats
-        return replace(stats, restarts=self.num_restarts, is_up=self.is_up)
+        why_down = "" if self.is_up else str(self._unavailable or "its process is starting")
+        return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
         """How long it has taken no requests, s."""
@@ -189,9 +205,13 @@ class Replica:
         delay_s = FIRST_DELAY_S
         while True:
             began = time.monotonic()
-            reason = self._live()
+            reason, was_up = self._live()
             if self._is_closed.is_set() or not self.ready.done():
                 break
+            if not was_up:
+                reason = EngineUnavailableError(f"{reason}; the next attempt follows within {delay_s:g} s")
+                with self._lock:
+                    self._unavailable = reason
             self._end_all(reason)
             delay_s = FIRST_DELAY_S if time.monotonic() - began > STEADY_S else delay_s
             logger.error("%s; it is started again in %.1f s", reason, delay_s)
@@ -207,31 +227,46 @@ class Replica:
             self._ended = reason
         self._end_all(reason)
 
-    def _live(self) -> LogprobeError:
-        """Start a process and follow it to its end; why it ended."""
-        folder = Path(tempfile.mkdtemp(prefix="logprobe-"))
-        rows = unnamed_file()
-        own, others = socket.socketpair()
-        codec: Codec[list[Report]] = Codec(list[Report], reader=PageReader(rows))
-        channel = Channel.bind(self._context, folder, codec, own)
+    def _live(self) -> tuple[LogprobeError, bool]:
+        """Start a process and follow it to its end; return why it ended, and whether it took requests."""
+        self._process = None
         reason: LogprobeError | None = None
-        try:
-            with others:
+        was_up = False
+        with ExitStack() as resources:
+            try:
+                folder = Path(tempfile.mkdtemp(prefix="logprobe-"))
+                resources.callback(shutil.rmtree, folder, ignore_errors=True)
+                rows = unnamed_file()
+                resources.callback(os.close, rows)
+                own, others = socket.socketpair()
+                resources.callback(own.close)
+                resources.enter_context(others)
+                codec: Codec[list[Report]] = Codec(list[Report], reader=PageReader(rows))
+                channel = Channel.bind(self._context, folder, codec, own)
+                resources.callback(channel.close)
+                resources.callback(self._end_process)
                 process = self._process = self._spawn(folder, others, rows)
-            channel.wait_for_peer()
-            channel.send(self._starting(self))
-            reason = self._follow(channel, folder)
-            channel.send(Stop())
-            process.wait(CLOSE_S)
-        except (PeerGoneError, subprocess.TimeoutExpired) as error:
-            logger.debug("%s: %s", self.name, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            reason = EngineError(f"{self.name} cannot be followed: {error!r}")
-        finally:
-            self._go_down(channel)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(rows)
-        return self._why(reason)
+                others.close()
+                channel.wait_for_peer()
+                channel.send(self._starting(self))
+                reason = self._follow(channel, folder)
+                channel.send(Stop())
+                process.wait(CLOSE_S)
+            except (PeerGoneError, subprocess.TimeoutExpired) as error:
+                logger.debug("%s: %s", self.name, error)
+            except OSError as error:  # no folder, descriptor, process or memory
+                reason = EngineError(f"{self.name} cannot be started: {error}")
+            except LogprobeError as error:
+                reason = error
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+                reason = EngineError(f"{self.name} cannot be followed: {error!r}")
+            finally:
+                with self._lock:
+                    was_up = self._channel is not None
+                    self._channel, self._pulse = None, None
+                    if was_up:
+                        self._down_since = time.monotonic()
+        return self._why(reason), was_up
 
     def _follow(self, channel: Channel[Any], folder: Path) -> LogprobeError:
         """Act on what the process reports until it must end; why it must.
@@ -294,23 +329,19 @@ class Replica:
         return None
 
     def _go_up(self, channel: Channel[Any], ready: Ready) -> None:
+        self._accept(ready)
         with self._lock:
-            self._channel = channel
+            self._channel, self._unavailable = channel, None
             waiting, self._waiting = self._waiting, []
             for order in waiting:
                 self._send(order)
         if not self.ready.done():
             self.ready.set_result(ready)
 
-    def _go_down(self, channel: Channel[Any]) -> None:
-        """Take requests no more, and let all go that the process and its front shared."""
-        with self._lock:
-            self._channel, self._pulse = None, None
-            self._down_since = time.monotonic()
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        channel.close()
 
     def _why(self, reason: LogprobeError | None) -> LogprobeError:
         """What the requests of a process that has ended fail with."""
