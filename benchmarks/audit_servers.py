@@ -1,4 +1,4 @@
-"""This audits servers for the truth of their log-probabilities: ours, vLLM's, llama.cpp's, transformers'.
+"""Audit the log-probabilities and the API of servers: ours, vLLM's, llama.cpp's, transformers'.
 
 Each runs in a process and an environment of its own, on the default model's weights in float32 unless its
 name says otherwise, with no option that changes numbers but those that its name says. What was found of each
@@ -32,7 +32,6 @@ from logprobe.scoring.auditing.words import (
     distribution_words,
     nats,
     steadiness_words,
-    verdict,
 )
 
 BENCH = "audit_servers"
@@ -43,7 +42,7 @@ VLLM_START_LIMIT_S = 900.0  # it compiles at its first start, which takes its ti
 TIMEOUT_S = 300.0  # of a request: some run a thousand rows in a minute
 # Of a report: what the page says, and nothing of the machine.
 LEFT_OUT = ("stored", "endpoint", "ours")
-HEADINGS = ("server", "verdict", "worst, nats", "numbers are", "asked again")
+HEADINGS = ("server", "numbers", "worst, nats", "API conformance", "numbers are", "asked again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ def version_of(contestant: Contestant) -> str:
 
 
 def tables(content: Mapping[str, Any]) -> str:
-    """What was found: a line a server, and below it what is wrong with each."""
+    """Return a line a server, and the findings of each below."""
     outcomes = [Outcome(**values) for values in content["outcomes"].values()]
     lines = [HEADINGS, ("---",) * len(HEADINGS), *map(line_of, outcomes)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -173,8 +172,9 @@ def line_of(outcome: Outcome) -> Sequence[str]:
     numbers = dict.fromkeys(map(distribution_words, report.distributions.values()))
     return (
         name,
-        verdict(report).lower(),
+        report.numbers,
         nats(report.worst_nats) if report.rows else "-",
+        ", ".join(f"`{finding.kind}`" for finding in report.faults("conformance")) or "no fault",
         "; ".join(numbers) or "-",
         steadiness_words(report) or "-",
     )
@@ -188,14 +188,16 @@ def section_of(outcome: Outcome) -> str:
     report = report_of(outcome)
     how = " with `--quick`" if outcome.is_quick else ""
     counts = f"{report.requests:,} requests, {report.rows:,} rows{how}, {outcome.day}."
-    return head + counts + "\n\n" + ("\n".join(finding_lines(report)) or "Nothing is wrong.")
+    return head + counts + "\n\n" + ("\n".join(finding_lines(report)) or "No finding.")
 
 
 def finding_lines(report: AuditReport) -> Iterator[str]:
-    """Its findings as a list, wrong ones first, and the errors of each ask."""
-    for finding in report.findings:
+    """Its findings as a list: faults in numbers, faults in conformance, notes."""
+    areas = ("numbers", "conformance", "note")
+    named = [(one.area if one.severity == "fault" else "note", one) for one in report.findings]
+    for area, finding in sorted(named, key=lambda pair: areas.index(pair[0])):
         correction = f" To correct: {finding.correction}" if finding.correction else ""
-        yield f"- **{finding.severity}** `{finding.kind}`: {escaped(finding.title)}{escaped(correction)}"
+        yield f"- **{area}** `{finding.kind}`: {escaped(finding.title)}{escaped(correction)}"
 
 
 def escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A proxy before a real server that tells one lie at a time, each of which another server told in earnest."""
+"""A proxy before a real server that adds one fault at a time, each of which was seen in another server."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def to_ids(rows: Sequence[Row | None], k: int | None) -> list[Any]:
     return told
 
 
-# -- an exchange, and the lies -------------------------------------------------------------------------------
+# -- an exchange, and the faults -----------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class Exchange:
     after_generation: bool  # whether the one before it generated
     before: str  # the prompt before this one
     num_beside: int = 0  # most others in flight meanwhile
-    other: Any = None  # the reply of a second request, where a lie asks one
+    other: Any = None  # the reply of a second request, where a fault asks one
     num_top: int | None = None  # alternatives that the table in hand was asked with
     positions: Counter[str] = field(default_factory=Counter)  # rows of a stream so far, by table
 
@@ -218,15 +218,15 @@ def noise(row: Row, salt: object, nats: float) -> Row:
     def off(number: float) -> float:
         if number <= IMPOSSIBLE:
             return number
-        shift = random.Random(f"{number!r} {row.position} {salt}").uniform(-1, 1)  # noqa: S311 - a lie
+        shift = random.Random(f"{number!r} {row.position} {salt}").uniform(-1, 1)  # noqa: S311 - a fault
         return min(number + math.copysign(nats / 2, shift) + nats * shift / 2, -1e-7)
 
     return row.mapped(off)
 
 
 @dataclass(frozen=True)
-class Lie:
-    """What a proxy says in place of the truth."""
+class Fault:
+    """What a proxy changes in a reply or a request."""
 
     kind: str  # the finding that names it
     source: str  # where it was seen
@@ -239,7 +239,7 @@ class Lie:
 
 
 def each(change: Callable[[Row, Exchange], Row]) -> Callable[[Rows, Exchange], Rows]:
-    """A lie about single rows that have a number."""
+    """A fault about single rows that have a number."""
     return lambda rows, exchange: [
         row if row is None or row.number is None else change(row, exchange) for row in rows
     ]
@@ -438,45 +438,47 @@ def base_prompt(rows: Rows, exchange: Exchange) -> Rows:
 
 FAR = frozenset({"does-not-fit"})  # numbers that are wrong wherever they are asked
 
-LIES: dict[str, Lie] = {
-    "scaled": Lie(
+FAULTS: dict[str, Fault] = {
+    "scaled": Fault(
         "temperature-unasked",
         "SGLang and TGI: rows after the temperature",
         each(lambda row, _: scaled(row, 0.7)),
         more=-1,
     ),
-    "renormalised": Lie(
+    "renormalised": Fault(
         "renormalised-unasked",
         "trl 7269: a ratio of 0.896 where the kept mass is 0.895; verl 6240",
         each(lambda row, exchange: renormalised(row, exchange.num_top)),
     ),
-    "shifted": Lie("shifted", "llama-cpp-python 1983, maxtext 2103", shifted, more=-1),
-    "rounded_bfloat16": Lie(
+    "shifted": Fault("shifted", "llama-cpp-python 1983, maxtext 2103", shifted, more=-1),
+    "rounded_bfloat16": Fault(
         "rounded", "heads whose logits are bfloat16", each(lambda row, _: row.mapped(to_bfloat16))
     ),
-    "rounded_decimals": Lie(
+    "rounded_decimals": Fault(
         "rounded", "numbers formatted for people", each(lambda row, _: row.mapped(lambda x: round(x, 2)))
     ),
-    "rows_dropped": Lie("rows-missing", "SGLang 39260 and 26778, TensorRT-LLM 7580: rows that slip", dropped),
-    "rows_repeated": Lie("rows-repeated", "SGLang 5761: one row for several tokens", repeated),
-    "neighbours": Lie(
+    "rows_dropped": Fault(
+        "rows-missing", "SGLang 39260 and 26778, TensorRT-LLM 7580: rows that slip", dropped
+    ),
+    "rows_repeated": Fault("rows-repeated", "SGLang 5761: one row for several tokens", repeated),
+    "neighbours": Fault(
         "unsteady-beside-others",
         "vLLM 51187: up to 0.047 nats among 44 others",
         where(lambda exchange: exchange.num_beside > 0, 0.047),
         wait_s=OVERLAP_S,
     ),
-    "unsteady": Lie(
+    "unsteady": Fault(
         "unsteady-repeated",
         "vLLM 54521: 0.146 nats in the middle",
         where(lambda exchange: exchange.times_before > 0, 0.1, lambda exchange: exchange.number),
     ),
-    "stale_cache": Lie(
+    "stale_cache": Fault(
         "unsteady-cached",
         "vLLM 42019: values of a cached prefix",
         where(lambda exchange: exchange.is_cached, 0.02),
         also=FAR,
     ),
-    "after_generation": Lie(
+    "after_generation": Fault(
         "unsteady-after-generation",
         "dynamo 14323: prompt numbers after a warm-up",
         of_prompts(
@@ -485,14 +487,14 @@ LIES: dict[str, Lie] = {
             )
         ),
     ),
-    "order": Lie(
+    "order": Fault(
         "unsteady-order",
         "vLLM 42019: the order of requests",
         # What a longer prompt has left in a buffer.
         where(lambda exchange: len(exchange.before) > len(exchange.prompt) and exchange.is_scoring, 0.05),
         also=FAR | {"unsteady-beside-others"},  # a neighbour's longer prompt may be the one before
     ),
-    "length_512": Lie(
+    "length_512": Fault(
         "wrong-at-length",
         "vLLM 53488: 512 tokens corrupt, 513 clean",
         lambda rows, exchange: (
@@ -501,75 +503,75 @@ LIES: dict[str, Lie] = {
             else rows
         ),
     ),
-    "stream": Lie(
+    "stream": Fault(
         "stream-differs", "SGLang 39260: rows of streams", where(lambda exchange: exchange.is_stream, 0.05)
     ),
-    "wrong_bytes": Lie("bytes-wrong", "vLLM 27300: bytes of U+FFFD; LMDeploy 2802", each(wrong_bytes)),
-    "wrong_text": Lie("text-wrong", "vLLM 44106: ids and numbers of two rows", wrong_text),
-    "zeros": Lie(
+    "wrong_bytes": Fault("bytes-wrong", "vLLM 27300: bytes of U+FFFD; LMDeploy 2802", each(wrong_bytes)),
+    "wrong_text": Fault("text-wrong", "vLLM 44106: ids and numbers of two rows", wrong_text),
+    "zeros": Fault(
         "filled-in",
         "rllm 356: template tokens of 0.0",
         of_prompts(lambda row, _: row.mapped(lambda _number: 0.0) if row.position in (1, 2, 3, 4) else row),
     ),
-    "speculated": Lie(
+    "speculated": Fault(
         "filled-in",
         "llama.cpp 27972: 0.0 for every drafted token",
         of_completions(lambda row, _: replace(row, number=0.0)),
     ),
-    "floor": Lie(
+    "floor": Fault(
         "filled-in",
         "TensorRT-LLM: -9999 also for what is only missing",
         each(lambda row, _: row.mapped(lambda number: IMPOSSIBLE if number < -10 else number)),
     ),
-    "duplicate": Lie(
+    "duplicate": Fault(
         "ids-repeated", "vLLM 42259: the sampled token twice", each(lambda row, _: duplicated(row))
     ),
-    "cut": Lie("alternatives-cut", "LMDeploy 1548: k - 1 rows", each(cut_to_3)),
-    "second_best_missing": Lie(
+    "cut": Fault("alternatives-cut", "LMDeploy 1548: k - 1 rows", each(cut_to_3)),
+    "second_best_missing": Fault(
         "alternatives-wrong",
         "MLX-LM: the first of an unsorted partition; vLLM 42259",
         each(without_best),
         more=1,
     ),
-    "ignored_logit_bias": Lie("ignored", "Ollama 3795", ask=without("logit_bias")),
-    "ignored_top_p": Lie("ignored", "omlx 1549, vmlx 127", ask=without("top_p")),
-    "ignored_stream_logprobs": Lie(
+    "ignored_logit_bias": Fault("ignored", "Ollama 3795", ask=without("logit_bias")),
+    "ignored_top_p": Fault("ignored", "omlx 1549, vmlx 127", ask=without("top_p")),
+    "ignored_stream_logprobs": Fault(
         "ignored", "Ollama 16117, MLX-LM 1630", ask=without("logprobs", streams=True)
     ),
-    "bos_dropped": Lie(
+    "bos_dropped": Fault(
         "bos",
         "llama.cpp: GGUF files that say add no BOS",
         ask=beginning(lambda ids, bos: ids[1:] if ids[:1] == [bos] else ids),
     ),
-    "bos_doubled": Lie(
+    "bos_doubled": Fault(
         "bos", "llama.cpp's own warning of a second BOS", ask=beginning(lambda ids, bos: [bos, *ids])
     ),
-    "template": Lie(
+    "template": Fault(
         "template", "Qwen 2.5's template: a system text where none is sent", ask=with_system_text
     ),
-    "lora_prompt": Lie("lora-prompt", "vLLM 51594: -6.63 for -0.009", base_prompt, second=of_base),
-    "stale_weights": Lie(
+    "lora_prompt": Fault("lora-prompt", "vLLM 51594: -6.63 for -0.009", base_prompt, second=of_base),
+    "stale_weights": Fault(
         "stale-weights", "NeMo-RL 4018: 17 steps old; vLLM 46125", also=FAR | {"alternatives-wrong"}
     ),
-    "changed": Lie(
+    "changed": Fault(
         "changed-unasked", "lmdeploy 4917, miles 2783; vLLM 46125", where(lambda _: True, 0.05), also=FAR
     ),
-    "log2": Lie(
+    "log2": Fault(
         "log-base",
         "bits, as compression counts them",
         each(lambda row, _: row.mapped(lambda number: number / math.log(2))),
     ),
-    "probabilities": Lie(
+    "probabilities": Fault(
         "probabilities", "llama.cpp: post_sampling_probs", each(lambda row, _: row.mapped(math.exp))
     ),
-    "prefill_decode": Lie(
+    "prefill_decode": Fault(
         "prefill-decode",
         "SGLang 25790: from index 96; 34159: 0.151 nats",
         of_prompts(lambda row, _: noise(row, "prefill", 0.151) if row.position >= 96 else row),
     ),
-    "noise": Lie("does-not-fit", "lmdeploy 1742: not the reference model's", where(lambda _: True, 0.3)),
+    "noise": Fault("does-not-fit", "lmdeploy 1742: not the reference model's", where(lambda _: True, 0.3)),
 }
-"""Each lie by its name; `stale_weights` is told by a server of the old weights."""
+"""Each fault by its name; `stale_weights` is told by a server of the old weights."""
 
 
 # -- the proxy -----------------------------------------------------------------------------------------------
@@ -587,12 +589,12 @@ def num_prompt_rows(choice: Mapping[str, Any], exchange: Exchange, reply: Mappin
 
 
 class Proxy:
-    """Passes requests on to a server, and tells one lie about what it replies."""
+    """Passes requests on to a server, and tells one fault about what it replies."""
 
     def __init__(
         self,
         upstream: str,
-        lie: Lie | None,
+        fault: Fault | None,
         *,
         base: str | None,
         loras: Sequence[str],
@@ -600,7 +602,7 @@ class Proxy:
     ) -> None:
         self.base, self.loras = base, tuple(loras)
         self._refused = tuple(refused)
-        self._lie = lie
+        self._fault = fault
         self._client = httpx.AsyncClient(base_url=upstream, timeout=PATIENCE_S)
         self._num_requests = 0
         self._times: Counter[str] = Counter()
@@ -636,8 +638,8 @@ class Proxy:
             return JSONResponse({"error": error}, 400)
         exchange = self._begin(path, body)
         try:
-            if self._lie is not None:
-                await anyio.sleep(self._lie.wait_s)
+            if self._fault is not None:
+                await anyio.sleep(self._fault.wait_s)
             return await self._answer(exchange)
         finally:
             self._in_flight.remove(exchange)
@@ -664,26 +666,28 @@ class Proxy:
         return exchange
 
     async def _answer(self, exchange: Exchange) -> Response:
-        lie, sent = self._lie, deepcopy(exchange.body)
-        if lie is None:
+        fault, sent = self._fault, deepcopy(exchange.body)
+        if fault is None:
             return _passed(await self._client.post(exchange.path, json=sent))
-        if lie.ask is not None:
-            sent = await lie.ask(self, sent)
-        second = None if lie.second is None else lie.second(self, sent)
+        if fault.ask is not None:
+            sent = await fault.ask(self, sent)
+        second = None if fault.second is None else fault.second(self, sent)
         if second is not None and not exchange.is_stream:
             exchange.other = decode((await self._client.post(exchange.path, json=second)).content)
-        reply = await self._client.post(exchange.path, json=_with_more(sent, lie.more))
+        reply = await self._client.post(exchange.path, json=_with_more(sent, fault.more))
         if reply.is_error:
             return _passed(reply)
         if not exchange.is_stream:
-            return _passed(reply, encode(self._lied(decode(reply.content), exchange)))
+            return _passed(reply, encode(self._altered(decode(reply.content), exchange)))
         events = [
-            line if line in (b"", DONE) else EVENT + encode(self._lied(decode(line[len(EVENT) :]), exchange))
+            line
+            if line in (b"", DONE)
+            else EVENT + encode(self._altered(decode(line[len(EVENT) :]), exchange))
             for line in reply.content.split(b"\n")
         ]
         return _passed(reply, b"\n".join(events))
 
-    def _lied(self, reply: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
+    def _altered(self, reply: dict[str, Any], exchange: Exchange) -> dict[str, Any]:
         for choice in reply.get("choices", ()):
             logprobs = choice.get("logprobs")
             if logprobs and logprobs.get("tokens") is not None:
@@ -704,9 +708,9 @@ class Proxy:
             if row is not None:
                 row.position = exchange.positions[table]
             exchange.positions[table] += 1
-        assert self._lie is not None
+        assert self._fault is not None
         exchange.num_top = asked(exchange.body, table)
-        return rows if self._lie.tell is None else self._lie.tell(rows, exchange)
+        return rows if self._fault.tell is None else self._fault.tell(rows, exchange)
 
 
 def _prefix(body: Mapping[str, Any]) -> str:
@@ -729,7 +733,7 @@ def _passed(reply: httpx.Response, data: bytes | None = None) -> Response:
 
 
 @contextmanager
-def lying(
+def faulty(
     upstream: str,
     name: str | None,
     *,
@@ -737,12 +741,12 @@ def lying(
     loras: Sequence[str] = (),
     refused: Sequence[str] = (),
 ) -> Iterator[str]:
-    """The address of a proxy before `upstream` that tells one lie (None: none) until the block ends.
+    """The address of a proxy before `upstream` that tells one fault (None: none) until the block ends.
 
     Fields that are `refused` are answered with a 400 that names them, as by a server that has them not.
     """
-    lie = None if name is None else LIES[name]
-    proxy = Proxy(upstream, lie, base=base, loras=loras, refused=refused)
+    fault = None if name is None else FAULTS[name]
+    proxy = Proxy(upstream, fault, base=base, loras=loras, refused=refused)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(proxy.app, log_level="warning"))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

@@ -1,4 +1,4 @@
-"""Reports of audits made by hand, for what shows them: a truthful endpoint and one that is not."""
+"""Reports of audits made by hand: an endpoint that passes, one that fails, one with conformance faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from logprobe.scoring.auditing.report import (
 HOSTILE: Final = '<script>alert("1")</script>\x1b[2J'
 """A text of an endpoint's that would run on a page and clear a terminal."""
 
-TRUTHFUL: Final = AuditReport(
+PASSING: Final = AuditReport(
     created="2026-01-01T00:00:00Z",
     endpoint="http://127.0.0.1:8000",
     model="m",
@@ -84,9 +84,9 @@ TRUTHFUL: Final = AuditReport(
     ),
 )
 
-WRONG: Final = Finding(
+FAULT: Final = Finding(
     kind="temperature-unasked",
-    severity="wrong",
+    severity="fault",
     title="Numbers are after a temperature of 0.7 that nobody asked.",
     count=138,
     of=140,
@@ -106,7 +106,17 @@ WRONG: Final = Finding(
     ),
     correction="multiply by 0.7, and normalise",
 )
-UNTRUTHFUL: Final = AuditReport.from_dict(
-    TRUTHFUL.to_dict()
-    | {"findings": (WRONG, *TRUTHFUL.findings), "worst_nats": 2.31, "server": HOSTILE, "model": HOSTILE}
+FAILING: Final = AuditReport.from_dict(
+    PASSING.to_dict()
+    | {"findings": (FAULT, *PASSING.findings), "worst_nats": 2.31, "server": HOSTILE, "model": HOSTILE}
+)
+NONCONFORMING: Final = AuditReport.from_dict(
+    PASSING.to_dict()
+    | {
+        "findings": (
+            Finding(kind="text-wrong", severity="fault", title="Texts of other tokens.", count=25, of=25),
+            Finding(kind="ignored", severity="fault", title="Fields are ignored: chat.seed.", count=1, of=9),
+            *PASSING.findings,
+        )
+    }
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from audit_samples import TRUTHFUL, UNTRUTHFUL
+from audit_samples import FAILING, NONCONFORMING, PASSING
 from logprobe import SamplingParams
 from logprobe.cli.verdicts import print_report
 from logprobe.scoring import write_rollouts
@@ -50,7 +50,7 @@ def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
         yield address
 
 
-def test_our_own_server_is_truthful_and_its_report_goes_into_files(
+def test_our_own_server_passes_and_its_report_goes_into_files(
     cli: Callable[..., Any],
     url: str,
     tiny_model_folder: Path,
@@ -61,9 +61,11 @@ def test_our_own_server_is_truthful_and_its_report_goes_into_files(
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     flags = ("--model", str(tiny_model_folder), "--api-key-env", "TINY_KEY", "--quick")
     done = cli("audit", url, *flags, "-o", str(report), "--html", str(page))
-    assert done.out.startswith("TRUTHFUL  worst "), done
+    first, second, *_ = done.out.splitlines()
+    assert first.startswith("numbers: PASS  worst "), done
+    assert second.startswith("API conformance: no fault")
     assert done.code == 0
-    assert AuditReport.from_dict(json.loads(report.read_text())).is_truthful
+    assert json.loads(report.read_text())["numbers"] == "PASS"
     assert page.read_text().startswith("<!doctype html>")
     assert all(KEY not in text for text in (done.out, done.err, report.read_text(), page.read_text()))
     # The same numbers once more: nothing changed.
@@ -97,8 +99,8 @@ def test_what_is_asked_arrives(
     answering: Callable[[AuditReport], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    asked = answering(TRUTHFUL)
-    (tmp_path / "before.json").write_text(json.dumps(TRUTHFUL.to_dict()))
+    asked = answering(PASSING)
+    (tmp_path / "before.json").write_text(json.dumps(PASSING.to_dict()))
     (tmp_path / "in.txt").write_text("the cat\nthe dog\nthe end")
     done = cli(
         *("audit", "http://127.0.0.1:1", "--model", str(tiny_model_folder)),
@@ -109,7 +111,7 @@ def test_what_is_asked_arrives(
     assert done.code == 0, done
     assert asked["endpoint"].settings.timeout_s == 7
     assert asked["llm"].lora == asked["lora"] == "mine"
-    assert asked["before"] == TRUTHFUL
+    assert asked["before"] == PASSING
     names = ("model", "texts", "max_nats", "precision", "quick", "progress")
     assert [asked[name] for name in names] == ["m", ["the cat", "the dog"], 0.5, True, False, None]
 
@@ -117,13 +119,18 @@ def test_what_is_asked_arrives(
 @pytest.mark.parametrize(
     ("report", "flags", "code"),
     [
-        (TRUTHFUL, (), 0),
-        (UNTRUTHFUL, (), 1),
-        (TRUTHFUL, ("--max-nats", "1e-6"), 1),  # of 3e-6
-        (TRUTHFUL, ("--json",), 0),
+        (PASSING, (), 0),
+        (FAILING, (), 1),
+        (replace(PASSING, max_nats=1e-6), (), 1),  # of 3e-6
+        (replace(PASSING, errors=()), (), 1),  # nothing was compared
+        (PASSING, ("--json",), 0),
+        (PASSING, ("--conformance",), 0),
+        (NONCONFORMING, (), 0),
+        (NONCONFORMING, ("--json",), 0),
+        (NONCONFORMING, ("--conformance",), 1),
     ],
 )
-def test_the_exit_code_says_whether_it_is_right(
+def test_the_exit_code_is_that_of_the_numbers_and_of_conformance_on_request(
     report: AuditReport,
     flags: tuple[str, ...],
     code: int,
@@ -188,27 +195,35 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_request(
     assert "there is no such folder" in done.error_line
 
 
-def test_a_verdict_is_read_from_its_first_line_and_steers_no_terminal(
+def test_the_first_lines_are_the_verdicts_and_steer_no_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    print_report(UNTRUTHFUL)
-    first, second, _, finding, evidence, correction, *rest = capsys.readouterr().out.splitlines()
-    assert first == "NOT TRUTHFUL  worst 2.3100 nats, 1 finding, 1 note"
-    assert second.endswith("412 requests, 9,120 rows")
-    assert finding.startswith("wrong  temperature-unasked: Numbers are after a temperature of 0.7")
+    print_report(FAILING)
+    first, second, third, _, finding, evidence, correction, *rest = capsys.readouterr().out.splitlines()
+    assert first == "numbers: FAIL  worst 2.3100 nats (at most 0.01), temperature-unasked"
+    assert second == "API conformance: no fault, 1 note"
+    assert third.endswith("412 requests, 9,120 rows")
+    assert finding.startswith("fault  temperature-unasked: Numbers are after a temperature of 0.7")
     assert finding.endswith("(138 of 140)")
     assert "row 0, ' Paris': theirs -0.1234, ours -0.4321" in evidence
     assert correction == "       to correct: multiply by 0.7, and normalise"
-    assert "\x1b" not in "".join([first, second, finding, evidence, correction, *rest])
+    assert "\x1b" not in "".join([first, second, third, finding, evidence, correction, *rest])
     facts = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in rest if "  " in line}
     assert facts["refused"] == "chat.min_p"
     assert facts["precision"].startswith("nearest to float32 1.0e-06")
 
 
 def test_a_report_without_anything_still_has_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    bare = replace(TRUTHFUL, distributions={}, errors=(), steadiness=(), fields=(), precision=(), findings=())
+    bare = replace(PASSING, distributions={}, errors=(), steadiness=(), fields=(), precision=(), findings=())
     print_report(bare)
-    assert capsys.readouterr().out.startswith("TRUTHFUL  worst")
+    assert capsys.readouterr().out.startswith("numbers: FAIL  no number could be compared\n")
+
+
+def test_conformance_faults_are_a_list_beside_numbers_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(NONCONFORMING)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "numbers: PASS  worst 3.0e-06 nats (at most 0.01)"
+    assert second == "API conformance: text-wrong, ignored, 1 note"
 
 
 # -- rollouts ------------------------------------------------------------------------------------------------
@@ -226,14 +241,14 @@ def rollouts(tiny_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {name: str(folder / f"{name}.parquet") for name in asked}
 
 
-def test_rollouts_of_the_model_are_truthful(
+def test_rollouts_of_the_model_pass(
     cli: Callable[..., Any], rollouts: dict[str, str], tiny_model_folder: Path, tmp_path: Path
 ) -> None:
     flags = ("--model", str(tiny_model_folder), "-o", str(tmp_path / "report.json"))
     done = cli("audit", rollouts["whole"], *flags)
     assert done.code == 0, done
     first, _, stored, *_ = done.out.splitlines()
-    assert first.startswith("TRUTHFUL  worst ")
+    assert first.startswith("PASS  worst ")
     assert first.endswith(", 72 tokens of 6 samples")
     assert stored.split("  ")[-1].strip() == "after temperature"
     report = json.loads((tmp_path / "report.json").read_text())
@@ -249,13 +264,13 @@ def test_rollouts_of_a_cut_distribution_say_what_to_apply(
     assert done.out.startswith("TO CORRECT  worst ")
     assert "to correct: add log_kept_mass" in done.out
     other = cli("audit", rollouts["cut"], "--model", str(tiny_model_folder), "--temperature", "3")
-    assert other.out.startswith("NOT TRUTHFUL")
+    assert other.out.startswith("FAIL  worst ")
 
 
 def test_two_files_are_compared_without_a_model(cli: Callable[..., Any], rollouts: dict[str, str]) -> None:
     done = cli("audit", rollouts["whole"], rollouts["whole"])
     assert done.code == 0
-    assert done.out.startswith("TRUTHFUL  worst 0 nats")
+    assert done.out.startswith("PASS  worst 0 nats")
     assert "tokens differ" in cli("audit", rollouts["whole"], rollouts["cut"]).error_line
 
 
@@ -266,6 +281,7 @@ def test_two_files_are_compared_without_a_model(cli: Callable[..., Any], rollout
         (("whole", "--html", "page.html"), "--html"),
         (("whole", "--before", "report.json"), "--before"),
         (("whole", "--quick"), "--quick"),
+        (("whole", "--conformance"), "--conformance"),
         (("whole", "--timeout-s", "60"), "--timeout-s"),
         (("whole", "cut", "--model", "smollm2"), "--model"),
         (("http://127.0.0.1:1", "--top-p", "0.9"), "--top-p"),

@@ -1,14 +1,39 @@
+"""The list of other packages' private names: all of them are there still, and the source uses no other."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
 import re
 import sys
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import logprobe
-from logprobe.kernels.hooks import HOOKS, LIBGOMP, Hook, missing_hooks
+from logprobe.kernels.hooks import (
+    HOOKS,
+    INTERNALS,
+    LIBGOMP,
+    VLLM_PROCESSORS,
+    VLLM_WORKER,
+    Hook,
+    Internals,
+    missing_hooks,
+)
 
-SOURCES = sorted(Path(logprobe.__file__).parent.rglob("*.py"))
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(logprobe.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.py"))
 PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None)|numba\.core\.caching")
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples, and of os
+BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: f"{hook.library}:{hook.name}")
@@ -34,3 +59,155 @@ def test_none_is_looked_up_anywhere_else() -> None:
         if PRIVATE.search(line) and path.name != "hooks.py" and '"""' not in line and "`torch._" not in line
     }
     assert found == {}
+
+
+# -- used in place -------------------------------------------------------------------------------------------
+
+
+def owner_of(internals: Internals) -> Any:
+    """The module or class whose names they are."""
+    module, _, name = internals.owner.partition(":")
+    imported = importlib.import_module(module)
+    return getattr(imported, name) if name else imported
+
+
+@pytest.mark.parametrize("internals", INTERNALS, ids=lambda internals: internals.owner)
+def test_the_owner_still_has_what_is_used_in_place(internals: Internals) -> None:
+    package = internals.owner.partition(":")[0].partition(".")[0]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed here; its own tests take this path")
+    if package == "vllm":
+        pytest.skip("attributes of a running engine; tests/integrations/vllm takes this path")
+    owner = owner_of(internals)
+    gone = [name for name in internals.names if not hasattr(owner, name) and name not in assigned(owner)]
+    assert gone == [], f"{internals.owner} no longer has {gone} ({internals.purpose}); {internals.without}"
+
+
+@pytest.mark.parametrize("internals", INTERNALS, ids=lambda internals: internals.owner)
+def test_every_name_listed_is_used(internals: Internals) -> None:
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in internals.used_in)
+    by_path = (*VLLM_WORKER, *VLLM_PROCESSORS)  # the files name these two
+    names = [name for name in internals.names if name not in by_path]
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_the_source_uses_no_private_name_of_another_package_that_is_not_listed() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    own = {name for tree in trees.values() for name in defined(tree)}
+    found = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path, tree in trees.items()
+        for name in {*foreign_names(tree, own), *inherited_names(tree)}
+    }
+    listed = {
+        (path, name)
+        for internals in INTERNALS
+        for path in internals.used_in
+        for name in internals.names
+        if is_private(name)
+    }
+    assert found == listed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import atexit\natexit._unlisted()",
+        "from torch import _unlisted",
+        "from torch._unlisted import name",
+        "import torch._unlisted.name",
+        "import torch\ngetattr(torch, '_unlisted', None)",
+        "from operator import attrgetter\nattrgetter('nn._unlisted')",
+        "def f(module):\n    return module.inner._unlisted",
+    ],
+)
+def test_a_private_name_is_found(source: str) -> None:
+    assert set(foreign_names(ast.parse(source), own=set())) == {"_unlisted"}
+
+
+def test_a_private_name_of_a_base_class_is_found_also_where_it_is_overridden() -> None:
+    tree = ast.parse(
+        "from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol\n"
+        "class Ours(HttpToolsProtocol):\n"
+        "    def __init__(self):\n        self._ours = self._get_upgrade()\n"
+        "    def _unsupported_upgrade_warning(self):\n        self._ours = 1\n"
+    )
+    assert set(inherited_names(tree)) == {"_get_upgrade", "_unsupported_upgrade_warning"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and len(name) > 1 and name not in DOCUMENTED
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("", "logprobe")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """Private names that a file of ours gives to something."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) if isinstance(
+                node, ast.Name
+            ) or is_self(node.value):
+                yield name
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def foreign_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Private names that a file takes from elsewhere; `own` are those of our own classes and modules."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.ImportFrom(module=module, names=aliases, level=0) if not is_ours(module or ""):
+                names = [*(module or "").split("."), *(alias.name for alias in aliases)]
+            case ast.Import(names=aliases):
+                taken = [alias.name for alias in aliases if not is_ours(alias.name)]
+                names = [part for name in taken for part in name.split(".")]
+            case ast.Call(func=ast.Name(id=called), args=arguments) if called in BY_NAME:
+                texts = [one.value for one in arguments if isinstance(one, ast.Constant)]
+                names = [part for text in texts if isinstance(text, str) for part in text.split(".")]
+        yield from (name for name in names if is_private(name) and name not in own)
+
+
+def inherited_names(tree: ast.Module) -> Iterator[str]:
+    """Private names by which classes of ours use or override what a base class of another package has."""
+    modules = {
+        alias.asname or alias.name: node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        used = {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and is_self(one.value)}
+        used |= {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        private = {name for name in used if is_private(name)}
+        bases = [one.id for one in node.bases if isinstance(one, ast.Name)]
+        for base in bases if private else ():
+            module = modules.get(base, "")
+            if is_ours(module) or find_spec(module.partition(".")[0]) is None:  # of an extra that is not here
+                continue
+            yield from private & assigned(getattr(importlib.import_module(module), base))
+
+
+@cache
+def assigned(owner: Any) -> frozenset[str]:
+    """Names that a class of another package, or a base of it, defines or gives to itself."""
+    found: set[str] = set()
+    for one in inspect.getmro(owner) if inspect.isclass(owner) else ():
+        found |= {*vars(one), *getattr(one, "__annotations__", {})}
+        try:
+            source = inspect.getsource(one)
+        except (OSError, TypeError):  # compiled
+            continue
+        found |= set(re.findall(r"\bself\.(\w+)\b[^=\n]*=[^=]", source))
+    return frozenset(found)

@@ -1,4 +1,4 @@
-"""`logprobe audit`: whether an endpoint, or the rows that a trainer stored, tell the truth."""
+"""`logprobe audit`: check the numbers of an endpoint, or of stored rollouts, against exact ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STORED: Final = ".parquet"
 # Parameters of the command that only one of the two kinds takes.
 OF_ENDPOINTS: Final = (
     *("endpoint_model", "data", "text_column", "lines", "format", "limit", "api_key_env", "timeout_s"),
-    *("before", "precision", "quick", "html"),
+    *("before", "precision", "quick", "conformance", "html"),
 )
 OF_ROLLOUTS: Final = ("trainer", "temperature", "top_k", "top_p", "min_p")
 
@@ -63,7 +63,7 @@ _Trainer = Annotated[
 ]
 _Model = Annotated[
     str | None,
-    typer.Option("--model", help=f"What computes the truth. {MODEL_HELP}", autocompletion=complete_model),
+    typer.Option("--model", help=f"Computes the exact numbers. {MODEL_HELP}", autocompletion=complete_model),
 ]
 _EndpointModel = Annotated[
     str | None, typer.Option(help="The endpoint's name for it; by default the one model that it lists.")
@@ -89,6 +89,9 @@ _Precision = Annotated[
     bool, typer.Option("--precision", help="Tell the precision that it seems to compute in, too; loads more.")
 ]
 _Timeout = Annotated[float, typer.Option(help="Seconds of one request, waits for a full server included.")]
+_Conformance = Annotated[
+    bool, typer.Option("--conformance", help="Exit with 1 for a fault in API conformance, too.")
+]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts and circumstances.")]
 _Html = Annotated[Path | None, typer.Option(help="Write a page with plots.")]
 _Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the report, for --before.")]
@@ -120,6 +123,7 @@ def audit(
     max_nats: _MaxNats = MAX_NATS,
     precision: _Precision = False,
     quick: _Quick = False,
+    conformance: _Conformance = False,
     temperature: _Temperature = None,
     top_k: _TopK = None,
     top_p: _TopP = None,
@@ -129,12 +133,13 @@ def audit(
     as_json: JsonOption = False,
     **engine: Any,
 ) -> None:
-    """Find out whether log-probabilities are true, against the same rows computed exactly.
+    """Check log-probabilities against the same rows computed exactly.
 
-    Of a server: of which distribution its numbers are, how far off, whether they stay the same beside other
-    requests, in streams and over lengths, and which fields it takes and ignores. Of rollouts that a sampler
-    stored: how far a trainer's numbers of the same tokens are from them, and what to apply.
-    Exit code 1 where something is wrong, or a number further off than --max-nats.
+    Two verdicts on a server. Numbers, PASS or FAIL: of which distribution they are, how far off, whether they
+    stay the same beside other requests, in streams and over lengths. API conformance: a list of faults, such
+    as fields that are accepted and ignored. Of rollouts that a sampler stored: how far a trainer's numbers of
+    the same tokens are from them, and what to apply.
+    Exit code 1 if the numbers fail: a fault in them, or a number further off than --max-nats.
     """
     for path in (output, html):
         _check_writable(path)
@@ -161,7 +166,7 @@ def audit(
         }
         report = _audited(endpoint, _key(api_key_env), timeout_s, _given(model), lora, asked, engine)
         _show(report, output, html, as_json=as_json)
-        is_right = report.is_truthful and report.worst_nats <= max_nats
+        is_right = report.numbers == "PASS" and not (conformance and report.faults("conformance"))
     if not is_right:
         raise typer.Exit(1)
 
@@ -197,7 +202,7 @@ def _refuse(context: typer.Context, names: Iterable[str], why: str) -> None:
 
 def _given(model: str | None) -> str:
     if model is None:
-        raise typer.BadParameter("name the model that computes the truth", param_hint="--model")
+        raise typer.BadParameter("name the model that computes the exact numbers", param_hint="--model")
     return model
 
 

@@ -1,4 +1,4 @@
-"""Verdicts on a terminal: of an endpoint and of rollouts, each read from the top down in ten seconds."""
+"""Verdicts on a terminal: of an endpoint and of rollouts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 def print_report(report: AuditReport) -> None:
-    """The verdict, the findings with some evidence each, and what else was found, in a screen of lines."""
+    """Print both verdicts, the findings with some evidence each, and the other measurements."""
     from logprobe.scoring.auditing import words
 
     screen = console()
-    colour = "bold green" if report.is_truthful else "bold red"
+    colour = "bold green" if report.numbers == "PASS" else "bold red"
     server = f" ({report.server})" if report.server else ""
-    first = Text.assemble((words.verdict(report), colour), f"  {words.summary(report)}")
+    first = Text.assemble("numbers: ", (report.numbers, colour), f"  {words.numbers_summary(report)}")
     screen.print(first, soft_wrap=True)
+    screen.print(f"API conformance: {words.conformance_summary(report)}", soft_wrap=True)
     screen.print(_plain(f"{words.asked_of(report)}{server}; {words.measured(report)}"), soft_wrap=True)
     for finding in report.findings:
         screen.print()
@@ -37,7 +38,7 @@ def print_report(report: AuditReport) -> None:
 def _finding_lines(finding: Finding) -> Iterator[Text]:
     from logprobe.scoring.auditing.words import extent_of, numbers_of, place_of
 
-    style = "red" if finding.severity == "wrong" else "yellow"
+    style = "red" if finding.severity == "fault" else "yellow"
     extent = f"  ({extent_of(finding)})" if finding.of > 1 else ""
     yield Text.assemble(
         (f"{finding.severity:<5}", style), f"  {finding.kind}: {_plain(finding.title)}{extent}"
@@ -79,7 +80,7 @@ def _plain(text: str) -> str:
 
 
 def print_rollouts(report: RolloutReport, max_nats: float) -> None:
-    """Whether stored numbers are those that a trainer divides by, and what to apply where they are not."""
+    """Print whether stored numbers are those that a trainer divides by, and the correction if not."""
     screen = console()
     worst = f"worst {report.as_stored.worst_nats:.6g} nats"
     if report.corrected is not None and report.correction is not None:
@@ -95,11 +96,11 @@ def print_rollouts(report: RolloutReport, max_nats: float) -> None:
 def _rollouts_verdict(report: RolloutReport, max_nats: float) -> tuple[str, str]:
     """The verdict and its colour."""
     if report.is_right(max_nats):
-        return "TRUTHFUL", "bold green"
+        return "PASS", "bold green"
     corrected = report.corrected
     if report.correction is not None and corrected is not None and corrected.worst_nats <= max_nats:
         return "TO CORRECT", "bold yellow"
-    return "NOT TRUTHFUL", "bold red"
+    return "FAIL", "bold red"
 
 
 def _rollouts_facts(report: RolloutReport) -> Iterator[tuple[str, str]]:

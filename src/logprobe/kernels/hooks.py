@@ -1,8 +1,9 @@
-"""Every private part of another library that is used here: what it does, and what happens where it is gone.
+"""The list of other packages' private names that this package uses: their purpose, and what depends on them.
 
-Private names may leave with any release. Each is looked up here and nowhere else, and a test looks up all, so
-that a release which drops one is named by the test and not by a crash. Where a hook is missing on a machine,
-what stands in `without` happens.
+Private names may leave with any release. `HOOKS` are looked up here and nowhere else; where one is missing on
+a machine, what `without` says happens. `INTERNALS` are used in place: attributes of objects, and methods that
+a subclass calls or overrides. A test compares this list with the names in the source that have a leading
+underscore, and looks up every name, so that a release which drops one fails a test and not a request.
 """
 
 from __future__ import annotations
@@ -70,6 +71,67 @@ LLVM_NAMES = Hook(
 )
 
 HOOKS = (PARALLEL, PAUSE, ATTENTION, LLVM_FUNCTIONS, LLVM_NAMES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Internals:
+    """Names of one class or module of another package that a file here uses in place."""
+
+    owner: str  # an importable module, or module:Class
+    names: tuple[str, ...]  # with a leading underscore, or in no documentation of the package
+    used_in: tuple[str, ...]  # files below `logprobe`
+    purpose: str
+    without: str
+
+
+VLLM_WORKER = ("llm_engine", "engine_core", "engine_core", "model_executor", "driver_worker", "worker")
+"""Attributes from a `vllm.LLM` to the one worker that runs in its process."""
+VLLM_PROCESSORS = ("model_runner", "input_batch", "logitsprocs")
+"""Attributes from that worker to the logits processors of the first model runner."""
+
+INTERNALS = (
+    Internals(
+        owner="atexit",
+        names=("_run_exitfuncs",),
+        used_in=("cli/app.py",),
+        purpose="runs what registered for the exit, before the command ends the process at once",
+        without="the command ends with an AttributeError",
+    ),
+    Internals(
+        owner="torch.nn:Module",
+        names=("_modules",),
+        used_in=("engine/forward/generic.py",),
+        purpose="gives a shallow copy of a model other submodules than the model's own",
+        without="models that run by transformers' modules cannot be loaded",
+    ),
+    Internals(
+        owner="transformers.utils.chat_parsing:ResponseParser",
+        names=(
+            *("_accumulate", "_open_explicit", "_close_current", "_process", "_reset_to_implicit"),
+            *("_coerce_tool_calls", "_buffer", "_current", "_implicit_name", "_opened", "_pos"),
+        ),
+        used_in=("text/channels/regions.py",),
+        purpose="tells where the regions of a reply lie while it grows, not only at its end",
+        without="replies are not split into content, reasoning and tool calls",
+    ),
+    Internals(
+        owner="uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
+        names=("_unsupported_upgrade_warning", "send_400_response", "cycle", "timeout_keep_alive_task"),
+        used_in=("server/http/protocol.py",),
+        purpose="closes slow connections, and counts those that send no request",
+        without="the server fails at its first connection",
+    ),
+    Internals(
+        owner="vllm:LLM",
+        names=(
+            *dict.fromkeys(VLLM_WORKER + VLLM_PROCESSORS),
+            *("argmax_invariant", "non_argmax_invariant", "output_handler"),
+        ),
+        used_in=("integrations/vllm/existing.py", "integrations/vllm/offline.py"),
+        purpose="takes in a `vllm.LLM` or `AsyncLLM` that was started without this library",
+        without="only engines made with this library's options are taken in",
+    ),
+)
 
 
 def missing_hooks() -> list[Hook]:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from audit_samples import HOSTILE, TRUTHFUL, UNTRUTHFUL
+from audit_samples import FAILING, HOSTILE, NONCONFORMING, PASSING
 from logprobe.scoring.auditing.html import EQUAL_NATS, MAX_POINTS, page
 from logprobe.scoring.auditing.report import AuditReport, Steadiness, StoredPrompt, StoredRow
 
@@ -54,7 +54,7 @@ class Outline(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("report", [TRUTHFUL, UNTRUTHFUL], ids=["truthful", "untruthful"])
+@pytest.mark.parametrize("report", [PASSING, FAILING], ids=["passing", "failing"])
 def test_the_page_fetches_and_runs_nothing(report: AuditReport) -> None:
     outline = Outline(page(report))
     assert {tag for tag, _ in outline.elements}.isdisjoint(
@@ -67,23 +67,26 @@ def test_the_page_fetches_and_runs_nothing(report: AuditReport) -> None:
 
 
 def test_what_an_endpoint_says_is_text_on_the_page() -> None:
-    html = page(UNTRUTHFUL)
+    html = page(FAILING)
     assert HOSTILE not in html
     assert Outline(html).text.count('<script>alert("1")</script>') >= 7  # model, server, 5 prompts or notes
 
 
 def test_the_page_tells_the_verdict_and_each_finding_with_its_evidence() -> None:
-    text = Outline(page(UNTRUTHFUL)).text
-    assert "Not truthful" in text
-    assert "worst 2.3100 nats, 1 finding, 1 note" in text
+    text = Outline(page(FAILING)).text
+    assert "Numbers: FAIL" in text
+    assert "worst 2.3100 nats (at most 0.01), temperature-unasked" in text
     assert "138 of 140" in text
     assert text.count("-0.4321") == text.count("0.3087") == 5
     assert "To correct: multiply by 0.7, and normalise" in text
-    assert "Truthful" in Outline(page(TRUTHFUL)).text
+    assert "Numbers: PASS" in Outline(page(PASSING)).text
+    text = Outline(page(NONCONFORMING)).text
+    assert "Numbers: PASS" in text
+    assert "API conformance: text-wrong, ignored, 1 note" in text
 
 
 def test_points_stand_where_their_numbers_are() -> None:
-    outline = Outline(page(TRUTHFUL))
+    outline = Outline(page(PASSING))
     # On the diagonal, at distances that are those of the numbers.
     scatter = outline.points["Each number beside the exact one one"]
     assert len(scatter) == 2  # a row without a number is none
@@ -108,7 +111,7 @@ def test_of_many_points_the_worst_are_drawn() -> None:
     rows = [StoredRow(position=place, token_id=1, theirs=-1.0, ours=-1.0) for place in range(3 * MAX_POINTS)]
     rows[1234] = replace(rows[1234], theirs=-3.0)
     many = StoredPrompt(ask="echo", where="prompt", prompt="x", token_ids=(), rows=tuple(rows))
-    outline = Outline(page(replace(TRUTHFUL, stored=(many,))))
+    outline = Outline(page(replace(PASSING, stored=(many,))))
     heights = [y for _, y in outline.points["Errors by position one"]]
     assert MAX_POINTS // 2 < len(heights) <= MAX_POINTS
     assert heights.count(min(heights)) == 1
@@ -116,7 +119,7 @@ def test_of_many_points_the_worst_are_drawn() -> None:
 
 
 def test_a_report_without_numbers_has_a_page_without_plots() -> None:
-    bare = replace(TRUTHFUL, stored=(), steadiness=(), errors=(), fields=(), precision=(), findings=())
+    bare = replace(PASSING, stored=(), steadiness=(), errors=(), fields=(), precision=(), findings=())
     outline = Outline(page(bare))
     assert "svg" not in {tag for tag, _ in outline.elements}
     assert "Findings" in outline.text
@@ -125,7 +128,7 @@ def test_a_report_without_numbers_has_a_page_without_plots() -> None:
 def test_a_bound_below_what_is_drawn_as_equal_has_a_page() -> None:
     row = StoredRow(position=0, token_id=1, theirs=-1.0, ours=-1.0)
     same = StoredPrompt(ask="echo", where="prompt", prompt="x", token_ids=(), rows=(row,))
-    outline = Outline(page(replace(TRUTHFUL, stored=(same,), max_nats=1e-9)))
+    outline = Outline(page(replace(PASSING, stored=(same,), max_nats=1e-9)))
     assert len(outline.points["Errors by position one"]) == 1
 
 
@@ -133,7 +136,7 @@ def test_a_length_without_a_number_is_no_point() -> None:
     differs = Steadiness(circumstance="prompt of 64 tokens", requests=1, is_equal=False)
     assert (
         "Errors by length of the prompt one"
-        not in Outline(page(replace(TRUTHFUL, steadiness=(differs,)))).points
+        not in Outline(page(replace(PASSING, steadiness=(differs,)))).points
     )
 
 
@@ -143,5 +146,5 @@ def test_numbers_that_are_no_logprobs_are_drawn_all_the_same() -> None:
         StoredRow(position=1, token_id=1, theirs=0.7, ours=-0.3),
     )
     odd = StoredPrompt(ask="echo", where="prompt", prompt="x", token_ids=(), rows=rows)
-    places = Outline(page(replace(TRUTHFUL, stored=(odd,)))).points["Each number beside the exact one one"]
+    places = Outline(page(replace(PASSING, stored=(odd,)))).points["Each number beside the exact one one"]
     assert all(0 < x < 480 and 0 < y < 300 for x, y in places)

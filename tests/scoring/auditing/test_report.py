@@ -21,7 +21,7 @@ from logprobe.scoring.auditing.report import (
 )
 
 EVIDENCE = Evidence(ask="echo", prompt="The sky", position=1, where="prompt", theirs=-1.0, ours=-2.0)
-FINDING = Finding(kind="shifted", severity="wrong", title="…", count=1, of=2, evidence=(EVIDENCE,))
+FINDING = Finding(kind="shifted", severity="fault", title="…", count=1, of=2, evidence=(EVIDENCE,))
 REPORT = AuditReport(
     created="2026-01-01T00:00:00Z",
     endpoint="http://127.0.0.1:8000",
@@ -56,13 +56,26 @@ def test_a_report_comes_back_whole_through_json() -> None:
     assert AuditReport.from_dict(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
 
 
-def test_a_note_leaves_an_endpoint_truthful_and_a_wrong_finding_does_not() -> None:
-    assert not REPORT.is_truthful
-    assert replace(REPORT, findings=(replace(FINDING, severity="note"),)).is_truthful
+def test_numbers_pass_within_the_limit_and_without_a_fault_of_their_own() -> None:
+    near = replace(REPORT, worst_nats=0.01, findings=())
+    assert near.numbers == "PASS"
+    assert replace(near, findings=(FINDING,)).numbers == "FAIL"
+    assert replace(near, findings=(replace(FINDING, severity="note"),)).numbers == "PASS"
+    assert replace(near, worst_nats=0.011).numbers == "FAIL"
+    assert replace(near, errors=()).numbers == "FAIL"  # nothing was compared
+
+
+def test_a_fault_of_conformance_is_listed_and_leaves_the_numbers_alone() -> None:
+    ignored = replace(FINDING, kind="ignored")
+    report = replace(REPORT, worst_nats=0.0, findings=(ignored,))
+    assert report.numbers == "PASS"
+    assert (report.faults("numbers"), report.faults("conformance")) == ((), (ignored,))
+    values = report.to_dict()
+    assert (values["numbers"], values["conformance"]) == ("PASS", ["ignored"])
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"version": 2}, [], {"version": 1}, {**REPORT.to_dict(), "rows": "many"}]
+    "values", [{}, {"version": 1}, [], {"version": 2}, {**REPORT.to_dict(), "rows": "many"}]
 )
 def test_what_is_no_report_is_refused(values: object) -> None:
     with pytest.raises(InputError, match="audit report"):

@@ -12,9 +12,9 @@ import pytest
 from logprobe.scoring.auditing.dialects import Ask, Entry, Reply, Row
 from logprobe.scoring.auditing.findings import Findings
 from logprobe.scoring.auditing.fit import fit
+from logprobe.scoring.auditing.reference import Reference
 from logprobe.scoring.auditing.rows import Reader, align_completion, align_prompt, check_alternatives
 from logprobe.scoring.auditing.tokens import Tokens
-from logprobe.scoring.auditing.truth import Truth
 
 if TYPE_CHECKING:
     from logprobe import LLM
@@ -121,7 +121,7 @@ def test_a_text_may_leave_out_what_is_no_whole_character(tokens: Tokens) -> None
 def read(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3) -> set[str]:
     """The kinds of what is found in the rows of a prompt."""
     findings = Findings()
-    reader = Reader(tokens, Truth(llm), findings)
+    reader = Reader(tokens, Reference(llm), findings)
     ask = Ask(form="echo", prompt=TEXT, num_top=num_top)
     group = reader.prompt(ask, Reply(prompt=tuple(rows)), tokens.encode(TEXT))
     assert group is not None
@@ -133,7 +133,7 @@ def read(llm: LLM, tokens: Tokens, rows: list[Row | None], num_top: int = 3) -> 
 
 def true_rows(llm: LLM, tokens: Tokens, num_top: int = 3) -> list[Row | None]:
     ids = tokens.encode(TEXT)
-    rows = Truth(llm).rows(ids, 1)
+    rows = Reference(llm).rows(ids, 1)
 
     def entry(t: int, token_id: int) -> Entry:
         data = tokens.vocabulary.token_bytes(token_id)
@@ -179,7 +179,7 @@ def test_words_and_alternatives_that_are_wrong(tiny_llm: LLM, tokens: Tokens) ->
 
 def test_a_quiet_read_counts_nothing(tiny_llm: LLM, tokens: Tokens) -> None:
     rows = changed(true_rows(tiny_llm, tokens), 4, alternatives=(Entry(-1.0, None, "no token's text"),))
-    reader = Reader(tokens, Truth(tiny_llm), Findings())
+    reader = Reader(tokens, Reference(tiny_llm), Findings())
     asked = Ask(form="echo", prompt=TEXT, num_top=1), Reply(prompt=tuple(rows)), tokens.encode(TEXT)
     assert reader.prompt(*asked, is_quiet=True) is not None
     assert (reader.num_rows, reader.num_unknown) == (0, 0)

@@ -18,15 +18,13 @@ from logprobe.integrations.vllm.start import (
     telling_refusals,
     worker_settings,
 )
+from logprobe.kernels.hooks import VLLM_PROCESSORS, VLLM_WORKER
 from logprobe.models import resolve
 
 if TYPE_CHECKING:
     from logprobe.engine.backends.start import LoadedModel
 
 WHERE: Final = "llm_engine"
-# From a `vllm.LLM` to the one worker that runs in its process; vLLM has no public way there.
-TO_WORKER: Final = ("llm_engine", "engine_core", "engine_core", "model_executor", "driver_worker", "worker")
-TO_PROCESSORS: Final = ("model_runner", "input_batch", "logitsprocs")  # its first model runner's
 
 
 @final
@@ -75,8 +73,8 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
     is_known = is_offline or isinstance(llm, AsyncLLM)
     require(is_known, WHERE, "must be a vllm.LLM, an AsyncLLM or an open logprobe.LLM", got=llm)
     vllm_config = (llm.llm_engine if is_offline else llm).vllm_config
-    worker = _along(llm, TO_WORKER)
-    if not _is_fitted_out(vllm_config) and _along(worker, TO_PROCESSORS) is not None:
+    worker = _along(llm, VLLM_WORKER)
+    if not _is_fitted_out(vllm_config) and _along(worker, VLLM_PROCESSORS) is not None:
         _fit_out(worker, vllm_config)
     remedy = (
         "was made without what captures rows; make it as vllm.LLM(**AsyncVirtualLM.engine_options(model))"
@@ -127,7 +125,7 @@ def runs_here() -> bool:
 
 def watchers(llm: Any) -> list[Any]:
     """Those of vLLM's processors in this process that change no greedy token; an empty list elsewhere."""
-    processors = _along(llm, (*TO_WORKER, *TO_PROCESSORS))
+    processors = _along(llm, (*VLLM_WORKER, *VLLM_PROCESSORS))
     return [] if processors is None else processors.argmax_invariant
 
 
@@ -151,7 +149,7 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
     for held in (vllm_config, worker.vllm_config):
         held.additional_config[SETTINGS] = settings
     processor = LogprobeLogitsProcessor(worker.vllm_config)
-    _along(worker, TO_PROCESSORS).non_argmax_invariant.append(processor)
+    _along(worker, VLLM_PROCESSORS).non_argmax_invariant.append(processor)
     worker.logprobe_take = partial(RowsExtension.logprobe_take, worker)
 
 

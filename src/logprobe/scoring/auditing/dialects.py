@@ -52,6 +52,7 @@ class Ask:
     num_top: int = 5
     params: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
+    is_plain: bool = False  # without the fields that have the server return ids, which may change the reply
 
     @property
     def label(self) -> str:

@@ -17,10 +17,10 @@ from logprobe.errors import ServerError, UnreachableError
 from logprobe.scoring.auditing.dialects import Ask, Refusal, Reply
 from logprobe.scoring.auditing.distributions import distributions, log_kept_mass, tempered
 from logprobe.scoring.auditing.endpoint import printable
+from logprobe.scoring.auditing.reference import changed_logits, shaping_of
 from logprobe.scoring.auditing.report import MAX_TEXT, Evidence, FieldAnswer
 from logprobe.scoring.auditing.rows import align_completion
 from logprobe.scoring.auditing.session import TRIAL_CHAT, TRIAL_TEXT
-from logprobe.scoring.auditing.truth import changed_logits, shaping_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Heard:
         ids = self.ids if self.is_known else None
         if ids is None or not self.prompt_ids:
             return None
-        return self.reader.truth.rows(self.prompt_ids + ids, len(self.prompt_ids)), ids
+        return self.reader.reference.rows(self.prompt_ids + ids, len(self.prompt_ids)), ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ class Fields:
             again = iter(await self._together(twice))
             for (trial, stream), ask, one in zip(chosen, asks, replies, strict=True):
                 second = next(again) if trial.twice else None
-                answers.append(self._judge(trial, form, stream, ask, one, second))
+                answers.append(await self._judge(trial, form, stream, ask, one, second))
         self.num_asked = len(answers)
         self._note_ignored()
         return answers
@@ -375,7 +375,7 @@ class Fields:
             return reply.prompt_ids
         return self.reader.tokens.encode_ask(ask)
 
-    def _judge(
+    async def _judge(
         self,
         trial: Trial,
         form: str,
@@ -404,6 +404,24 @@ class Fields:
                     ],
                 )
             return FieldAnswer(field=name, form=how, answer=answer, detail=printable(str(reply), MAX_TEXT))  # type: ignore[arg-type]
+        verdict = self._verdict(trial, form, ask, reply, again)
+        if verdict == "ignored" and not trial.twice and self.session.extras[form]:
+            # Our own extras may be the cause: with `return_token_ids`, vLLM leaves the prompt out of an echo.
+            (plain,) = await self._together([replace(ask, is_plain=True)])
+            if isinstance(plain, Reply):
+                verdict = self._verdict(trial, form, ask, plain, None)
+        if verdict == "ignored":
+            self._ignored(name, how, ask.shown, is_standard=trial.is_standard)
+        detail = {
+            None: "200; whether it has an effect cannot be told",
+            "ignored": "200, without effect",
+            "answered": "",
+        }[verdict]
+        return FieldAnswer(field=name, form=how, answer=verdict or "answered", detail=detail)  # type: ignore[arg-type]
+
+    def _verdict(
+        self, trial: Trial, form: str, ask: Ask, reply: Reply, again: Reply | Refusal | ServerError | None
+    ) -> Verdict:
         heard = Heard(
             trial,
             reply,
@@ -413,15 +431,7 @@ class Fields:
             max(NEAR, 2 * self.max_nats),
             again if isinstance(again, Reply) else None,
         )
-        verdict = trial.is_heard(heard)
-        if verdict == "ignored":
-            self._ignored(name, how, ask.shown, is_standard=trial.is_standard)
-        detail = {
-            None: "200; whether it has an effect cannot be told",
-            "ignored": "200, without effect",
-            "answered": "",
-        }[verdict]
-        return FieldAnswer(field=name, form=how, answer=verdict or "answered", detail=detail)  # type: ignore[arg-type]
+        return trial.is_heard(heard)
 
     def _ignored(self, name: str, how: str, prompt: str, *, is_standard: bool) -> None:
         is_wrong = is_standard and not name.endswith(".seed")
@@ -438,7 +448,7 @@ class Fields:
                 self.findings.add(
                     "ignored",
                     f"{what} are taken with 200 and have no effect: {printable(names, 400)}",
-                    severity="wrong" if is_wrong else "note",
+                    severity="fault" if is_wrong else "note",
                     evidence=[evidence for _, evidence in found],
                     count=len(found),
                     of=self.num_asked,

@@ -1,4 +1,4 @@
-"""What is found as an audit goes on, one wrong finding a kind, with the worst places where each shows.
+"""Findings of an audit in progress: one fault a kind, with the worst places where each shows.
 
 Notes of one kind are as many as their titles: each is a form, a check or a request of its own.
 """
@@ -38,7 +38,7 @@ class Findings:
         kind: str,
         title: str,
         *,
-        severity: Severity = "wrong",
+        severity: Severity = "fault",
         evidence: Iterable[Evidence] = (),
         worst: float | None = None,
         count: int = 1,
@@ -58,11 +58,11 @@ class Findings:
         kept.correction = kept.correction or correction
 
     def has(self, *kinds: str) -> bool:
-        """Whether one of these was found to be wrong."""
-        return any((kind, "wrong", "") in self._kept for kind in kinds)
+        """True if one of these is a fault."""
+        return any((kind, "fault", "") in self._kept for kind in kinds)
 
     def listed(self) -> tuple[Finding, ...]:
-        """All of them, the wrong ones first."""
+        """All of them: faults in numbers, faults in conformance, notes."""
         found = [
             Finding(
                 kind=kind,
@@ -78,7 +78,7 @@ class Findings:
             )
             for (kind, severity, _), kept in self._kept.items()
         ]
-        return tuple(sorted(found, key=lambda one: one.severity != "wrong"))
+        return tuple(sorted(found, key=lambda one: (one.severity != "fault", one.area != "numbers")))
 
 
 def _distance(evidence: Evidence) -> float:

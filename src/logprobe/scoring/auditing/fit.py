@@ -14,8 +14,8 @@ import numpy as np
 
 from logprobe.scoring import measures
 from logprobe.scoring.auditing.distributions import fitted_temperature
+from logprobe.scoring.auditing.reference import candidates
 from logprobe.scoring.auditing.report import Errors, Evidence
-from logprobe.scoring.auditing.truth import candidates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""An audit as one page of HTML: the verdict, findings with their evidence, plots and tables.
+"""An audit as one page of HTML: the verdicts, findings with their evidence, plots and tables.
 
 The page is whole: its style and its plots stand in it, and it fetches and runs nothing. Texts of the endpoint
 are escaped. Before it: `AuditReport`. After it: a browser.
@@ -17,14 +17,14 @@ from logprobe.scoring.auditing.report import KINDS
 from logprobe.scoring.auditing.svg import WIDE, Axis, Plot, Points
 from logprobe.scoring.auditing.words import (
     asked_of,
+    conformance_summary,
     distribution_words,
     extent_of,
     measured,
     nats,
+    numbers_summary,
     place_of,
     steady_words,
-    summary,
-    verdict,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ STYLE: Final = Path(__file__).with_name("page.css")
 
 def page(report: AuditReport) -> str:
     """The whole page of a report."""
-    title = escape(f"{verdict(report)}: {report.endpoint}")
+    title = escape(f"{report.numbers}: {report.endpoint}")
     style = STYLE.read_text(encoding="utf-8")
     made = f"logprobe {version('logprobe')}, {report.created}. Exact numbers: {_ours(report)}."
     sections = [
@@ -68,8 +68,9 @@ def page(report: AuditReport) -> str:
 def _head(report: AuditReport) -> str:
     server = "" if report.server is None else f" It says that it is {escape(report.server)}."
     return (
-        f'<header class="{"good" if report.is_truthful else "bad"}"><h1>{verdict(report).capitalize()}</h1>'
-        f"<p>{escape(summary(report))}</p>"
+        f'<header class="{"good" if report.numbers == "PASS" else "bad"}"><h1>Numbers: {report.numbers}</h1>'
+        f"<p>{escape(numbers_summary(report))}</p>"
+        f"<p>API conformance: {escape(conformance_summary(report))}</p>"
         f'<p class="soft">{escape(asked_of(report))}; {measured(report)}.{server}</p></header>'
     )
 
@@ -90,7 +91,8 @@ def _findings(report: AuditReport) -> str:
 
 
 def _finding(finding: Finding) -> str:
-    extent = " · ".join(part for part in (finding.severity, finding.kind, extent_of(finding)) if part)
+    parts = (finding.severity, finding.area, finding.kind, extent_of(finding))
+    extent = " · ".join(part for part in parts if part)
     fix = (
         ""
         if finding.correction is None

@@ -12,15 +12,17 @@ import msgspec
 
 from logprobe.errors import InputError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_EVIDENCE: Final = 5
 MAX_TEXT: Final = 80  # characters of a prompt, a token or a server's words
 
-Severity: TypeAlias = Literal["wrong", "note"]
+Severity: TypeAlias = Literal["fault", "note"]
+Area: TypeAlias = Literal["numbers", "conformance"]
+Verdict: TypeAlias = Literal["PASS", "FAIL"]
 Where: TypeAlias = Literal["prompt", "completion"]
 Answer: TypeAlias = Literal["answered", "refused", "ignored", "error"]
 
-KINDS: Final[dict[str, str]] = {
+NUMBER_KINDS: Final[dict[str, str]] = {
     "temperature-unasked": "numbers are of a distribution after a temperature that nobody asked",
     "renormalised-unasked": "numbers are renormalised over a part of the vocabulary, unasked",
     "shifted": "rows stand at the position of their neighbour",
@@ -34,28 +36,35 @@ KINDS: Final[dict[str, str]] = {
     "unsteady-order": "numbers depend on the order of requests",
     "wrong-at-length": "numbers are wrong for prompts of some lengths",
     "stream-differs": "a stream has other numbers than a whole reply",
-    "bytes-wrong": "bytes are not those of the token",
-    "text-wrong": "a token's text is that of another token",
     "filled-in": "numbers stand where none was computed",
-    "ids-repeated": "a token stands twice among the alternatives",
-    "alternatives-cut": "fewer alternatives than asked",
     "alternatives-wrong": "the alternatives are not the likeliest tokens",
-    "ignored": "a field is taken and has no effect",
     "bos": "prompts begin otherwise than the tokenizer says",
     "template": "chats are laid out otherwise than the model's template says",
     "lora-prompt": "prompt rows of a LoRA request are those of the base model",
+    "lora-ignored": "generated rows of a LoRA request are those of the base model",
     "stale-weights": "numbers stayed where the weights changed",
     "changed-unasked": "numbers changed where the weights stayed",
     "log-base": "numbers are logarithms of another base",
     "probabilities": "numbers are probabilities, not their logarithms",
     "prefill-decode": "generated rows are right, and the same tokens scored as a prompt are wrong",
     "does-not-fit": "numbers are of no distribution that was computed",
+}
+"""Kinds of findings that say of a number that it is wrong, missing or of another prompt → their meaning."""
+
+CONFORMANCE_KINDS: Final[dict[str, str]] = {
+    "bytes-wrong": "bytes are not those of the token",
+    "text-wrong": "a token's text is that of another token",
+    "ids-repeated": "a token stands twice among the alternatives",
+    "alternatives-cut": "fewer alternatives than asked",
+    "ignored": "a field is taken and has no effect",
     "error": "a request failed that should not",
     "form": "a form that the server has not, or refuses by name",
     "unidentified": "tokens that cannot be told by id, bytes or text",
     "left-out": "a check that could not be made",
 }
-"""The machine's word for a finding → what it means."""
+"""Kinds of findings that say how the API departs from OpenAI's, right numbers or not → their meaning."""
+
+KINDS: Final[dict[str, str]] = NUMBER_KINDS | CONFORMANCE_KINDS
 
 DISTRIBUTIONS: Final = (
     "raw",
@@ -86,7 +95,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, or worth a note."""
+    """One fault, or something worth a note."""
 
     kind: str
     severity: Severity
@@ -96,6 +105,11 @@ class Finding:
     worst_nats: float | None = None
     evidence: tuple[Evidence, ...] = ()
     correction: str | None = None
+
+    @property
+    def area(self) -> Area:
+        """Which of the two verdicts it belongs to."""
+        return "numbers" if self.kind in NUMBER_KINDS else "conformance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +181,14 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """What one audit of one endpoint found."""
+    """The findings of one audit of one endpoint."""
 
     created: str  # ISO 8601, UTC
     endpoint: str
     model: str
     lora: str | None
     server: str | None  # what it says that it is
-    ours: dict[str, Any]  # of the model that computed the truth, as `LogprobsInfo` has it
+    ours: dict[str, Any]  # of the model that computed the exact rows, as `LogprobsInfo` has it
     max_nats: float
     asks: tuple[str, ...]
     requests: int
@@ -190,14 +204,20 @@ class AuditReport:
     version: int = VERSION
 
     @property
-    def is_truthful(self) -> bool:
-        """Whether nothing is wrong; notes do not count."""
-        return all(finding.severity != "wrong" for finding in self.findings)
+    def numbers(self) -> Verdict:
+        """PASS if numbers were compared, none is further off than `max_nats`, and none has another fault."""
+        is_near = bool(self.errors) and self.worst_nats <= self.max_nats
+        return "PASS" if is_near and not self.faults("numbers") else "FAIL"
+
+    def faults(self, area: Area) -> tuple[Finding, ...]:
+        """Findings of one verdict, without notes; those of conformance are its list."""
+        return tuple(one for one in self.findings if one.severity == "fault" and one.area == area)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field as JSON has it."""
+        """Every field as JSON has it, and both verdicts."""
         values: dict[str, Any] = msgspec.to_builtins(self)
-        return values
+        conformance = [finding.kind for finding in self.faults("conformance")]
+        return {"numbers": self.numbers, "conformance": conformance} | values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> AuditReport:

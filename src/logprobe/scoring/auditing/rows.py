@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.auditing.dialects import Ask, Entry, Reply, Row
     from logprobe.scoring.auditing.findings import Findings
     from logprobe.scoring.auditing.fit import Fitted
+    from logprobe.scoring.auditing.reference import Reference
     from logprobe.scoring.auditing.report import Where
     from logprobe.scoring.auditing.tokens import Tokens
-    from logprobe.scoring.auditing.truth import Truth
     from logprobe.scoring.measures import Floats
 
 MOST_LEFT_OUT: Final = 8  # tokens in a row without a row that are looked for
@@ -216,10 +216,10 @@ def _stands_at(token_id: int, data: bytes, cursor: int, tokens: Tokens) -> bool:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads rows beside the truth, and notes what is wrong with them."""
+    """Reads rows beside the reference, and notes faults."""
 
     tokens: Tokens
-    truth: Truth
+    reference: Reference
     findings: Findings
     num_rows: int = 0
     num_unknown: int = 0  # entries of no known token
@@ -228,7 +228,7 @@ class Reader:
         """The rows of a prompt beside ours; `is_quiet` notes nothing."""
         if not reply.prompt or len(ids) < 2:
             return None
-        rows = self.truth.rows(ids, 1)
+        rows = self.reference.rows(ids, 1)
         numbers = np.concatenate([[np.nan], rows[np.arange(len(ids) - 1), list(ids[1:])]])
         aligned = align_prompt(reply.prompt, ids, self.tokens, numbers)
         return self._group(ask, "prompt", aligned, rows, ids[:1], is_quiet=is_quiet)
@@ -241,14 +241,14 @@ class Reader:
             return None
         numbers = None
         if reply.completion_ids:
-            rows = self.truth.rows(prompt_ids + reply.completion_ids, len(prompt_ids))
+            rows = self.reference.rows(prompt_ids + reply.completion_ids, len(prompt_ids))
             numbers = rows[np.arange(len(rows)), list(reply.completion_ids)].astype(np.float64)
         aligned = align_completion(reply, self.tokens, numbers)
         if aligned.is_cut and not is_quiet:
             self.num_unknown += 1
         if not aligned.ids:
             return None
-        rows = self.truth.rows(prompt_ids + aligned.ids, len(prompt_ids))
+        rows = self.reference.rows(prompt_ids + aligned.ids, len(prompt_ids))
         return self._group(ask, "completion", aligned, rows, prompt_ids, is_quiet=is_quiet)
 
     def _group(

@@ -31,6 +31,7 @@ from logprobe.scoring.auditing.fit import (
     rounding_of,
 )
 from logprobe.scoring.auditing.precision import distances, own_runs
+from logprobe.scoring.auditing.reference import Reference
 from logprobe.scoring.auditing.report import (
     MAX_TEXT,
     AuditReport,
@@ -43,7 +44,6 @@ from logprobe.scoring.auditing.rows import Reader, check_alternatives
 from logprobe.scoring.auditing.session import Session
 from logprobe.scoring.auditing.steady import Steady
 from logprobe.scoring.auditing.tokens import Tokens
-from logprobe.scoring.auditing.truth import Truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -82,6 +82,7 @@ OF_ANOTHER: Final = (
     "probabilities",
     "bos",
     "lora-prompt",
+    "lora-ignored",
 )
 """Findings after which our rows say little of what a server should give next."""
 PLAIN: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 1.0, "seed": 1})
@@ -111,13 +112,13 @@ def audit(
 
     Args:
         endpoint: an OpenAI-compatible server, by its address, or with a key and limits as an `Endpoint`.
-        llm: the same weights here; what it gives is taken for the truth.
+        llm: the same weights here; its rows are the reference.
         model: its name over there; None: the first that the server lists.
         texts: prompts; None: six of our own, or those of `before`.
         lora: the name of LoRA weights over there, whose rows `llm` gives.
         base: the model without them; None: `llm.with_lora(None)`.
         before: an earlier report of the same endpoint, to find what changed and what did not.
-        max_nats: what may lie between two numbers; an honest server in bfloat16 needs some 0.3.
+        max_nats: the largest difference from the reference that passes; a server in bfloat16 needs some 0.3.
         precision: also compute the rows in other precisions, and tell which is nearest.
         quick: fewer lengths and neighbours.
         progress: called with the requests done, those planned, and what is looked at.
@@ -200,7 +201,7 @@ class _Run:
             await session.meet()
             self._note_forms(session)
             tokens = Tokens(self.llm.text)
-            reader = Reader(tokens, Truth(self.llm), self.findings)
+            reader = Reader(tokens, Reference(self.llm), self.findings)
             await self._ask_all(session, tokens)
             session.tell("comparing")
             roundings = self._compare(reader)
@@ -237,7 +238,7 @@ class _Run:
             model=self.model or "",
             lora=self.lora,
             server=server,
-            ours=reader.truth.info,
+            ours=reader.reference.info,
             max_nats=self.max_nats,
             asks=tuple(dict.fromkeys(ask.label for ask, _ in self.heard)),
             requests=requests,
@@ -405,7 +406,7 @@ class _Run:
             self.findings.add(
                 "rounded",
                 f"numbers are rounded to {rounding}, up to {{worst}} nats",
-                severity="wrong" if worst > self.max_nats else "note",
+                severity="fault" if worst > self.max_nats else "note",
                 worst=worst,
                 count=len(values),
                 of=len(values),
@@ -466,7 +467,7 @@ class _Run:
         least = self._median(group, reader.tokens)
         evidence = self._evidence(group, reader.tokens)
         if self.base is not None:
-            other = Reader(reader.tokens, Truth(self.base), Findings())
+            other = Reader(reader.tokens, Reference(self.base), Findings())
             of_base = (other.prompt if where == "prompt" else other.completion)(
                 ask, reply, ids, is_quiet=True
             )
@@ -515,7 +516,7 @@ class _Run:
             self.findings.add("lora-prompt", title, evidence=evidence, worst=worst)
         else:
             title = "the LoRA weights that were asked have no effect: {count} replies are the base model's"
-            self.findings.add("ignored", title, evidence=evidence, worst=worst)
+            self.findings.add("lora-ignored", title, evidence=evidence, worst=worst)
 
     def _evidence(self, group: Group, tokens: Tokens) -> list[Evidence]:
         fitted = fit([group], tokens)

@@ -47,7 +47,7 @@ class Session:
     """What is known of a server."""
 
     connection: Connection
-    num_ids: int  # of the model that computes the truth
+    num_ids: int  # of the model that computes the exact rows
     model: str | None = None
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)  # form → fields that it takes
     refused: dict[str, str] = field(default_factory=dict)  # form → why the server has it not
@@ -82,14 +82,15 @@ class Session:
         least = self.least.get(ask.form, 0)
         if ask.max_tokens < least:
             ask = replace(ask, max_tokens=least)
-        reply = await exchange(self.connection, ask, self.extras.get(ask.form, {}), self.model)
+        extras = {} if ask.is_plain else self.extras.get(ask.form, {})
+        reply = await exchange(self.connection, ask, extras, self.model)
         self.done += 1
         if isinstance(reply, Reply):
             highest = max((*(reply.prompt_ids or ()), *(reply.completion_ids or ())), default=0)
             if highest >= self.num_ids:
                 raise ServerError(
                     f"{self.connection.url}: its token {highest} is none of the {self.num_ids} of the model "
-                    "that computes the truth; name the model that the server runs"
+                    "that computes the exact rows; name the model that the server runs"
                 )
         return reply
 

@@ -201,11 +201,11 @@ class Steady:
         return True
 
     async def _extended(self, form: str) -> None:
-        """A longer prompt whose beginning is cached, beside the truth; and one as long that begins anew."""
+        """A longer prompt whose beginning is cached, beside the exact rows; and one as long that is new."""
         text = f"{self._cut(OTHER, 2)} {self._cut(PROBE, 4)}"
         ask = replace(self._probe(form), prompt=text)
-        cold = await self._beside_truth(replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}"))
-        found = await self._beside_truth(ask)
+        cold = await self._beside_reference(replace(ask, prompt=f"Note {secrets.token_hex(3)}. {text}"))
+        found = await self._beside_reference(ask)
         if cold is None or found is None:
             return
         self._note("after a cached prefix", 1, found)
@@ -216,7 +216,7 @@ class Steady:
             )
             self._wrong("unsteady-cached", title, ask, found)
 
-    async def _beside_truth(self, ask: Ask) -> Difference | None:
+    async def _beside_reference(self, ask: Ask) -> Difference | None:
         """A text's prompt rows beside ours; None where they cannot be had."""
         ids = self.reader.tokens.encode(str(ask.prompt))
         reply = await self.session.ask(ask) if len(ids) <= self.max_len else None
@@ -340,16 +340,16 @@ class Steady:
         if not sizes:
             return
         prompts = [ids for size in sizes if (ids := self._of_length(size)) is not None]
-        truths = self.reader.truth.chosen(prompts)
+        references = self.reader.reference.chosen(prompts)
         wrong: list[tuple[int, float, int | None, Ask, tuple[float | None, float | None]]] = []
         unanswered: list[tuple[int, str]] = []
-        for ids, truth in zip(prompts, truths, strict=True):
+        for ids, exact in zip(prompts, references, strict=True):
             ask = self._prompt_ask(form, ids)
             reply = await self.session.ask(ask)
             if not isinstance(reply, Reply) or not reply.prompt:
                 unanswered.append((len(ids), _words(reply)))
                 continue
-            worst, first, pair = self._errors(reply, ids, truth)
+            worst, first, pair = self._errors(reply, ids, exact)
             found = Difference(worst <= self.max_nats, worst, first)
             self._note(f"prompt of {len(ids)} tokens", 1, found)
             if worst > self.max_nats:
@@ -400,11 +400,11 @@ class Steady:
         return ids
 
     def _errors(
-        self, reply: Reply, ids: tuple[int, ...], truth: Floats | None = None
+        self, reply: Reply, ids: tuple[int, ...], exact: Floats | None = None
     ) -> tuple[float, int | None, tuple[float | None, float | None]]:
         """The worst chosen number of a prompt, the first that is off, and the two numbers there."""
-        if truth is None:
-            (truth,) = self.reader.truth.chosen([ids])
+        if exact is None:
+            (exact,) = self.reader.reference.chosen([ids])
         aligned = align_prompt(reply.prompt or (), ids, self.reader.tokens)
         worst, first = 0.0, None
         pair: tuple[float | None, float | None] = (None, None)
@@ -412,7 +412,7 @@ class Steady:
             if position < 1 or row.chosen is None:
                 continue
             theirs = np.array([-np.inf if row.chosen.logprob is None else row.chosen.logprob])
-            error = float(distance(theirs, truth[position - 1 : position])[0])
+            error = float(distance(theirs, exact[position - 1 : position])[0])
             is_filled = theirs[0] == 0 or theirs[0] <= IMPOSSIBLE or not np.isfinite(theirs[0])
             if is_filled and self.findings.has("filled-in"):
                 continue
@@ -422,7 +422,7 @@ class Steady:
             if error > self.max_nats and first is None:
                 first = position
             if error > worst:
-                worst, pair = error, (row.chosen.logprob, finite(truth[position - 1]))
+                worst, pair = error, (row.chosen.logprob, finite(exact[position - 1]))
         self.reader.num_rows += len(aligned.pairs)
         return worst, first, pair
 
@@ -460,16 +460,16 @@ class Steady:
         whole = ids + aligned.ids
         if not aligned.ids or aligned.is_cut or len(whole) > self.max_len:
             return
-        (truth,) = self.reader.truth.chosen([whole])
+        (exact,) = self.reader.reference.chosen([whole])
         generated = [
-            abs(row.chosen.logprob - truth[len(ids) - 1 + at])
+            abs(row.chosen.logprob - exact[len(ids) - 1 + at])
             for at, row in aligned.pairs
             if row.chosen is not None and row.chosen.logprob is not None
         ]
         scored = await self.session.ask(self._prompt_ask(form, whole))
         if not isinstance(scored, Reply) or not scored.prompt or not generated:
             return
-        worst, first, pair = self._errors(scored, whole, truth)
+        worst, first, pair = self._errors(scored, whole, exact)
         found = Difference(worst <= self.max_nats, worst, first, *pair, "prompt")
         self._note("generated, then scored as a prompt", 1, found)
         is_generated_right = float(np.quantile(generated, 0.9)) <= self.max_nats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from logprobe.scoring.auditing.report import AuditReport, Distance, Evidence, Finding, Steadiness
+    from logprobe.scoring.auditing.report import Area, AuditReport, Distance, Evidence, Finding, Steadiness
 
 Numbers: TypeAlias = Literal["chosen", "alternatives"]
 
@@ -25,17 +25,22 @@ DISTRIBUTION_WORDS: Final = {
 """Of what numbers are → the same in words."""
 
 
-def verdict(report: AuditReport) -> str:
-    """The one word for a whole audit."""
-    return "TRUTHFUL" if report.is_truthful else "NOT TRUTHFUL"
+def numbers_summary(report: AuditReport) -> str:
+    """Return the worst number beside the limit, and the kinds of faults in numbers."""
+    if not report.errors:
+        return "no number could be compared"
+    worst = f"worst {nats(report.worst_nats)} nats (at most {report.max_nats:g})"
+    return ", ".join([worst, *_kinds(report, "numbers")])
 
 
-def summary(report: AuditReport) -> str:
-    """What stands beside the verdict: the worst number, and how many findings there are."""
-    wrong = sum(finding.severity == "wrong" for finding in report.findings)
-    notes = len(report.findings) - wrong
-    parts = [f"worst {nats(report.worst_nats)} nats", _count(wrong, "finding"), _count(notes, "note")]
-    return ", ".join(parts)
+def conformance_summary(report: AuditReport) -> str:
+    """Return the kinds of conformance faults, and how many notes there are."""
+    notes = sum(finding.severity == "note" for finding in report.findings)
+    return ", ".join([*(_kinds(report, "conformance") or ["no fault"]), _count(notes, "note")])
+
+
+def _kinds(report: AuditReport, area: Area) -> list[str]:
+    return [finding.kind for finding in report.faults(area)]
 
 
 def measured(report: AuditReport) -> str:

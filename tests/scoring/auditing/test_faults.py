@@ -1,4 +1,4 @@
-"""Endpoints that lie, one way at a time, each named by its own kind; and a truthful one, which passes."""
+"""Endpoints with one fault each, named by its own kind; and one without, which passes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from audit_proxy import LIES, lying
+from audit_proxy import FAULTS, faulty
 from conftest import save_adapters, save_tiny_llama
 from logprobe import LLM
 from logprobe.scoring import AuditReport, Endpoint, audit
+from logprobe.scoring.auditing.report import NUMBER_KINDS
 from logprobe.server import ServerSettings
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ OF_LORA = {"lora_prompt"}
 
 @dataclass(frozen=True)
 class Served:
-    """A server, the model behind it, and what one truthful audit of it found."""
+    """A server, the model behind it, and what one audit of it found."""
 
     url: str
     llm: Any
@@ -34,10 +35,10 @@ class Served:
     new: Any  # with other weights
 
     def audit(
-        self, lie: str | None, *, lora: str | None = None, refused: tuple[str, ...] = (), **asked: Any
+        self, fault: str | None, *, lora: str | None = None, refused: tuple[str, ...] = (), **asked: Any
     ) -> AuditReport:
         llm = self.llm if lora is None else self.tuned
-        with lying(self.url, lie, base="base", loras=[LORA], refused=refused) as address:
+        with faulty(self.url, fault, base="base", loras=[LORA], refused=refused) as address:
             return audit(
                 Endpoint(address), asked.pop("llm", llm), lora=lora, texts=TEXTS, quick=True, **asked
             )
@@ -62,34 +63,34 @@ def before(served: Served) -> AuditReport:
     return served.audit(None)
 
 
-def wrong(report: AuditReport) -> list[Finding]:
-    return [finding for finding in report.findings if finding.severity == "wrong"]
+def faults(report: AuditReport) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity == "fault"]
 
 
 def kinds(report: AuditReport) -> list[str]:
-    return [finding.kind for finding in wrong(report)]
+    return [finding.kind for finding in faults(report)]
 
 
-def check_named(report: AuditReport, lie: str) -> None:
-    told = LIES[lie]
-    assert not report.is_truthful
+def check_named(report: AuditReport, fault: str) -> None:
+    told = FAULTS[fault]
+    assert report.numbers == ("FAIL" if NUMBER_KINDS.keys() & kinds(report) else "PASS")
     assert told.kind in kinds(report), report.findings
     assert {*kinds(report)} <= {told.kind} | told.also
-    (finding,) = [finding for finding in wrong(report) if finding.kind == told.kind]
+    (finding,) = [finding for finding in faults(report) if finding.kind == told.kind]
     assert finding.evidence or finding.count
 
 
-def test_there_are_as_many_lies_as_were_seen() -> None:
-    assert len(LIES) >= 26
+def test_there_are_as_many_faults_as_were_seen() -> None:
+    assert len(FAULTS) >= 26
 
 
-def test_a_truthful_endpoint_passes(before: AuditReport) -> None:
-    assert wrong(before) == []
-    assert before.is_truthful
+def test_an_endpoint_without_faults_passes(before: AuditReport) -> None:
+    assert faults(before) == []
+    assert before.numbers == "PASS"
 
 
-def test_a_truthful_endpoint_passes_with_lora_weights(served: Served) -> None:
-    assert wrong(served.audit(None, lora=LORA)) == []
+def test_an_endpoint_without_faults_passes_with_lora_weights(served: Served) -> None:
+    assert faults(served.audit(None, lora=LORA)) == []
 
 
 @pytest.mark.parametrize(
@@ -101,31 +102,31 @@ def test_a_truthful_endpoint_passes_with_lora_weights(served: Served) -> None:
     ],
     ids=["no ids", "no prompt_logprobs", "no prompt rows"],
 )
-def test_a_truthful_endpoint_without_some_fields_passes(served: Served, refused: tuple[str, ...]) -> None:
-    assert wrong(served.audit(None, refused=refused)) == []
+def test_an_endpoint_that_lacks_some_fields_passes(served: Served, refused: tuple[str, ...]) -> None:
+    assert faults(served.audit(None, refused=refused)) == []
 
 
-def test_a_truthful_endpoint_of_processed_numbers_passes(served: Served, new_serving: Any) -> None:
+def test_an_endpoint_without_faults_of_processed_numbers_passes(served: Served, new_serving: Any) -> None:
     settings = ServerSettings(max_logprobs=-1, logprobs_mode="processed_logprobs")
-    with new_serving(served.llm, settings) as (url, _), lying(url, None) as address:
-        assert wrong(audit(Endpoint(address), served.llm, texts=TEXTS, quick=True)) == []
+    with new_serving(served.llm, settings) as (url, _), faulty(url, None) as address:
+        assert faults(audit(Endpoint(address), served.llm, texts=TEXTS, quick=True)) == []
 
 
 def test_nothing_changed_and_nothing_is_said_to_have(served: Served, before: AuditReport) -> None:
-    assert wrong(served.audit(None, before=before)) == []
+    assert faults(served.audit(None, before=before)) == []
 
 
 def test_new_weights_that_are_served_are_no_fault(
     served: Served, before: AuditReport, new_serving: Any
 ) -> None:
     settings = ServerSettings(max_logprobs=-1, model_name="base")
-    with new_serving(served.new, settings) as (url, _), lying(url, None) as address:
-        assert wrong(audit(Endpoint(address), served.new, texts=TEXTS, before=before, quick=True)) == []
+    with new_serving(served.new, settings) as (url, _), faulty(url, None) as address:
+        assert faults(audit(Endpoint(address), served.new, texts=TEXTS, before=before, quick=True)) == []
 
 
-@pytest.mark.parametrize("lie", sorted(LIES.keys() - OF_TWO_AUDITS - OF_LORA))
-def test_a_lie_is_named(served: Served, lie: str) -> None:
-    check_named(served.audit(lie), lie)
+@pytest.mark.parametrize("fault", sorted(FAULTS.keys() - OF_TWO_AUDITS - OF_LORA))
+def test_a_fault_is_named(served: Served, fault: str) -> None:
+    check_named(served.audit(fault), fault)
 
 
 def test_prompt_rows_of_the_base_model_are_named(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The rows as they are: computed by our own engine, and what a request's parameters make of them."""
+"""Reference rows: computed by our own engine, and what a request's parameters make of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES: Final = ("temperature", "top_k", "top_p", "min_p")
 
 
 @final
-class Truth:
+class Reference:
     """Whole rows of one model, raw, nats; those of the latest prompts are kept."""
 
     def __init__(self, llm: Scorer) -> None:
