@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -277,6 +278,19 @@ def test_banned_words_do_not_appear(llm: LLM) -> None:
     out = llm.generate([[5, 6]], banned)[0].outputs[0]
     assert "dog" not in out.text
     assert len(out.token_ids) == 30
+
+
+def test_a_banned_word_is_not_said_with_a_space_before_it_either(llm: LLM) -> None:
+    alone, spaced = (llm.text.encode(text, add_special_tokens=False).tolist() for text in ("of", " of"))
+    assert len(alone) != len(spaced)
+    favoured = dict.fromkeys({*alone, *spaced}, 30.0)
+    asked = [SamplingParams(max_tokens=60, logit_bias=favoured, seed=seed) for seed in range(4)]
+    banned = [replace(params, bad_words=["of"]) for params in asked]
+    for forms, params in (((alone, spaced), asked), ((), banned)):
+        outs = [out.outputs[0].token_ids for out in llm.generate([[5, 6]] * 4, params)]
+        for ids in (alone, spaced):
+            is_said = any(ids == out[at : at + len(ids)] for out in outs for at in range(len(out)))
+            assert is_said == (ids in forms)
 
 
 def test_stream_chat_and_whole_give_the_same(llm: LLM) -> None:

@@ -115,9 +115,9 @@ class MinTokensLogitsProcessor(LogitsProcessor):
 class BannedWordsLogitsProcessor(LogitsProcessor):
     """Keeps `bad_words` (texts) and `bad_words_token_ids` (sequences of ids) from being generated.
 
-    The last token of a sequence is made impossible where the tokens generated end with the others. A text
-    counts at the start of a word and within one: its tokens with a leading space, where that gives as many,
-    and without (vLLM's rule).
+    The last token of a sequence is made impossible where the tokens generated end with the others. A text is
+    banned with a leading space and without one, each as the tokens that the tokenizer gives it; the same
+    letters cut into other tokens are not.
     """
 
     Args = BannedWordsArgs
@@ -154,11 +154,25 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that a text stands for: within a word, and at the start of one."""
-    plain = tuple(model.encode(word.lstrip()))
-    spaced = tuple(model.encode(" " + word.lstrip()))
-    is_other = len(spaced) == len(plain) and spaced[:1] != plain[:1]
-    return tuple(ids for ids in (plain, spaced if is_other else ()) if ids)
+    """Return the token sequences of a text as it continues another: without a leading space, and with one."""
+    bare = word.lstrip(" ") or word  # a text of spaces alone is banned as it is
+    forms = dict.fromkeys((_continuing(model, bare), _continuing(model, " " + bare)))
+    return tuple(ids for ids in forms if ids)
+
+
+def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text that continues another, without the space that a tokenizer may prepend."""
+
+    def bytes_of(ids: list[int]) -> bytes:
+        return b"".join(map(model.vocabulary.token_bytes, ids))
+
+    ids, data = model.encode(text), text.encode("utf-8", "replace")
+    if bytes_of(ids) == b" " + data:
+        # Behind a line break no space is prepended; the break is a token of its own in these tokenizers.
+        behind = model.encode("\n" + text)
+        starts = range(len(behind))
+        ids = next((behind[start:] for start in starts if bytes_of(behind[start:]) == data), ids)
+    return tuple(ids)
 
 
 def banned_(logits: Tensor, cells: Cells | None) -> Tensor:
