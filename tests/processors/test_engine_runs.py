@@ -236,15 +236,6 @@ def test_a_processor_that_raises_fails_its_request_and_the_batch_goes_on(llm: LL
     check_integrity(llm)
 
 
-def test_processors_that_together_leave_no_token_fail_the_request_by_name(llm: LLM) -> None:
-    form = {"type": "choice", "choice": ["the"]}
-    params = SamplingParams(allowed_token_ids=[200], response_format=form)
-    out = llm.generate([[5, 6]], params, on_error="return")[0]
-    assert isinstance(out.error, ProcessorError)
-    assert "AllowedTokensLogitsProcessor, GrammarLogitsProcessor" in str(out.error)
-    assert "no token is left possible" in str(out.error)
-
-
 def test_a_model_that_gives_nan_is_not_blamed_on_a_processor(llm: LLM, monkeypatch: Any) -> None:
     forward = llm.engine.core.engine.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(forward, "head", lambda hidden: torch.full((len(hidden), VOCAB_SIZE), torch.nan))

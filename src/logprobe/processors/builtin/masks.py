@@ -14,8 +14,8 @@ import torch
 
 from logprobe.errors import require, shortened
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
-from logprobe.processors.batch import BatchState, as_batch
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.batch import BatchRow, BatchState, as_batch
+from logprobe.processors.interface import LogitsProcessor, MaskLogitsProcessor, ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Cells:
 
 
 @final
-class AllowedTokensLogitsProcessor(LogitsProcessor):
+class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
     """Makes every token impossible but `allowed_token_ids`."""
 
     Args = AllowedTokensArgs
@@ -75,9 +75,17 @@ class AllowedTokensLogitsProcessor(LogitsProcessor):
             logits[index, ids_here] = kept
         return logits
 
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid all but the allowed tokens."""
+        ids = row.args.allowed_token_ids
+        if ids is not None:
+            kept = possible[ids]
+            possible[:] = False
+            possible[ids] = kept
+
 
 @final
-class MinTokensLogitsProcessor(LogitsProcessor):
+class MinTokensLogitsProcessor(MaskLogitsProcessor):
     """Makes the tokens that end a text impossible before `min_tokens` were generated.
 
     These are the model's end-of-sequence tokens and the request's `stop_token_ids`.
@@ -98,21 +106,24 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     def update_state(self, batch: BatchState) -> None:
         """Find the rows that are too short to end."""
         batch = as_batch(batch, MinTokensArgs)
-        ends = [
-            sorted(self._eos_token_ids.union(row.params.stop_token_ids if row.params else ()))
-            if len(row.output_token_ids) < row.args.min_tokens
-            else []
-            for row in batch.rows
-        ]
-        self._cells = Cells.of(ends)
+        self._cells = Cells.of([self._ends(row) for row in batch.rows])
 
     def apply(self, logits: Tensor) -> Tensor:
         """Put -inf where an end would come too early."""
         return banned_(logits, self._cells)
 
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid the ends of a row that is too short."""
+        possible[self._ends(row)] = False
+
+    def _ends(self, row: BatchRow) -> list[int]:
+        if len(row.output_token_ids) >= row.args.min_tokens:
+            return []
+        return sorted(self._eos_token_ids.union(row.params.stop_token_ids if row.params else ()))
+
 
 @final
-class BannedWordsLogitsProcessor(LogitsProcessor):
+class BannedWordsLogitsProcessor(MaskLogitsProcessor):
     """Keeps `bad_words` (texts) and `bad_words_token_ids` (sequences of ids) from being generated.
 
     The last token of a sequence is made impossible where the tokens generated end with the others. A text is
@@ -146,6 +157,10 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         """Put -inf on the tokens that would complete a sequence."""
         return banned_(logits, self._cells)
+
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid the tokens that would complete a sequence."""
+        possible[self._completing(row.args, row.output_token_ids)] = False
 
     def _completing(self, args: BannedWordsArgs, output: Sequence[int]) -> list[int]:
         sequences = [ids for word in args.bad_words for ids in self._sequences(word)]

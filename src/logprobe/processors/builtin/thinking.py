@@ -11,7 +11,7 @@ import torch
 from logprobe.errors import require
 from logprobe.processors.arguments import ThinkingBudgetArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.interface import LogitsProcessor, ModelFacts, OverruledError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,9 +76,7 @@ class Thinking:
         expected = self.next_forced
         if expected is not None:
             if token_id != expected:
-                raise ValueError(
-                    f"token {token_id} came where {expected} was forced; a later processor overruled it"
-                )
+                raise OverruledError(f"token {token_id} came where {expected} was forced")
             self.num_forced += 1
             if self.next_forced is None:
                 self.is_on, self.forced, self.num_forced = False, (), 0
