@@ -5,6 +5,7 @@
     LogprobeError
     ├── ParameterError (ValueError)        a value the caller passed; `.parameter` names it
     │   ├── UnknownParameterError (TypeError)  a name that does not exist; says the nearest one
+    │   ├── ConflictingParametersError         leave no token to draw; `.parameters` names them
     │   └── PromptTooLongError                 more tokens than the model or the cache can ever hold
     ├── InputError (ValueError)            a file or text that cannot be read as asked
     ├── OutputError (OSError)              a file that cannot be written
@@ -131,6 +132,29 @@ class UnknownParameterError(ParameterError, TypeError):
         near = nearest_name(parameter, known, cutoff=0.7)
         remedy = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
         super().__init__(shortened(parameter), f"{of} has no such parameter; {remedy}")
+
+
+class ConflictingParametersError(ParameterError):
+    """Parameters of one request leave no token to draw; `.parameters` and `.processors` name all involved.
+
+    Raised before anything runs where that can be told from the request alone. Otherwise the request ends with
+    it while it generates, and its output keeps the tokens drawn until then.
+
+    Remedy: change or leave out one of the parameters that the message names.
+    """
+
+    def __init__(self, parameters: Iterable[str], processors: Iterable[str], fault: str) -> None:
+        first, *others = self.parameters = tuple(dict.fromkeys(parameters))
+        self.processors = tuple(dict.fromkeys(processors))
+        self.fault = fault  # what is wrong, without names: "leaves no token to draw"
+        together = f"with {', '.join(others)}, " if others else ""
+        remedy = "change one of them" if others else "change it"
+        super().__init__(first, f"{together}{fault} ({', '.join(self.processors)}); {remedy}")
+
+    def renamed(self, names: Mapping[str, str]) -> ConflictingParametersError:
+        """Return the same error with the parameters called by other names, such as fields of an HTTP body."""
+        parameters = [names.get(name, name) for name in self.parameters]
+        return ConflictingParametersError(parameters, self.processors, self.fault)
 
 
 class PromptTooLongError(ParameterError):

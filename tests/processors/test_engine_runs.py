@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -235,15 +236,6 @@ def test_a_processor_that_raises_fails_its_request_and_the_batch_goes_on(llm: LL
     check_integrity(llm)
 
 
-def test_processors_that_together_leave_no_token_fail_the_request_by_name(llm: LLM) -> None:
-    form = {"type": "choice", "choice": ["the"]}
-    params = SamplingParams(allowed_token_ids=[200], response_format=form)
-    out = llm.generate([[5, 6]], params, on_error="return")[0]
-    assert isinstance(out.error, ProcessorError)
-    assert "AllowedTokensLogitsProcessor, GrammarLogitsProcessor" in str(out.error)
-    assert "no token is left possible" in str(out.error)
-
-
 def test_a_model_that_gives_nan_is_not_blamed_on_a_processor(llm: LLM, monkeypatch: Any) -> None:
     forward = llm.engine.core.engine.forward  # type: ignore[attr-defined]
     monkeypatch.setattr(forward, "head", lambda hidden: torch.full((len(hidden), VOCAB_SIZE), torch.nan))
@@ -277,6 +269,19 @@ def test_banned_words_do_not_appear(llm: LLM) -> None:
     out = llm.generate([[5, 6]], banned)[0].outputs[0]
     assert "dog" not in out.text
     assert len(out.token_ids) == 30
+
+
+def test_a_banned_word_is_not_said_with_a_space_before_it_either(llm: LLM) -> None:
+    alone, spaced = (llm.text.encode(text, add_special_tokens=False).tolist() for text in ("of", " of"))
+    assert len(alone) != len(spaced)
+    favoured = dict.fromkeys({*alone, *spaced}, 30.0)
+    asked = [SamplingParams(max_tokens=60, logit_bias=favoured, seed=seed) for seed in range(4)]
+    banned = [replace(params, bad_words=["of"]) for params in asked]
+    for forms, params in (((alone, spaced), asked), ((), banned)):
+        outs = [out.outputs[0].token_ids for out in llm.generate([[5, 6]] * 4, params)]
+        for ids in (alone, spaced):
+            is_said = any(ids == out[at : at + len(ids)] for out in outs for at in range(len(out)))
+            assert is_said == (ids in forms)
 
 
 def test_stream_chat_and_whole_give_the_same(llm: LLM) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logprobe.config import EngineConfig
-from logprobe.errors import ParameterError
+from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors import (
     BatchRow,
     Pipeline,
@@ -201,9 +201,10 @@ def test_a_token_that_a_matcher_does_not_accept_fails_its_request(facts: ModelFa
         samples.append(sample)
     pipeline.prepare(samples)
     done = pipeline.apply(torch.zeros(2, 10))
-    assert [str(error) for error in done.errors.values()] == [
-        "Abab failed request 'bad': ValueError('the matcher does not accept token 4')"
-    ]
+    assert list(done.errors) == [1]
+    error: Any = done.errors[1]
+    assert (type(error), error.processor) == (ProcessorError, "Abab")
+    assert isinstance(error.__cause__, ValueError)
     assert done.logits[0].isfinite().nonzero().tolist() == [[1]]
 
 

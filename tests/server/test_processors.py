@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,3 +148,42 @@ def test_metrics_count_a_registered_processors_rows(processing: Any) -> None:
         if one.startswith('logprobe_processor_rows_total{processor="SayItAgainLogitsProcessor"}')
     )
     assert float(line.split()[-1]) >= 6
+
+
+CHOICE = {"type": "choice", "choice": ["cat", "cow"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"allowed_token_ids": [5], "bad_words_of": 5}, ["allowed_token_ids", "bad_words"]),
+        ({"min_tokens": 5, "response_format": CHOICE}, ["min_tokens", "response_format"]),
+        ({"min_tokens": 5, "guided_choice": ["cat", "cow"]}, ["min_tokens", "guided_choice"]),
+        ({"allowed_token_ids": [5], "response_format": CHOICE}, ["allowed_token_ids", "response_format"]),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_contradict_each_other_are_a_400_that_names_them(
+    server: Any, fields: dict[str, Any], named: list[str], stream: bool
+) -> None:
+    fields = dict(fields)
+    if (token_id := fields.pop("bad_words_of", None)) is not None:
+        fields["bad_words"] = [server.llm.text.vocabulary.token_text(token_id)]
+    reply = server.post("/v1/completions", prompt="the", max_tokens=8, stream=stream, **fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, named[0])
+    assert all(name in error["message"] for name in named)
+
+
+def test_a_contradiction_met_while_generating_is_a_400_too(server: Any) -> None:
+    (token_id,) = server.llm.text.encode("cat", add_special_tokens=False).tolist()
+    fields = {"min_tokens": 3, "logit_bias": {str(token_id): 100.0}, "response_format": CHOICE}
+    asked = {"prompt": "the", "max_tokens": 8, "temperature": 0, **fields}
+    reply = server.post("/v1/completions", **asked)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == "min_tokens"
+    assert "GrammarLogitsProcessor" in error["message"]
+    streamed = server.post("/v1/completions", **asked, stream=True)
+    last = [line for line in streamed.text.splitlines() if line.startswith("data: {")][-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == error

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from logprobe import errors
-from logprobe.errors import EngineError, LogprobeError, ParameterError, ProcessorError
+from logprobe.errors import (
+    ConflictingParametersError,
+    EngineError,
+    LogprobeError,
+    ParameterError,
+    ProcessorError,
+)
 from logprobe.processors.effects import ProcessorEffect
 from logprobe.sampling import SamplingParams
 from logprobe.transport import codec as codecs
@@ -119,6 +125,14 @@ def test_an_error_crosses_as_its_class_its_message_and_its_fields(kind: type[Log
 def test_an_error_of_a_processor_keeps_its_name() -> None:
     [got] = events.decode(events.encode([Failure("r", ProcessorError("P", "failed"))]))
     assert (got.error.processor, str(got.error)) == ("P", "P failed")
+
+
+def test_an_error_of_several_parameters_keeps_their_names() -> None:
+    sent = ConflictingParametersError(
+        ["min_tokens", "response_format"], ["P", "Q"], "leaves no token to draw"
+    )
+    [got] = events.decode(events.encode([Failure("r", sent)]))
+    assert (str(got.error), vars(got.error)) == (str(sent), vars(sent))
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "require", "threading", "TYPE_CHECKING", "__builtins__"])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logprobe.errors import ProcessorError
 from logprobe.kernels import extract
 from logprobe.kernels.extraction.head import default_chunk_rows
 from logprobe.processors.batch import BatchRow
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from logprobe.config import EngineConfig
     from logprobe.engine.plan.sample import Draw, Sample
+    from logprobe.errors import ConflictingParametersError
     from logprobe.processors.effects import ProcessorEffect, RowEffect
     from logprobe.processors.interface import ModelFacts
     from logprobe.processors.pipeline import ActiveSample, ProcessedRows
@@ -112,19 +112,16 @@ class Drawing:
         """Note which draws a processor failed, and the effects on the others."""
         for row, draw in enumerate(chunk):
             if run is not None and row < len(run.logits):
-                draw.error = run.errors.get(row) or self._dead_end(draw.sample, row, logits, output)
+                draw.error = run.errors.get(row) or self._dead_end(row, logits, output)
             if draw.error is None and draw.sample.request.params.explain and output.is_valid[row]:
                 effects = run.effects.get(row, []) if run is not None else []
                 draw.effects = _explained(effects, output, row)
 
-    def _dead_end(
-        self, sample: Sample, row: int, logits: Tensor, output: SampledRows
-    ) -> ProcessorError | None:
-        """Several processors may leave no token where each alone leaves some."""
+    def _dead_end(self, row: int, logits: Tensor, output: SampledRows) -> ConflictingParametersError | None:
+        """Return an error where several processors leave no token and each alone leaves some."""
         if output.is_valid[row] or not bool(logits[row].amax().cpu().isfinite()):
             return None
-        name = sample.request.request_id
-        return ProcessorError(self.pipeline.names(row), f"failed request {name!r}: no token is left possible")
+        return self.pipeline.dead_end(row)
 
 
 def _named_ids(draw: Draw) -> NamedIds:

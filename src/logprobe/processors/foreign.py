@@ -15,7 +15,7 @@ import torch
 from logprobe.errors import require
 from logprobe.processors.batch import BatchRow, BatchState, RowKey
 from logprobe.processors.builtin.matchers import allowed_tokens, as_matcher
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.interface import LogitsProcessor, ModelFacts, OverruledError
 from logprobe.processors.styles import BatchUpdate, StyledParams
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _MatcherRule:
         """Advance by the tokens that were not observed yet."""
         for token_id in row.output_token_ids[self._num_observed :]:
             if not self._matcher.accept(token_id) and token_id not in self._model.eos_token_ids:
-                raise ValueError(f"the matcher does not accept token {token_id}")
+                raise OverruledError(f"the matcher does not accept token {token_id}")
         self._num_observed = len(row.output_token_ids)
 
     def change(self, row: BatchRow, scores: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import msgspec
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.config import EngineConfig
-    from logprobe.processors.batch import BatchState
+    from logprobe.processors.batch import BatchRow, BatchState
     from logprobe.records.values import TokenTable
 
 
@@ -59,6 +61,10 @@ class ModelFacts:
     def encode(self, text: str) -> list[int]:
         """The token ids of a text, special tokens within it included, none added."""
         return self.text.plain_ids(text)
+
+
+class OverruledError(ValueError):
+    """A token was drawn that a processor had made impossible: a later processor made it possible again."""
 
 
 @dataclass(slots=True)
@@ -119,3 +125,11 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def apply(self, logits: Tensor) -> Tensor:
         """Change (rows, V) float32 logits, in place or not, and return them; never change the state."""
+
+
+class MaskLogitsProcessor(LogitsProcessor):
+    """A built-in that makes tokens impossible and does nothing else."""
+
+    @abstractmethod
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Set the tokens that a row may not draw to False in (V,) bool; from any thread, without a batch."""

@@ -13,6 +13,7 @@ import torch
 from logprobe.errors import ParameterError, ProcessorError
 from logprobe.processors.batch import ArgsView, BatchRow, BatchState
 from logprobe.processors.effects import RowEffect
+from logprobe.processors.interface import OverruledError
 from logprobe.processors.stages import Stage, Stages
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.config import EngineConfig
+    from logprobe.errors import ConflictingParametersError, LogprobeError
     from logprobe.processors.interface import LogitsProcessor, ModelFacts, ProcessorCounter
 
 logger = logging.getLogger("logprobe")
@@ -50,7 +52,7 @@ class ProcessedRows:
     """What the processors made of a step's rows; a failed row is raw, and so are all where nothing ran."""
 
     logits: Tensor  # (R, V) float32
-    errors: dict[int, ProcessorError] = field(default_factory=dict)
+    errors: dict[int, LogprobeError] = field(default_factory=dict)
     effects: dict[int, list[RowEffect]] = field(default_factory=dict)  # of the rows to be explained
 
 
@@ -177,9 +179,9 @@ class Pipeline:
             if stage.processor.keeps_state and _concerns(stage, index, sample)
         ]
 
-    def names(self, row: int) -> str:
-        """The processors that concern a prepared row."""
-        return ", ".join(self._stages.ordered[index].name for index in self._samples[row].rows)
+    def dead_end(self, row: int) -> ConflictingParametersError:
+        """Return the error of a prepared row in which its processors together left no token."""
+        return self._stages.dead_end(self._samples[row].rows)
 
     def _shown(self, index: int, members: list[int]) -> list[BatchRow]:
         if members and self._stages.ordered[index].sees_all:
@@ -221,11 +223,28 @@ class Pipeline:
             except BaseException as error:  # noqa: BLE001 - the request of this row ends with it
                 stage.counter.num_failures += 1
                 if row not in run.errors:
-                    run.errors[row] = _processor_error(stage, batch_row, error)
-                    if not isinstance(error, ParameterError):  # which is the mistake of who asked
-                        self._tell(run.errors[row], error)
+                    run.errors[row] = failure = self._failure(index, row, error, raw)
+                    if isinstance(failure, ProcessorError) and not isinstance(error, ParameterError):
+                        self._tell(failure, error)
                 continue
             _put(run, raw, [row], changed)
+
+    def _failure(self, index: int, row: int, error: BaseException, raw: Tensor) -> LogprobeError:
+        """The error of a row: the processor's fault, or that of a request that contradicts itself."""
+        stage, rows = self._stages.ordered[index], self._samples[row].rows
+        involved: list[int] = []
+        if isinstance(error, OverruledError):
+            fault = str(error)
+            involved = [other for other in rows if other > index]
+        elif isinstance(error, _NoTokenError) and _leaves_some(stage, raw, row):
+            fault = f"leaves no token to draw after {len(rows[index].output_token_ids)} tokens"
+            involved = [other for other in rows if other < index]
+        involved = [other for other in involved if not self._stages.ordered[other].is_neutral]
+        if not involved:
+            return _processor_error(stage, rows[index], error)
+        failure = self._stages.conflict(sorted([*involved, index]), rows[index].params, fault)
+        failure.__cause__ = error
+        return failure
 
     def _tell(self, failure: ProcessorError, error: BaseException) -> None:
         """Log what a processor raised, with its author's own line: once for each line that raises."""
@@ -283,6 +302,19 @@ class _UnusableLogitsError(Exception):
     """A processor gave logits that cannot be used."""
 
 
+class _NoTokenError(_UnusableLogitsError):
+    """A processor left a row without a possible token."""
+
+
+def _leaves_some(stage: Stage, raw: Tensor, row: int) -> bool:
+    """Return whether a stage that was updated with this row leaves tokens where no other has taken some."""
+    try:
+        _checked_apply(stage, raw, [row])
+    except BaseException:  # noqa: BLE001 - the processor is at fault by itself
+        return False
+    return True
+
+
 def _apply_own(stage: Stage, logits: Tensor, members: list[int]) -> None:
     """A built-in works in place; rows that do not lie together are copied out and back."""
     start, end = members[0], members[-1] + 1
@@ -312,8 +344,9 @@ def _checked_apply(stage: Stage, logits: Tensor, members: list[int], *, shows_al
         is_new = ~best.isfinite() & logits[members].amax(1).cpu().isfinite()
         if bool(is_new.any()):
             kind = float(best[is_new][0])
-            fault = {torch.inf: "+inf", -torch.inf: "a row with no possible token"}.get(kind, "NaN")
-            raise _UnusableLogitsError(f"apply gave {fault}")
+            if kind == -torch.inf:
+                raise _NoTokenError("apply gave a row with no possible token")
+            raise _UnusableLogitsError(f"apply gave {'+inf' if kind == torch.inf else 'NaN'}")
     # What the processor may have kept for itself is not changed by those after it.
     return changed if changed is before else changed.clone(memory_format=torch.contiguous_format)
 

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from logprobe.errors import ParameterError, ProcessorError, closest, shortened
-from logprobe.processors import registry
+from logprobe.errors import (
+    ConflictingParametersError,
+    ParameterError,
+    ProcessorError,
+    closest,
+    shortened,
+)
+from logprobe.processors import conflicts, registry
 from logprobe.processors.arguments import check_token_ids, field_args, keys_of, to_args
 from logprobe.processors.batch import ArgsView, BatchRow
-from logprobe.processors.interface import ProcessorCounter
+from logprobe.processors.interface import MaskLogitsProcessor, ProcessorCounter
 from logprobe.processors.styles import SlotStyle, StyledParams, Updates, UpdateStyle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from logprobe.config import EngineConfig
     from logprobe.processors.batch import BatchState
@@ -30,6 +36,10 @@ BEFORE_CUSTOM: Final = (
     "LogitBiasLogitsProcessor",
 )
 AFTER_CUSTOM: Final = ("PenaltiesLogitsProcessor",)
+# Built-ins that leave possible tokens possible and impossible ones impossible.
+NEUTRAL: Final = frozenset(
+    {"LogitBiasLogitsProcessor", *AFTER_CUSTOM, "CaptureLogitsProcessor", "GlobalLogprobsCapture"}
+)
 CUSTOM_PARAMETER: Final = "logits_processors_args"
 NEAR: Final = 0.8  # likeness from which another's key is taken for a typing error
 
@@ -60,6 +70,11 @@ class Stage:
         return self.processor.arg_names if self.args_type is None else keys_of(self.args_type)
 
     @property
+    def is_neutral(self) -> bool:
+        """True for a built-in that leaves possible tokens possible and impossible ones impossible."""
+        return self.is_own and self.name in NEUTRAL
+
+    @property
     def takes_any(self) -> bool:
         """Whether it takes the keys that no other has."""
         return self.args_type is None and not self.processor.arg_names
@@ -72,6 +87,7 @@ class Stages:
     ordered: list[Stage]
     model: ModelFacts
     counters: dict[str, ProcessorCounter] = field(default_factory=dict)
+    _consistent: Any = None  # the latest parameters whose masks were found to agree
 
     @classmethod
     def build(cls, config: EngineConfig, model: ModelFacts) -> Stages:
@@ -99,13 +115,38 @@ class Stages:
 
         Raises:
             ParameterError: arguments that nobody takes, or that can never be served.
+            ConflictingParametersError: several masks together can never be served.
             ProcessorError: a processor's own check failed otherwise than by a `ValueError`.
         """
         asked = {}
         for index, args, parameter in self._asked(params):
             self._check(self.ordered[index], args, parameter, params)
             asked[index] = args
+        if len(asked) > 1 and params is not self._consistent:
+            self._check_masks(asked, params)
+            self._consistent = params
         return asked
+
+    def conflict(self, indices: Iterable[int], params: Any, fault: str) -> ConflictingParametersError:
+        """Return the error of a request whose stages of these indices contradict each other."""
+        fields = {asked.processor: asked.parameter for asked in field_args(params)}
+        stages = [self.ordered[index] for index in indices]
+        names = [CUSTOM_PARAMETER if stage.is_registered else fields[stage.name] for stage in stages]
+        return ConflictingParametersError(names, [stage.name for stage in stages], fault)
+
+    def dead_end(self, rows: Mapping[int, BatchRow]) -> ConflictingParametersError:
+        """Return the error of a sample whose stages, by index, leave its next row without a token."""
+
+        def is_conflict(masks: conflicts.Masks) -> bool:
+            return not len(conflicts.possible_tokens(masks, self.model.vocab_size))
+
+        first = next(iter(rows.values()))
+        masks = self._masks(rows)
+        indices = [index for index in rows if not self.ordered[index].is_neutral] or [*rows]
+        if masks and is_conflict(masks):
+            indices = self._smallest(masks, is_conflict)
+        fault = f"leaves no token to draw after {len(first.output_token_ids)} tokens"
+        return self.conflict(indices, first.params, fault)
 
     def take_in(self, plain: Mapping[int, Any]) -> dict[int, Any]:
         """The typed arguments of a request that another process admitted, from their plain values.
@@ -129,6 +170,34 @@ class Stages:
                 yield own[asked.processor], asked.args, asked.parameter
         for index, args in self._custom_args(params.logits_processors_args or {}).items():
             yield index, args, CUSTOM_PARAMETER
+
+    def _check_masks(self, asked: Mapping[int, Any], params: Any) -> None:
+        """Raise `ConflictingParametersError` where the masks of a request allow no text that can end."""
+        stages = [self.ordered[index] for index in asked]
+        if not all(stage.is_neutral or isinstance(stage.processor, MaskLogitsProcessor) for stage in stages):
+            return  # another processor may make tokens possible again
+
+        def is_conflict(masks: conflicts.Masks) -> bool:
+            return not conflicts.can_end(masks, params, self.model.eos_token_ids, self.model.vocab_size)
+
+        rows = {
+            index: BatchRow(request_id="", args=args, prompt_token_ids=(), output_token_ids=(), params=params)
+            for index, args in asked.items()
+        }
+        masks = self._masks(rows)
+        if len(masks) > 1 and is_conflict(masks):
+            has_first = len(conflicts.possible_tokens(masks, self.model.vocab_size))
+            fault = "leaves no text that can end" if has_first else "leaves no token to draw"
+            raise self.conflict(self._smallest(masks, is_conflict), params, fault)
+
+    def _masks(self, rows: Mapping[int, BatchRow]) -> list[tuple[MaskLogitsProcessor, BatchRow]]:
+        processors = ((self.ordered[index].processor, row) for index, row in rows.items())
+        return [(item, row) for item, row in processors if isinstance(item, MaskLogitsProcessor)]
+
+    def _smallest(self, masks: conflicts.Masks, is_conflict: Callable[[conflicts.Masks], bool]) -> list[int]:
+        """Indices of the stages of a conflict, without those that it does not need."""
+        needed = [processor for processor, _ in conflicts.smallest_conflict(masks, is_conflict)]
+        return [index for index, stage in enumerate(self.ordered) if stage.processor in needed]
 
     def _append(
         self, processor_type: type[LogitsProcessor], config: EngineConfig, *, is_registered: bool
@@ -190,7 +259,8 @@ class Stages:
             if params is not None and isinstance(stage.processor, UpdateStyle):
                 stage.processor.validate_params(StyledParams.of(params))
         except ParameterError as error:
-            raise ParameterError(parameter, str(error)) from error
+            said = str(error).removeprefix(f"{parameter}: ")
+            raise ParameterError(parameter, said) from error
         except ValueError as error:
             raise ParameterError(parameter, f"{stage.name}: {error}") from error
         except BaseException as error:

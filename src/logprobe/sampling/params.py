@@ -81,7 +81,8 @@ class SamplingParams:
         frequency_penalty: subtract this from them once a time that they were generated, in [-2, 2].
         logit_bias: token id → nats added to its logit.
         allowed_token_ids: the only tokens that may be drawn.
-        bad_words: texts that must not be generated, each of at most 256 characters.
+        bad_words: texts that must not be generated, with a leading space or without, each of at most 256
+            characters.
         response_format: OpenAI's `text`, `json_object` or `json_schema`; also `regex`, `choice`, `ebnf`,
             each with a value of the same name (extra `grammar`).
         logits_processors_args: arguments of the processors that the engine was started with.

@@ -300,7 +300,8 @@ def _whole(arrays: Sequence[Array | None]) -> list[Array]:
 def _plain_error(error: BaseException, most_causes: int = MOST_CAUSES) -> list[Any]:
     """An error as its class's name, its arguments, its plain fields, and what caused it."""
     own = error if isinstance(error, LogprobeError) else EngineError(f"{type(error).__name__}: {error}")
-    fields = {name: value for name, value in vars(own).items() if isinstance(value, str | int | float)}
+    kinds = (str, int, float, tuple)  # tuples hold names
+    fields = {name: value for name, value in vars(own).items() if isinstance(value, kinds)}
     cause = error.__cause__ if most_causes > 0 else None
     caused_by = None if cause is None else _plain_error(cause, most_causes - 1)
     return [type(own).__name__, [str(value) for value in own.args], fields, caused_by]
@@ -308,7 +309,7 @@ def _plain_error(error: BaseException, most_causes: int = MOST_CAUSES) -> list[A
 
 def _error(plain: Any) -> LogprobeError:
     """The error of a known class that `_plain_error` wrote."""
-    fields_type = dict[str, str | int | float]
+    fields_type = dict[str, str | int | float | tuple[str, ...]]
     name, args, fields, cause = msgspec.convert(plain, tuple[str, list[str], fields_type, Any])
     kind: Any = getattr(errors, name, None)
     is_known = isinstance(kind, type) and issubclass(kind, LogprobeError)

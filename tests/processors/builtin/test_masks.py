@@ -3,16 +3,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from logprobe.errors import ParameterError
 from logprobe.processors import (
     AllowedTokensLogitsProcessor,
     BannedWordsLogitsProcessor,
     MinTokensLogitsProcessor,
+    ModelFacts,
 )
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, MinTokensArgs
 from logprobe.processors.builtin.masks import word_sequences
 from logprobe.sampling import SamplingParams
+from logprobe.text.edge import TextEdge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,10 +73,43 @@ def test_a_word_without_tokens_is_refused(make: Callable[..., Any]) -> None:
         make(BannedWordsLogitsProcessor).check_args(BannedWordsArgs(bad_words=["?!"]))
 
 
-def test_a_word_counts_with_a_leading_space_and_without(tiny_llm: Any) -> None:
-    facts = tiny_llm.engine.core.engine.drawing.pipeline._stages.model
-    encode = facts.encode
-    assert word_sequences(facts, "cat") == ((encode("cat")[0],), (encode(" cat")[0],))
-    # With a space, this word has other tokens in another number: only the plain ones count.
-    assert len(encode(" zq")) != len(encode("zq"))
-    assert word_sequences(facts, "zq") == (tuple(encode("zq")),)
+def facts_of(llm: Any) -> ModelFacts:
+    text = llm.text
+    return ModelFacts(vocab_size=len(text.vocabulary), eos_token_ids=frozenset(), text=text)
+
+
+@pytest.mark.parametrize("word", ["cat", " cat", "zq", "  zq"])
+def test_a_word_is_banned_with_a_leading_space_and_without(tiny_llm: Any, word: str) -> None:
+    facts = facts_of(tiny_llm)
+    forms = [word.lstrip(), " " + word.lstrip()]
+    assert word_sequences(facts, word) == tuple(tuple(facts.encode(form)) for form in forms)
+
+
+@pytest.mark.parametrize("word", ["\n", "\t", " ", "\nthe"])
+def test_white_space_that_starts_a_word_is_part_of_it(tiny_llm: Any, word: str) -> None:
+    facts = facts_of(tiny_llm)
+    assert word_sequences(facts, word)[0] == tuple(facts.encode(word))
+    assert tuple(facts.encode("the")) not in word_sequences(facts, word)
+
+
+@pytest.mark.parametrize("step", ["normalizer", "first", "always"])
+def test_a_word_counts_without_the_space_that_a_tokenizer_prepends(step: str) -> None:
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"thecat", "th", "▁th"]
+    backend = Tokenizer(
+        models.BPE(
+            vocab={piece: token_id for token_id, piece in enumerate(dict.fromkeys(pieces))},
+            merges=[("t", "h"), ("▁", "th")],
+            unk_token="<unk>",  # noqa: S106 - a vocabulary's word
+            byte_fallback=True,
+        )
+    )
+    if step == "normalizer":  # as Llama 2 has it
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=step, split=False)
+    backend.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    text: Any = TextEdge.of(PreTrainedTokenizerFast(tokenizer_object=backend))
+    facts = ModelFacts(vocab_size=len(text.vocabulary), eos_token_ids=frozenset(), text=text)
+    ids = backend.token_to_id
+    assert word_sequences(facts, "the") == ((ids("th"), ids("e")), (ids("▁th"), ids("e")))
+    assert word_sequences(facts, "\n")[0] == (ids("<0x0A>"),)

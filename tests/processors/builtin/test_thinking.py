@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from logprobe.config import EngineConfig
 from logprobe.errors import ParameterError
-from logprobe.processors import ThinkingBudgetLogitsProcessor
+from logprobe.processors import BatchRow, BatchState, ModelFacts, ThinkingBudgetLogitsProcessor
 from logprobe.processors.arguments import ThinkingBudgetArgs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from logprobe import LLM
 
 START, END = [0], [1]  # one token each
 LONG_START, LONG_END = [0, 2], [3, 2, 1, 4]
@@ -117,6 +120,58 @@ def test_markers_of_several_tokens_are_found_and_forced(
     play: Callable[..., Any], prompt: list[int], said: list[int], expected: list[int | None]
 ) -> None:
     assert play(args(1, is_long=True), prompt, said) == expected
+
+
+JOINED = {10: b"ab", 11: b" a", 12: b"b\n", 13: b"dc", 14: b"c ", 15: b"xabcd"}  # beside a = 0 ... j = 9
+
+
+@pytest.fixture
+def joining(facts: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let some of the tokenizer's tokens hold several letters, which it does not cut texts into."""
+    letters: Any = facts.text
+    one_letter = letters.token_bytes
+    monkeypatch.setattr(
+        type(letters), "token_bytes", lambda _, token_id: JOINED.get(token_id) or one_letter(token_id)
+    )
+
+
+@pytest.mark.usefixtures("joining")
+@pytest.mark.parametrize(
+    ("prompt", "said", "expected"),
+    [
+        ([0, 1], [6, 7], [_, 2, 3, _, _]),  # the tokens that the marker has alone
+        ([10], [6, 7], [_, 2, 3, _, _]),  # one token
+        ([11, 1], [6, 7], [_, 2, 3, _, _]),  # joined with the space before it
+        ([0, 12], [6, 7], [_, 2, 3, _, _]),  # joined with the line break behind it
+        ([5], [11, 12, 6, 7], [_, _, _, 2, 3, _, _]),  # written by the model so
+        ([10], [2, 6], [_, 3, _, _]),  # the model had begun the end by itself
+        ([10, 2, 13], [6, 7], [_, _, _]),  # ended in the prompt, within a token
+        ([10, 2, 3, 5, 11, 12], [6], [_, 2, 3, _]),  # a second round
+        ([15], [6, 7], [_, _, _]),  # begun and ended within a token
+        ([0, 14, 1], [6, 7], [_, _, _]),  # not a marker
+    ],
+)
+def test_markers_are_found_in_the_text_whatever_tokens_it_is_cut_into(
+    play: Callable[..., Any], prompt: list[int], said: list[int], expected: list[int | None]
+) -> None:
+    asked = ThinkingBudgetArgs(thinking_budget=1, think_start="ab", think_end="cd")
+    assert play(asked, prompt, said) == expected
+
+
+@pytest.mark.parametrize("before", ["", "I am ", "a\n"])
+def test_a_start_marker_of_a_prompt_is_found_behind_a_space(tiny_llm: LLM, before: str) -> None:
+    text = tiny_llm.text
+    facts = ModelFacts(vocab_size=len(text.vocabulary), eos_token_ids=frozenset(), text=text)
+    processor: Any = ThinkingBudgetLogitsProcessor(EngineConfig())
+    processor.bind(facts)
+    start, end = "the cat", "the dog"
+    asked = ThinkingBudgetArgs(thinking_budget=0, think_start=start, think_end=end)
+    row = BatchRow(
+        request_id="x", args=asked, prompt_token_ids=facts.encode(before + start), output_token_ids=[]
+    )
+    processor.update_state(BatchState([row]))
+    after = processor.apply(torch.zeros(1, facts.vocab_size))
+    assert after[0].isfinite().nonzero().flatten().tolist() == facts.encode(end)[:1]
 
 
 def test_three_requests_with_budgets_two_none_and_one(

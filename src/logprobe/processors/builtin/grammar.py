@@ -20,11 +20,13 @@ from logprobe.errors import ParameterError, require
 from logprobe.processors.arguments import GrammarArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
 from logprobe.processors.builtin.matchers import LlguidanceMatcher, Matcher, allowed_tokens, problem_of
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.interface import MaskLogitsProcessor, ModelFacts, OverruledError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from logprobe.config import EngineConfig
@@ -52,7 +54,7 @@ JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separat
 
 
 @final
-class GrammarLogitsProcessor(LogitsProcessor):
+class GrammarLogitsProcessor(MaskLogitsProcessor):
     """Keeps a text within `json_schema`, `json_object`, `regex`, `choice` or `ebnf` (one of them).
 
     Where the text is complete only end-of-sequence tokens are left. The processor fails a request whose
@@ -89,6 +91,10 @@ class GrammarLogitsProcessor(LogitsProcessor):
         for index, forbidden in self._masks:
             logits[index].masked_fill_(forbidden.to(logits.device), -torch.inf)
         return logits
+
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid the tokens that the grammar does not allow."""
+        possible &= self._new_state(row).allowed(row).numpy()
 
     def matcher(self, args: GrammarArgs) -> LlguidanceMatcher:
         """What follows a text through a grammar, at its beginning; errors as `check_args`."""
@@ -136,17 +142,21 @@ class GrammarState:
 
     def next_mask(self, row: BatchRow) -> Tensor:
         """The forbidden tokens after those observed, (vocabulary,) bool."""
+        return ~self.allowed(row)
+
+    def allowed(self, row: BatchRow) -> Tensor:
+        """The allowed tokens after those observed, (vocabulary,) bool."""
         for token_id in row.output_token_ids[self._num_observed :]:
             is_end = token_id in self._model.eos_token_ids
             if not self._matcher.accept(token_id) and not is_end:
-                raise ValueError(f"token {token_id} is not in the grammar; a later processor overruled it")
-        self._num_observed = len(row.output_token_ids)
+                raise OverruledError(f"token {token_id} is not in the grammar")
+            self._num_observed += 1
         mask = self._matcher.mask()
         if mask is not None:
-            return ~allowed_tokens(mask, self._model.vocab_size)
-        forbidden = torch.ones(self._model.vocab_size, dtype=torch.bool)
-        forbidden[sorted(self._model.eos_token_ids)] = False
-        return forbidden
+            return allowed_tokens(mask, self._model.vocab_size)
+        allowed = torch.zeros(self._model.vocab_size, dtype=torch.bool)
+        allowed[sorted(self._model.eos_token_ids)] = True
+        return allowed
 
 
 def grammar_of(args: GrammarArgs) -> str:

@@ -14,8 +14,8 @@ import torch
 
 from logprobe.errors import require, shortened
 from logprobe.processors.arguments import AllowedTokensArgs, BannedWordsArgs, LogitBiasArgs, MinTokensArgs
-from logprobe.processors.batch import BatchState, as_batch
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.batch import BatchRow, BatchState, as_batch
+from logprobe.processors.interface import LogitsProcessor, MaskLogitsProcessor, ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Cells:
 
 
 @final
-class AllowedTokensLogitsProcessor(LogitsProcessor):
+class AllowedTokensLogitsProcessor(MaskLogitsProcessor):
     """Makes every token impossible but `allowed_token_ids`."""
 
     Args = AllowedTokensArgs
@@ -75,9 +75,17 @@ class AllowedTokensLogitsProcessor(LogitsProcessor):
             logits[index, ids_here] = kept
         return logits
 
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid all but the allowed tokens."""
+        ids = row.args.allowed_token_ids
+        if ids is not None:
+            kept = possible[ids]
+            possible[:] = False
+            possible[ids] = kept
+
 
 @final
-class MinTokensLogitsProcessor(LogitsProcessor):
+class MinTokensLogitsProcessor(MaskLogitsProcessor):
     """Makes the tokens that end a text impossible before `min_tokens` were generated.
 
     These are the model's end-of-sequence tokens and the request's `stop_token_ids`.
@@ -98,26 +106,29 @@ class MinTokensLogitsProcessor(LogitsProcessor):
     def update_state(self, batch: BatchState) -> None:
         """Find the rows that are too short to end."""
         batch = as_batch(batch, MinTokensArgs)
-        ends = [
-            sorted(self._eos_token_ids.union(row.params.stop_token_ids if row.params else ()))
-            if len(row.output_token_ids) < row.args.min_tokens
-            else []
-            for row in batch.rows
-        ]
-        self._cells = Cells.of(ends)
+        self._cells = Cells.of([self._ends(row) for row in batch.rows])
 
     def apply(self, logits: Tensor) -> Tensor:
         """Put -inf where an end would come too early."""
         return banned_(logits, self._cells)
 
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid the ends of a row that is too short."""
+        possible[self._ends(row)] = False
+
+    def _ends(self, row: BatchRow) -> list[int]:
+        if len(row.output_token_ids) >= row.args.min_tokens:
+            return []
+        return sorted(self._eos_token_ids.union(row.params.stop_token_ids if row.params else ()))
+
 
 @final
-class BannedWordsLogitsProcessor(LogitsProcessor):
+class BannedWordsLogitsProcessor(MaskLogitsProcessor):
     """Keeps `bad_words` (texts) and `bad_words_token_ids` (sequences of ids) from being generated.
 
-    The last token of a sequence is made impossible where the tokens generated end with the others. A text
-    counts at the start of a word and within one: its tokens with a leading space, where that gives as many,
-    and without (vLLM's rule).
+    The last token of a sequence is made impossible where the tokens generated end with the others. A text is
+    banned with a leading space and without one, each as the tokens that the tokenizer gives it; the same
+    letters cut into other tokens are not.
     """
 
     Args = BannedWordsArgs
@@ -147,6 +158,10 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
         """Put -inf on the tokens that would complete a sequence."""
         return banned_(logits, self._cells)
 
+    def forbid(self, row: BatchRow, possible: NDArray[np.bool_]) -> None:
+        """Forbid the tokens that would complete a sequence."""
+        possible[self._completing(row.args, row.output_token_ids)] = False
+
     def _completing(self, args: BannedWordsArgs, output: Sequence[int]) -> list[int]:
         sequences = [ids for word in args.bad_words for ids in self._sequences(word)]
         sequences += [tuple(ids) for ids in args.bad_words_token_ids]
@@ -154,11 +169,25 @@ class BannedWordsLogitsProcessor(LogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that a text stands for: within a word, and at the start of one."""
-    plain = tuple(model.encode(word.lstrip()))
-    spaced = tuple(model.encode(" " + word.lstrip()))
-    is_other = len(spaced) == len(plain) and spaced[:1] != plain[:1]
-    return tuple(ids for ids in (plain, spaced if is_other else ()) if ids)
+    """Return the token sequences of a text as it continues another: without a leading space, and with one."""
+    bare = word.lstrip(" ") or word  # a text of spaces alone is banned as it is
+    forms = dict.fromkeys((_continuing(model, bare), _continuing(model, " " + bare)))
+    return tuple(ids for ids in forms if ids)
+
+
+def _continuing(model: ModelFacts, text: str) -> tuple[int, ...]:
+    """Return the tokens of a text that continues another, without the space that a tokenizer may prepend."""
+
+    def bytes_of(ids: list[int]) -> bytes:
+        return b"".join(map(model.vocabulary.token_bytes, ids))
+
+    ids, data = model.encode(text), text.encode("utf-8", "replace")
+    if bytes_of(ids) == b" " + data:
+        # Behind a line break no space is prepended; the break is a token of its own in these tokenizers.
+        behind = model.encode("\n" + text)
+        starts = range(len(behind))
+        ids = next((behind[start:] for start in starts if bytes_of(behind[start:]) == data), ids)
+    return tuple(ids)
 
 
 def banned_(logits: Tensor, cells: Cells | None) -> Tensor:

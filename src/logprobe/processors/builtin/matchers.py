@@ -46,7 +46,9 @@ class LlguidanceMatcher:
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; after the end of the text any token is accepted."""
-        return self._matcher.is_stopped() or bool(self._matcher.consume_token(token_id))
+        matcher = self._matcher
+        has_ended = matcher.is_stopped() and not matcher.is_error()  # an error stops it, too
+        return has_ended or bool(matcher.consume_token(token_id))
 
     def mask(self) -> NDArray[np.uint8] | None:
         """The allowed tokens.

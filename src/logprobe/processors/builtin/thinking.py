@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -11,7 +11,7 @@ import torch
 from logprobe.errors import require
 from logprobe.processors.arguments import ThinkingBudgetArgs
 from logprobe.processors.batch import BatchRow, BatchState, RowKey, as_batch
-from logprobe.processors.interface import LogitsProcessor, ModelFacts
+from logprobe.processors.interface import LogitsProcessor, ModelFacts, OverruledError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,11 +24,20 @@ Ids: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Markers:
-    """What starts thinking, what ends it, and what is written before the end, all as token ids."""
+class Marker:
+    """What starts or ends thinking: a text, or the exact token ids that a request gave in its place."""
 
-    start: Ids
-    end: Ids
+    ids: Ids  # what is written; also what is looked for, where there is no text
+    text: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What starts thinking, what ends it, and what is written before the end."""
+
+    start: Marker
+    end: Marker
+    token_bytes: Callable[[int], bytes]
     sentence: Ids = ()
 
 
@@ -43,7 +52,8 @@ class Thinking:
     forced: Ids = ()  # what is being written, token by token
     num_forced: int = 0
     num_observed: int = 0
-    tail: list[int] = field(default_factory=list)  # the latest tokens, as many as the longest marker
+    tail: Ids = ()  # the latest tokens since a marker, as many as the longest marker of ids
+    tail_text: bytes = b""  # the latest bytes since a marker, as many as the longest marker of text
 
     def read_prompt(self, prompt: Sequence[int]) -> None:
         """Find out whether the prompt leaves the model thinking; its tokens cost no budget."""
@@ -66,12 +76,11 @@ class Thinking:
         expected = self.next_forced
         if expected is not None:
             if token_id != expected:
-                raise ValueError(
-                    f"token {token_id} came where {expected} was forced; a later processor overruled it"
-                )
+                raise OverruledError(f"token {token_id} came where {expected} was forced")
             self.num_forced += 1
             if self.next_forced is None:
-                self.is_on, self.forced, self.num_forced, self.tail = False, (), 0, []
+                self.is_on, self.forced, self.num_forced = False, (), 0
+                self.tail, self.tail_text = (), b""
             return
         was_on = self.is_on
         self._look(token_id)
@@ -81,23 +90,39 @@ class Thinking:
 
     def _look(self, token_id: int) -> None:
         """Add a token to the tail and see whether it completes a marker."""
-        longest = max(len(self.markers.start), len(self.markers.end))
-        self.tail = [*self.tail, token_id][-longest:]
+        start, end = self.markers.start, self.markers.end
+        tail = (*self.tail, token_id)
+        text = self.tail_text + self.markers.token_bytes(token_id)
+        rest = self._behind_marker(tail, text)
+        while rest is not None:  # one token may hold the ends of several
+            self.is_on, self.num_thought, tail, text = not self.is_on, 0, (), rest
+            rest = self._behind_marker(tail, text)
+        self.tail = tail[-max(len(start.ids), len(end.ids)) :]
+        self.tail_text = text[-max(len(start.text), len(end.text), 1) :]
+
+    def _behind_marker(self, tail: Ids, text: bytes) -> bytes | None:
+        """Return the text behind the marker that is looked for; None where it is not complete."""
         awaited = self.markers.end if self.is_on else self.markers.start
-        if tuple(self.tail[-len(awaited) :]) == awaited:
-            self.is_on, self.num_thought, self.tail = not self.is_on, 0, []
+        if not awaited.text:
+            return b"" if tail[-len(awaited.ids) :] == awaited.ids else None
+        _, marker, rest = text.partition(awaited.text)
+        return rest if marker else None
 
     def _start_forcing(self) -> None:
         room = max(self.budget - len(self.markers.sentence), 0)
         if self.is_on and self.num_thought >= room:
-            self.forced = self.markers.sentence + self.markers.end
+            self.forced = self.markers.sentence + self.markers.end.ids
             # Where the model has begun the end marker by itself, only its rest is written.
             self.num_forced = 0 if self.markers.sentence else self._num_begun()
 
     def _num_begun(self) -> int:
+        """Return how many tokens of the end marker are written already."""
         end = self.markers.end
-        sizes = range(min(len(end) - 1, len(self.tail)), 0, -1)
-        return next((size for size in sizes if tuple(self.tail[-size:]) == end[:size]), 0)
+        sizes = range(len(end.ids) - 1, 0, -1)
+        if not end.text:
+            return next((size for size in sizes if self.tail[-size:] == end.ids[:size]), 0)
+        begun = {size: b"".join(map(self.markers.token_bytes, end.ids[:size])) for size in sizes}
+        return next((size for size, text in begun.items() if text and self.tail_text.endswith(text)), 0)
 
 
 @final
@@ -106,8 +131,8 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
 
     Thinking starts after the marker `think_start`, in the prompt or the completion; tokens of the prompt
     cost no budget, and the stop sentence is written within it. A forced token has logit 0.0 and every other
-    one -inf. A second start marker starts a second round. Markers are found as the tokens that the model's
-    tokenizer gives them alone; where the context changes those, give `..._token_ids`.
+    one -inf. A second start marker starts a second round. Markers are found in the text, whatever tokens it
+    is cut into; those given as `..._token_ids` are found as exactly these tokens.
     """
 
     Args = ThinkingBudgetArgs
@@ -115,18 +140,20 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     def __init__(self, config: EngineConfig) -> None:
         del config
         self._encode: Callable[[str], Ids] = _no_tokenizer
+        self._token_bytes: Callable[[int], bytes] = bytes
         self._states: dict[RowKey, Thinking] = {}
         self._forced: list[tuple[int, int]] = []
 
     def bind(self, model: ModelFacts) -> None:
         """Learn how texts become tokens."""
         self._encode = lru_cache(maxsize=1024)(lambda text: tuple(model.encode(text)))
+        self._token_bytes = model.vocabulary.token_bytes
 
     def check_args(self, args: Any) -> None:
         """Refuse markers that cannot be found."""
         markers = self._markers(args)
-        require(markers.start, "think_start", "has no tokens in this model's vocabulary")
-        require(markers.end, "think_end", "has no tokens in this model's vocabulary")
+        require(markers.start.ids, "think_start", "has no tokens in this model's vocabulary")
+        require(markers.end.ids, "think_end", "has no tokens in this model's vocabulary")
         require(markers.start != markers.end, "think_end", "must differ from think_start")
 
     def update_state(self, batch: BatchState) -> None:
@@ -159,13 +186,15 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         return state
 
     def _markers(self, args: ThinkingBudgetArgs) -> Markers:
-        def ids(token_ids: list[int], text: str | None) -> Ids:
-            return tuple(token_ids) or (self._encode(text) if text else ())
+        def marker(token_ids: list[int], text: str) -> Marker:
+            return Marker(tuple(token_ids)) if token_ids else Marker(self._encode(text), text.encode())
 
+        sentence = args.think_stop_sentence_token_ids or self._encode(args.think_stop_sentence or "")
         return Markers(
-            ids(args.think_start_token_ids, args.think_start),
-            ids(args.think_end_token_ids, args.think_end),
-            ids(args.think_stop_sentence_token_ids, args.think_stop_sentence),
+            marker(args.think_start_token_ids, args.think_start),
+            marker(args.think_end_token_ids, args.think_end),
+            self._token_bytes,
+            tuple(sentence),
         )
 
 

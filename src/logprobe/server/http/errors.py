@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from logprobe.errors import (
+    ConflictingParametersError,
     EngineClosedError,
     EngineUnavailableError,
     LogprobeError,
@@ -95,6 +96,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return error
     if isinstance(error, ProcessorError) and isinstance(error.__cause__, ParameterError):
         error = error.__cause__  # what a client asked of a processor showed to be wrong only while it ran
+    if isinstance(error, ConflictingParametersError):
+        error = error.renamed(names or {})
     if isinstance(error, ParameterError):
         field = (names or {}).get(error.parameter, error.parameter)
         code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"

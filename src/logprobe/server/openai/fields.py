@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from logprobe.errors import ParameterError, shortened
+from logprobe.errors import ConflictingParametersError, ParameterError, shortened
 from logprobe.records.rows import KERNEL_EXTRAS
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, as_api_error, bad_request
@@ -300,7 +300,10 @@ def named_as_asked(body: GenerationBody | ResponsesBody, *, is_call: bool = Fals
     try:
         yield
     except (ParameterError, ApiError) as error:
-        refusal, field = as_api_error(error), "tools" if is_call else _form_field(body)
+        field = "tools" if is_call else _form_field(body)
+        if isinstance(error, ConflictingParametersError) and field is not None:
+            raise as_api_error(error, {"response_format": field}) from error
+        refusal = as_api_error(error)
         if refusal.param != "response_format" or field is None:
             raise
         message = refusal.message.removeprefix("response_format: ")

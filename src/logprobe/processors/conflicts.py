@@ -1,0 +1,68 @@
+"""Find the masks of one request that leave no token to draw together.
+
+Two masks that each leave a token may leave none together. Any thread may ask while the engine runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from logprobe.errors import ParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from numpy.typing import NDArray
+
+    from logprobe.processors.batch import BatchRow
+    from logprobe.processors.interface import MaskLogitsProcessor
+
+    Masks = Sequence[tuple[MaskLogitsProcessor, BatchRow]]
+
+MAX_PROBES: Final = 32  # rows tried for one request: texts of masks that leave more are not all looked at
+MAX_BRANCHES: Final = 16  # tokens left possible from which on masks are taken to agree
+
+
+def possible_tokens(masks: Masks, vocab_size: int) -> NDArray[np.int64]:
+    """Return the token ids that all masks leave possible, (num_possible,) int64, ascending."""
+    possible = np.ones(vocab_size, dtype=np.bool_)
+    for processor, row in masks:
+        processor.forbid(row, possible)
+    return np.flatnonzero(possible)
+
+
+def can_end(masks: Masks, params: Any, eos_token_ids: Collection[int], vocab_size: int) -> bool:
+    """Return False where no text that the masks allow reaches an end or `max_tokens`.
+
+    Texts are searched depth first. Where that would take more than `MAX_PROBES` rows, the answer is True.
+    """
+    ends = {*eos_token_ids, *params.stop_token_ids}
+    pending: list[list[int]] = [[]]
+    for _ in range(MAX_PROBES):
+        if not pending:
+            return False
+        output = pending.pop()
+        if len(output) == params.max_tokens:
+            return True
+        rows = [(processor, replace(row, output_token_ids=output)) for processor, row in masks]
+        try:
+            token_ids = possible_tokens(rows, vocab_size).tolist()
+        except ParameterError:  # a grammar that cannot be followed so far, which a draw may never reach
+            return True
+        is_open = len(token_ids) > MAX_BRANCHES or not ends.isdisjoint(token_ids)
+        if is_open or (token_ids and params.stop):
+            return True
+        pending += [[*output, token_id] for token_id in token_ids]
+    return bool(pending)
+
+
+def smallest_conflict(masks: Masks, is_conflict: Callable[[Masks], bool]) -> Masks:
+    """Return the masks of a conflict without those that it does not need."""
+    for mask in masks:
+        others = [other for other in masks if other is not mask]
+        if others and is_conflict(others):
+            masks = others
+    return masks
