@@ -20,7 +20,7 @@ from logprobe.engine.protocol import Capabilities
 from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
-from logprobe.models import Vocabulary, load_tokenizer, resolve, weight_version
+from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
@@ -122,6 +122,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         speculate=config.speculate,
         layout=forward.layout,
         weight_version=weight_version(files),
+        quantization=quantization(files),
     )
     keep_out_of_collections()
     if forward.device == "cpu" and forward.kv_bytes > free_bytes():
