@@ -237,7 +237,7 @@ def save_adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def real_llm() -> Iterator[LLM]:
-    """SmolLM2-135M-Instruct in float32; a test that cannot have it is skipped with the reason."""
+    """SmolLM2-135M-Instruct, Q4_1, in float32; a test that cannot have it is skipped with the reason."""
     from logprobe import LLM
     from logprobe.errors import ModelError
 

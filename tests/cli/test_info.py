@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import logprobe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
 
 def test_info_names_versions_devices_and_the_cache(
@@ -43,3 +43,9 @@ def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_
     assert 0 < found["probe_difference"] < 1e-4
     assert "rope_boundary" not in found
     assert "2 by our own decoder" in cli("info", str(tiny_model_folder)).out
+
+
+@pytest.mark.real_model
+def test_info_of_the_default_model_names_its_quantization(cli: Callable[..., Any]) -> None:
+    found = json.loads(cli("info", "smollm2", "--json").out)
+    assert (found["title"], found["quantization"]) == ("SmolLM2-135M-Instruct, Q4_1", "Q4_1")

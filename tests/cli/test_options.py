@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from logprobe.cli.options import flags_for, open_llm
+from logprobe.cli.options import flags_for, open_llm, say_loading
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -27,3 +27,8 @@ def test_loading_leaves_the_settings_of_transformers_as_they_were(
     with open_llm(str(tiny_model_folder)):
         assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr().err == f"loading {tiny_model_folder} …\n"
+
+
+def test_a_known_model_is_loaded_under_its_title(capfd: pytest.CaptureFixture[str]) -> None:
+    say_loading("smollm2")
+    assert capfd.readouterr().err == "loading smollm2 (SmolLM2-135M-Instruct, Q4_1) …\n"

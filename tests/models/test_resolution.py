@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from logprobe import LLM
 from logprobe.errors import InputError, ModelNotFoundError, UnsupportedModelError
-from logprobe.models import ModelFiles, resolve, weight_version
-from logprobe.models.cache import checksum_of, entry_size_bytes
+from logprobe.models import KNOWN_MODELS, ModelFiles, quantization, resolve, weight_version
+from logprobe.models.cache import MANIFEST, checksum_of, entry_size_bytes
 from logprobe.models.lora import lora_version
 
 if TYPE_CHECKING:
@@ -174,6 +175,41 @@ def test_the_version_of_a_folders_weights_is_what_sha256sum_says(folder: Path) -
     (folder / "b.safetensors").write_bytes(b"owt")
     assert weight_version(resolve(str(folder))) != f"sha256:{own(lines.encode())}"
     assert weight_version(ModelFiles("x", folder, "commit:7")) == "commit:7"
+
+
+def test_the_quantization_of_a_known_model_is_that_of_its_title(tmp_path: Path) -> None:
+    found = {name: quantization(ModelFiles(name, tmp_path)) for name in KNOWN_MODELS}
+    assert found == {"smollm2": "Q4_1", "gemma3-270m": "Q4_K_M"}
+    assert all(known.title.endswith(f", {found[name]}") for name, known in KNOWN_MODELS.items())
+
+
+def test_a_folder_of_safetensors_has_no_quantization(folder: Path) -> None:
+    assert quantization(resolve(str(folder))) is None
+
+
+@pytest.mark.usefixtures("home")
+def test_the_quantization_of_a_gguf_file_is_what_it_says(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_file_type(15))
+    files = resolve(str(path))
+    assert quantization(files) == "Q4_K_M"
+    manifest = json.loads((files.folder / MANIFEST).read_text())
+    del manifest["quantization"]  # as an earlier version wrote it
+    (files.folder / MANIFEST).write_text(json.dumps(manifest))
+    assert quantization(files) == "Q4_K_M"
+
+
+@pytest.mark.usefixtures("home")
+def test_records_name_the_quantization_of_their_checkpoint(
+    tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_file_type(3))
+    with LLM(str(path), kv_bytes=1 << 22, max_batch_tokens=64) as llm:
+        (score,) = llm.score([([5, 6], [7])])
+        able = llm.engine.capabilities()
+    assert (score.record.info.quantization, able.quantization) == ("Q4_1", "Q4_1")
+    assert able.of_weights(able.layout, "new").quantization is None
 
 
 def test_the_version_of_lora_weights_is_what_sha256sum_says_of_their_files(tmp_path: Path) -> None:

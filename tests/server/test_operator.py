@@ -114,6 +114,7 @@ def test_the_models_weights_are_replaced(
     headers = {"Authorization": "Bearer a-client-of-it"}
     told = httpx.get(f"{served.url}/v1/models", headers=headers, timeout=PATIENCE_S).json()
     assert told["data"][0]["weight_version"] == "step 2"
+    assert told["data"][0]["quantization"] is None
 
 
 @pytest.mark.parametrize(

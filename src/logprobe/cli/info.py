@@ -13,6 +13,7 @@ import typer
 from logprobe import __version__
 from logprobe.cli.options import JsonOption, complete_model, open_llm, takes_engine
 from logprobe.cli.tables import print_facts
+from logprobe.models import KNOWN_MODELS
 from logprobe.models.cache import home
 from logprobe.processors.registry import available_processors, describe_processor
 
@@ -69,7 +70,11 @@ def model_facts(model: str, **engine: Any) -> dict[str, Any]:
     """
     with open_llm(model, **engine) as llm:
         able = llm.engine.capabilities()
-    facts = {"model": able.model, "device": able.device, "dtype": able.dtype, "weights": able.weights}
+    known = KNOWN_MODELS.get(model)
+    facts = {"model": able.model} if known is None else {"model": able.model, "title": known.title}
+    if able.quantization is not None:
+        facts["quantization"] = able.quantization
+    facts |= {"device": able.device, "dtype": able.dtype, "weights": able.weights}
     if able.weight_version is not None:
         facts["weight_version"] = able.weight_version
     if able.layout is None:

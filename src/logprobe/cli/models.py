@@ -232,7 +232,7 @@ def _facts(name: str) -> dict[str, Any]:
     known = KNOWN_MODELS.get(name)
     facts: dict[str, Any] = {"model": name}
     if known is not None:
-        facts |= {"title": known.title, "license": known.license}
+        facts |= {"title": known.title, "quantization": known.quantization, "license": known.license}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= config.get("text_config", {})
     facts |= {title: config[key] for key, title in _SHAPE.items() if config.get(key) is not None}

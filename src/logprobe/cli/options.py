@@ -52,6 +52,13 @@ __all__ = [
 ]
 
 
+def say_loading(model: str) -> None:
+    """Print that a model is loaded, a known one with its quantisation, on standard error."""
+    known = KNOWN_MODELS.get(model)
+    title = "" if known is None else f" ({known.title})"
+    typer.echo(f"loading {model}{title} …", err=True)
+
+
 @contextmanager
 def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
     """Load a model, and let it go afterwards; `settings` are those of `EngineConfig`.
@@ -63,7 +70,7 @@ def open_llm(model: str, **settings: Any) -> Iterator[LLM]:
     with flags_for():
         EngineConfig(model=model, **settings)
     resolve(model)  # a name that does not exist is refused before anything heavy is imported
-    typer.echo(f"loading {model} …", err=True)
+    say_loading(model)
     from logprobe.llm import LLM
 
     with LLM(model, **settings) as llm:

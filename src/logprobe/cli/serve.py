@@ -14,6 +14,7 @@ from logprobe.cli.options import (
     MODEL_HELP,
     complete_model,
     flags_for,
+    say_loading,
     takes_other_words,
     takes_settings,
     value_in,
@@ -123,7 +124,7 @@ def serve(
         further = _further(settings, context.obj or {})
     for name in (model, *(one.config.model for one in further.values())):
         resolve(name)  # one that does not exist is refused before anything heavy is imported
-    typer.echo(f"loading {model} …", err=True)
+    say_loading(model)
     from logprobe.server.app import serve as run
 
     run(engine_config, settings, further=further, ready=_say_ready)

@@ -69,10 +69,11 @@ class Capabilities:
     num_processes: int = 0  # of its own, each with such a pool; 0: it runs in this process
     speculate: bool = False  # whether it drafts tokens of repeated text and verifies several in one step
     weight_version: str | None = None  # which weights answer, as `LogprobsInfo` has it
+    quantization: str | None = None  # of the checkpoint, such as `Q4_1`; None: its weights are not quantised
 
     def of_weights(self, layout: Layout, version: str) -> Capabilities:
         """The same with other weights."""
-        return replace(self, weights=layout.weights, layout=layout, weight_version=version)
+        return replace(self, weights=layout.weights, layout=layout, weight_version=version, quantization=None)
 
     def source(self) -> LogprobsInfo:
         """What records say of where their numbers come from."""
@@ -81,6 +82,7 @@ class Capabilities:
             model=self.model,
             logits_dtype=self.dtype,
             weight_version=self.weight_version,
+            quantization=self.quantization,
         )
         if self.layout is None:
             return source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from logprobe.models.known import DEFAULT_MODEL, KNOWN_MODELS
 from logprobe.models.loading import load_config, load_model, load_tokenizer, text_config
-from logprobe.models.resolution import ModelFiles, resolve, weight_version
+from logprobe.models.resolution import ModelFiles, quantization, resolve, weight_version
 from logprobe.models.vocabulary import Vocabulary
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "quantization",
     "resolve",
     "text_config",
     "weight_version",

@@ -29,7 +29,8 @@ class KnownModel:
     """A model that needs no hub: a GGUF file, whole or cut into parts, in published packages."""
 
     name: str
-    title: str
+    title: str  # with the quantisation
+    quantization: str  # of the file, by llama.cpp's name
     license: str
     packages: tuple[Package, ...]  # their members in this order, end to end, are the GGUF file
     gguf_sha256: str
@@ -42,6 +43,7 @@ class KnownModel:
 SMOLLM2: Final = KnownModel(
     name="smollm2",
     title="SmolLM2-135M-Instruct, Q4_1",
+    quantization="Q4_1",
     license="Apache-2.0",
     packages=(
         Package(
@@ -66,6 +68,7 @@ _GEMMA3_PART_SHA256: Final = (
 GEMMA3_270M: Final = KnownModel(
     name="gemma3-270m",
     title="Gemma 3 270M, Q4_K_M",
+    quantization="Q4_K_M",
     license="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
     packages=tuple(
         Package(

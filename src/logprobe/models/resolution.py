@@ -83,6 +83,26 @@ def weight_version(files: ModelFiles) -> str:
     return f"sha256:{digests[0]}" if len(digests) == 1 else listed_version(paths, digests)
 
 
+def quantization(files: ModelFiles) -> str | None:
+    """Quantisation of a checkpoint by llama.cpp's name, such as `Q4_1`; None for weights that have none.
+
+    Raises:
+        InputError: a GGUF file cannot be read.
+    """
+    if known := KNOWN_MODELS.get(files.name):
+        return known.quantization
+    if not has_gguf(files.folder):
+        return None
+    manifest = json.loads((files.folder / MANIFEST).read_text(encoding="utf-8"))
+    if "quantization" in manifest:
+        own: str | None = manifest["quantization"]
+        return own
+    # An entry of an earlier version.
+    from logprobe.models.gguf.file import GgufFile
+
+    return GgufFile(files.folder / GGUF).quantization
+
+
 def known_folder(model: KnownModel) -> Path:
     """Give the folder of a known model, whether it is there or not."""
     return entry_folder(model.name, model.gguf_sha256)

@@ -32,6 +32,7 @@ class LogprobsInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     model: str | None = None
     weights: str | None = None  # their layout, such as "published"
     weight_version: str | None = None  # which weights: a caller's name, or a digest or commit with its kind
+    quantization: str | None = None  # of the checkpoint, such as "Q4_1"; None: its weights are not quantised
     lora: str | None = None  # the name of LoRA weights that the numbers are under
     lora_version: str | None = None  # which: a digest of their files
     layers: str | None = None  # how they run, such as "30 by our own decoder"

@@ -47,6 +47,28 @@ def test_weights_equal_those_of_transformers_own_reader(
         torch.testing.assert_close(ours.read(name), theirs[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("file_type", "expected"), [(0, None), (1, None), (32, None), (3, "Q4_1"), (7, "Q8_0"), (15, "Q4_K_M")]
+)
+def test_the_quantization_has_llama_cpps_name(
+    file_type: int, expected: str | None, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_file_type(file_type))
+    assert GgufFile(path).quantization == expected
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q8_0"])
+def test_a_file_that_does_not_say_its_quantization_has_that_of_most_bytes(
+    type_name: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "blocks.gguf", type_name)
+    assert GgufFile(tmp_path / "blocks.gguf").quantization == type_name
+
+
+def test_a_file_of_floats_has_no_quantization(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    assert GgufFile(write_gguf(tmp_path / "tiny.gguf")).quantization is None
+
+
 def written(path: Path, type_name: str, architecture: str = "llama") -> GgufSource:
     """Matrices of one type, of a layer."""
     writer = GGUFWriter(path, architecture)

@@ -21,7 +21,7 @@ from logprobe.errors import ModelError
 from logprobe.kernels import warm_up
 from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
-from logprobe.models import Vocabulary, load_tokenizer, resolve, weight_version
+from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
@@ -124,6 +124,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         speculate=config.speculate,
         layout=forward.layout,
         weight_version=version,
+        quantization=quantization(files),
     )
     if weight_version(files) != version:
         raise ModelError(f"{files.folder}: its weights changed while they were read; load the model again")

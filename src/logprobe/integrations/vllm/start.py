@@ -22,7 +22,7 @@ from logprobe.errors import EngineError, ModelError, ParameterError, UnknownPara
 from logprobe.integrations.vllm.engine import VllmEngine
 from logprobe.integrations.vllm.orders import FORMAT, SETTINGS
 from logprobe.integrations.vllm.params import portable_params, portable_row
-from logprobe.models import load_config, resolve, weight_version
+from logprobe.models import load_config, quantization, resolve, weight_version
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import has_gguf
 from logprobe.processors import ModelFacts
@@ -310,4 +310,5 @@ def _capabilities(llm: Any, files: ModelFiles) -> Capabilities:
         stages=("raw_logprobs", "processed_logprobs"),
         num_processes=1,
         weight_version=files.version,
+        quantization=quantization(files),
     )

@@ -40,5 +40,10 @@ def convert(path: Path, folder: Path, *, name: str, sha256: str) -> None:
     except Exception as error:  # libraries read the file's own words, each with errors of its own
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"{path}: cannot be converted ({reason:.300}); fetch it again") from error
-    manifest = {"name": name, "source": path.name, "source_sha256": sha256}
+    manifest = {
+        "name": name,
+        "source": path.name,
+        "source_sha256": sha256,
+        "quantization": gguf.quantization,
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ through this.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CHUNK_NUMBERS: Final = 1 << 19  # that are dequantised together: what is made on the way stays in a cache
 ROPE_FACTORS: Final = "rope_freqs.weight"  # of frequencies: no weight of the model's
+FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _MISSING: Final = object()
 
 
@@ -65,6 +67,24 @@ class GgufFile:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The tensors' names and shapes, outermost dimension first, in the file's order."""
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def quantization(self) -> str | None:
+        """The file's quantisation by llama.cpp's name, such as `Q4_K_M`; None for float weights.
+
+        A file that does not say it has that of most of its bytes.
+        """
+        from gguf import LlamaFileType
+
+        try:
+            name = LlamaFileType(self.value("general.file_type", None)).name
+        except ValueError:
+            sizes = Counter[str]()
+            for tensor in self._tensors.values():
+                sizes[tensor.type_name] += tensor.num_bytes
+            name = max(sizes, key=sizes.__getitem__, default="F32")
+        name = name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return None if name in FLOATS else name
 
     def type_name(self, name: str) -> str:
         """Of a tensor's numbers: `F32`, or that of a quantisation, for example `Q4_1`."""

@@ -212,5 +212,6 @@ def _model(service: Service, name: str, folder: str | None) -> dict[str, Any]:
         "owned_by": "logprobe",
         "max_model_len": service.capabilities.max_model_len,
         "weight_version": service.engine.capabilities().weight_version,
+        "quantization": service.engine.capabilities().quantization,
     }
     return base if folder is None else base | {"root": folder, "parent": service.model_name}
