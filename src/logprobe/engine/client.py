@@ -70,6 +70,7 @@ Result = TypeVar("Result", RequestOutput, Score)
 class AskedPair(NamedTuple):
     """A pair to score, in as many requests as it takes; `alone` are those of the continuation by itself."""
 
+    whole: Split
     splits: list[Split]
     parts: list[Admitted]
     alone: list[Admitted]
@@ -181,7 +182,7 @@ class Client:
             asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
             splits = cut_pair(split, truncation, limit)
             alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
-            return AskedPair(splits, admit_splits(splits, asked), admit_splits(alone, params))
+            return AskedPair(split, splits, admit_splits(splits, asked), admit_splits(alone, params))
 
         admitted = _each(admit, len(pairs), on_error)
         good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
@@ -204,9 +205,13 @@ class Client:
         unconditional = measures.total([_scored_total(output) for output in alone]) if alone else None
         if len(scores) == 1:
             return replace(scores[0], unconditional_logprob=unconditional)
-        ids = [token_id for score in scores for token_id in score.token_ids]
-        data = self.text.vocabulary.bytes_of(ids)
-        return joined(scores, data, unconditional_logprob=unconditional)
+        return joined(scores, self._scored_bytes(asked.whole), unconditional_logprob=unconditional)
+
+    def _scored_bytes(self, split: Split) -> bytes:
+        """The bytes of a continuation: of the text that was given, or of its tokens where it is ids."""
+        if split.data is not None:
+            return split.data
+        return self.text.vocabulary.bytes_of(split.continuation.tolist())
 
     async def draw(
         self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
@@ -318,7 +323,8 @@ class Client:
         require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
         context, continuation = pair
         if isinstance(context, str) and isinstance(continuation, str):
-            return Split(*self.text.encode_pair(context, continuation))
+            ids, start = self.text.encode_pair(context, continuation)
+            return Split(ids, start, self.text.scored_bytes(context, continuation, ids, start))
         if isinstance(context, str) or isinstance(continuation, str):
             raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
         before = as_token_ids(context, "context") if len(context) else self.text.prefix()
@@ -373,8 +379,7 @@ class Client:
         record = _scored(output)
         ids = split.continuation.tolist()
         unconditional = None if alone is None else _scored_total(alone)
-        data = self.text.vocabulary.bytes_of(ids)
-        return Score.of(ids, record, data, unconditional_logprob=unconditional)
+        return Score.of(ids, record, self._scored_bytes(split), unconditional_logprob=unconditional)
 
     async def _follow(self, request_id: str, advance: Advance | None, follow: Follow | None) -> RequestOutput:
         is_over = None if follow is None else follow()

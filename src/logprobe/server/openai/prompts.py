@@ -7,6 +7,7 @@ tokenised, and fields of messages that no client of OpenAI's has where the chat 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
     from logprobe.server.service import Service
     from logprobe.text.chat import Conversation
-    from logprobe.text.edge import TextEdge
 
 LARGEST_ID = 2**31 - 1
 
@@ -63,8 +63,13 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bo
     text = service.text
 
     def from_text(part: str) -> Prompt:
-        ids = text.encode(part)
-        return Prompt(ids, _aligned(ids.tolist(), part.encode(), text) if is_echoed else [])
+        if not is_echoed:
+            return Prompt(text.encode(part))
+        ids, spans = text.encode_with_spans(part, add_special_tokens=True)
+        data = part.encode()
+        # To the next token's begin: of those that share a span, all begin with it and the last one has it.
+        bounds = [*spans[:, 0].tolist(), len(data)]
+        return Prompt(ids, [data[start:end] for start, end in pairwise(bounds)])
 
     def from_ids(part: Sequence[Any]) -> Prompt:
         ids = as_ids(part, "prompt")
@@ -96,15 +101,6 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
     if not all(0 <= token_id <= LARGEST_ID for token_id in ids):
         raise bad_request(name, "a token id lies outside the vocabulary")
     return np.array(ids, dtype=np.int32)
-
-
-def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:
-    """What each token gives of the text it came from: special ones that the tokenizer added give nothing."""
-    parts = [text.vocabulary.token_bytes(token_id) for token_id in ids]
-    for num_added in (0, 1):
-        if b"".join(parts[num_added:]) == data:
-            return [b""] * num_added + parts[num_added:]
-    return [text.bytes_of([token_id]) for token_id in ids]
 
 
 def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole: bool = True) -> None:
