@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from logprobe import LLM
-from logprobe.scoring import DataSettings, score_dataset, surprisal
+from logprobe.scoring import DataSettings, compare, score_dataset, surprisal
 from rewriting import save_rewriting_llama, save_sentencepiece_llama
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ def test_perplexity_and_data_sets_agree_on_the_bytes(rewriter: Any, tmp_path: Pa
     assert total.num_bytes == len(text.encode())
     assert total.num_scored_bytes == total.num_bytes - first
     assert llm.perplexity(text, bos=True).num_scored_bytes == total.num_bytes
+    compared = compare(llm, llm, [text], bos=True)
+    assert compared.num_bytes == total.num_bytes
+    assert compared.bits_per_byte()[0] == pytest.approx(llm.perplexity(text, bos=True).bits_per_byte)
     (tmp_path / "texts.txt").write_text(text)
     for bos, num_bytes in ((False, total.num_scored_bytes), (True, total.num_bytes)):
         output = tmp_path / f"{bos}.parquet"
