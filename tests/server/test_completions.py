@@ -94,6 +94,18 @@ def test_an_echo_is_the_prompt_that_was_given(
         assert echo["text"] == prompt + plain["text"]
         assert echo["logprobs"]["text_offset"][: len(offsets)] == offsets
         assert len(echo["logprobs"]["text_offset"]) == len(offsets) + 3
+        bare = server.post("/v1/completions", **asked, echo=True, add_special_tokens=False, logprobs=0).json()
+        assert bare["choices"][0]["logprobs"]["text_offset"][: len(offsets) - 1] == offsets[1:]
+
+
+@pytest.mark.parametrize("is_added", [True, False, None])
+def test_special_tokens_are_added_to_a_prompt_unless_it_says_not(server: Any, is_added: bool | None) -> None:
+    prompt = "<|bos|>" + PROMPT
+    reply = server.post(
+        "/v1/completions", prompt=prompt, max_tokens=1, prompt_logprobs=0, add_special_tokens=is_added
+    ).json()
+    ids = server.llm.text.encode(PROMPT).tolist()
+    assert reply["usage"]["prompt_tokens"] == len(ids) + (is_added is not False)
 
 
 def test_prompts_of_every_kind_come_back_in_order(client: Any, server: Any) -> None:

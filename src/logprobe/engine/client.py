@@ -100,6 +100,7 @@ class Client:
         watch: Watch | None = None,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """The outputs of one prompt or many, in their order; see `LLM.generate`."""
         _check_on_error(on_error)
@@ -111,7 +112,8 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids, own = self._as_ids(many[row]), self._allowed(asked[row])
+            ids = self._as_ids(many[row], add_special_tokens=add_special_tokens)
+            own = self._allowed(asked[row])
             parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
             return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
 
@@ -269,7 +271,11 @@ class Client:
                 yield output
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
         """The one output of a prompt, each time it has grown; see `LLM.stream`."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
@@ -279,7 +285,8 @@ class Client:
         cutters: list[Cutter[CompletionOutput]] = [
             Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
         ]
-        async with aclosing(self._grow(self._as_ids(text_or_ids), asked)) as outputs:
+        ids = self._as_ids(text_or_ids, add_special_tokens=add_special_tokens)
+        async with aclosing(self._grow(ids, asked)) as outputs:
             async for output in outputs:
                 output.prompt = text_or_ids if isinstance(text_or_ids, str) else None
                 for completion in output.outputs:
@@ -423,8 +430,10 @@ class Client:
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 
-    def _as_ids(self, prompt: Prompt | IntArray) -> IntArray:
-        return self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+    def _as_ids(self, prompt: Prompt | IntArray, *, add_special_tokens: bool = True) -> IntArray:
+        if isinstance(prompt, str):
+            return self.text.encode(prompt, add_special_tokens=add_special_tokens)
+        return as_token_ids(prompt)
 
     def _ids_of(self, prompt: Prompt | Conversation) -> IntArray:
         """The ids of one prompt, or of one conversation as the chat template lays it out."""

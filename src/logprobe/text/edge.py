@@ -6,6 +6,7 @@ exact bytes of their tokens, special tokens left out.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.text.spans import Spans
 
+logger = logging.getLogger("logprobe")
+
 
 @dataclass(frozen=True, slots=True)
 class TextEdge:
@@ -40,6 +43,8 @@ class TextEdge:
     load_tokenizer: Callable[[], Any]  # gives the same one each time, from any thread
     # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
+    # Warnings that were logged.
+    told: set[str] = field(default_factory=set, compare=False, repr=False)
     # How replies are written, by chat template (`channels.template_of`).
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -68,6 +73,7 @@ class TextEdge:
         data = _utf8(text)
         ids = self._encoding(text, add_special_tokens=add_special_tokens).ids
         self._check_nothing_dropped(data, ids)
+        self._warn_of_second_bos(ids)
         return np.array(ids, dtype=np.int32)
 
     def encode_with_starts(self, text: str) -> tuple[IntArray, IntArray]:
@@ -95,6 +101,7 @@ class TextEdge:
         coded = self._encoding(text, add_special_tokens=add_special_tokens)
         ids = coded.ids
         self._check_nothing_dropped(data, ids)
+        self._warn_of_second_bos(ids)
         is_added = np.array(coded.special_tokens_mask, np.bool_)
         pieces = [
             self.vocabulary.token_bytes(token_id)
@@ -198,6 +205,18 @@ class TextEdge:
             backend.encode_special_tokens = splits
         # Of a batch: other threads run meanwhile.
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _warn_of_second_bos(self, ids: Sequence[int]) -> None:
+        """Log once that a text begins with BOS, and the tokenizer puts another before it."""
+        bos = self.bos_token_id
+        if bos is None or self.told or list(ids[:2]) != [bos, bos]:
+            return
+        self.told.add("two BOS")
+        logger.warning(
+            "prompt: begins with %s, and the tokenizer adds another; give add_special_tokens=False for the "
+            "text of a chat template, or use chat",
+            self.vocabulary.token_text(bos),
+        )
 
     def _check_nothing_dropped(self, data: bytes, ids: Sequence[int]) -> None:
         missing = self.vocabulary.missing_bytes

@@ -53,7 +53,9 @@ class Prompt:
     parts: list[bytes] = field(default_factory=list)  # a token, for an echo alone; together the text
 
 
-def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bool) -> list[Prompt]:
+def read_prompts(
+    prompt: str | Sequence[Any], service: Service, *, is_echoed: bool, add_special_tokens: bool = True
+) -> list[Prompt]:
     """The prompts of a body: one as text or ids, or a list of either.
 
     Raises:
@@ -64,8 +66,8 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bo
 
     def from_text(part: str) -> Prompt:
         if not is_echoed:
-            return Prompt(text.encode(part))
-        ids, spans = text.encode_with_spans(part, add_special_tokens=True)
+            return Prompt(text.encode(part, add_special_tokens=add_special_tokens))
+        ids, spans = text.encode_with_spans(part, add_special_tokens=add_special_tokens)
         data = part.encode()
         # To the next token's begin: of those that share a span, all begin with it and the last one has it.
         bounds = [*spans[:, 0].tolist(), len(data)]
@@ -129,9 +131,9 @@ def encode_messages(messages: Conversation, service: Service, layout: Layout = A
     return encode_laid_out(render_messages(messages, service, layout), service)
 
 
-def encode_laid_out(text: str, service: Service) -> IntArray:
+def encode_laid_out(text: str, service: Service, *, add_special_tokens: bool = False) -> IntArray:
     """The ids of a conversation that is laid out."""
-    return service.text.encode(text, add_special_tokens=False)
+    return service.text.encode(text, add_special_tokens=add_special_tokens)
 
 
 def render_messages(
