@@ -196,3 +196,37 @@ def test_a_sample_takes_the_truncations_and_gives_its_numbers_when_asked(tiny_ll
     assert stopped == greedy[:first]
     assert len(stopped.logprobs) == first
     assert all(sample == only and sample.logprobs is not None for sample in many)
+
+
+def test_a_text_with_its_special_tokens_gets_no_more_where_the_call_says_so(tiny_llm: LLM) -> None:
+    prompt, params = "<|bos|>the cat", SamplingParams(max_tokens=2, temperature=0)
+    ids = tiny_llm.text.encode("the cat").tolist()
+    (twice,) = tiny_llm.generate([prompt], params)
+    (once,) = tiny_llm.generate([prompt], params, add_special_tokens=False)
+    assert (twice.prompt_token_ids, once.prompt_token_ids) == ([0, *ids], ids)
+    *_, streamed = tiny_llm.stream(prompt, params, add_special_tokens=False)
+    assert streamed.prompt_token_ids == ids
+    assert streamed.outputs[0].token_ids == once.outputs[0].token_ids
+
+    async def last() -> Any:
+        return [output async for output in tiny_llm.stream_async(prompt, params, add_special_tokens=False)][
+            -1
+        ]
+
+    assert asyncio.run(last()).prompt_token_ids == ids
+
+
+def test_a_second_bos_is_told_once(tiny_model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoTokenizer
+
+    from logprobe.text.edge import TextEdge
+
+    edge = TextEdge.of(AutoTokenizer.from_pretrained(tiny_model_folder))
+    with caplog.at_level("WARNING", logger="logprobe"):
+        edge.encode("the cat")
+        edge.encode("<|bos|>the cat", add_special_tokens=False)
+        assert not caplog.records
+        for _ in range(2):
+            edge.encode("<|bos|>the cat")
+        assert len(caplog.records) == 1
+        assert "add_special_tokens" in caplog.text

@@ -169,6 +169,7 @@ class LLM:
         progress: bool = False,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Generate from one prompt or many; outputs come in the order of the prompts.
 
@@ -181,6 +182,8 @@ class LLM:
                 also of a prompt that can never be served, as its output's `.error`.
             truncation: a prompt longer than what fits is an `error`, or loses its `left` end, or is read in
                 sliding `window`s: its numbers are those of every token, and the text goes on from its end.
+            add_special_tokens: whether the tokenizer adds its special tokens (BOS) to texts; False for a text
+                that holds them, such as one that a chat template made.
 
         Raises:
             ParameterError: a prompt or parameter that can never be served, by its number; nothing was
@@ -189,7 +192,14 @@ class LLM:
         """
         watch = partial(progress_bar, shown=progress)
         asked = _one_of(params, sampling_params)
-        work = self.client.generate(prompts, asked, watch=watch, on_error=on_error, truncation=truncation)
+        work = self.client.generate(
+            prompts,
+            asked,
+            watch=watch,
+            on_error=on_error,
+            truncation=truncation,
+            add_special_tokens=add_special_tokens,
+        )
         return self._bridge.run(work)
 
     def chat(
@@ -236,23 +246,25 @@ class LLM:
         work = self.client.chat(messages, asked, layout=layout, watch=watch, on_error=on_error)
         return self._bridge.run(work)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
+    ) -> Generator[RequestOutput]:
         """Generate from one prompt and give its one output each time it has grown.
 
         The text holds whole characters alone, and nothing that may still become a stop string. Leaving the
-        loop early gives the request up.
+        loop early gives the request up. `add_special_tokens` is as in `generate`.
 
         Raises:
             ParameterError: a prompt or parameter that can never be served.
             EngineError: how the request failed.
         """
-        return self._bridge.iterate(self.client.stream(prompt, params))
+        return self._bridge.iterate(self.client.stream(prompt, params, add_special_tokens=add_special_tokens))
 
     def stream_async(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> AsyncGenerator[RequestOutput]:
         """`stream` for callers in an event loop: `async for output in llm.stream_async(prompt)`."""
-        return self.client.stream(prompt, params)
+        return self.client.stream(prompt, params, add_special_tokens=add_special_tokens)
 
     def load_weights(
         self,

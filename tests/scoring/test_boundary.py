@@ -14,7 +14,8 @@ from logprobe import FlatLogprobs
 from logprobe.errors import ParameterError
 from logprobe.scoring import ScoredText, surprisal
 from logprobe.scoring.score import Score
-from logprobe.scoring.texts import NOT_SCORED, ROW_COLUMNS, begins_word, byte_bounds
+from logprobe.scoring.texts import NOT_SCORED, ROW_COLUMNS, begins_word
+from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,12 +36,18 @@ class TinyScorer:
     def __init__(self) -> None:
         vocabulary = SimpleNamespace(token_bytes=lambda token_id: TOKENS[token_id])
         self.text: Any = SimpleNamespace(encode=self._encode, vocabulary=_Sized(vocabulary), eos_token_id=EOS)
+        self.text.encode_with_spans = self._encode_with_spans
         self.text.prefix = lambda: np.array([EOS], np.int32)
 
     @staticmethod
     def _encode(text: str, **_: Any) -> Any:
         pieces = [" " + piece if has_space else piece for has_space, piece in _letters(text)]
         return np.array([TOKENS.index(piece.encode()) for piece in pieces], np.int32)
+
+    @classmethod
+    def _encode_with_spans(cls, text: str) -> Any:
+        ids = cls._encode(text)
+        return ids, byte_spans(text, [TOKENS[token_id] for token_id in ids], list)
 
     @staticmethod
     def logprobs(context: tuple[int, ...]) -> Any:
@@ -191,7 +198,7 @@ def test_between_characters_that_no_vocabulary_marks_nothing_is_counted() -> Non
     text = ScoredText(
         text="你好 a",
         token_ids=np.arange(3, dtype=np.int32),
-        byte_bounds=byte_bounds(data),
+        byte_spans=byte_spans(b"".join(data).decode(), data, list),
         logprobs=np.array([-1.0, -2.0, -3.0]),
         ranks=np.ones(3, np.int64),
         entropy=np.zeros(3),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from conftest import save_tiny_llama
 from logprobe import LLM
 from logprobe.errors import InputError, ParameterError
 from logprobe.scoring import (
@@ -20,8 +22,10 @@ from logprobe.scoring import (
     score_dataset,
 )
 from logprobe.scoring.comparison import Comparison, common_units
+from logprobe.scoring.detection import binoculars
 from logprobe.scoring.score import whole_rows
 from logprobe.scoring.texts import surprisal
+from refusals import raises
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,6 +64,59 @@ def test_bfloat16_is_compared_as_a_plain_loop_over_rows_would(tiny_llm: LLM, rou
     assert found.agreement == pytest.approx(np.mean(same))
     assert found.effective_sample_share is not None
     assert 0 < found.effective_sample_share < 1
+
+
+@pytest.fixture(scope="module")
+def uneven_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The tiny Llama with 16 outputs more than its tokenizer has tokens, and without them."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    folders = {name: save_tiny_llama(tmp_path_factory.mktemp(name)) for name in ("padded", "narrow")}
+    model = LlamaForCausalLM.from_pretrained(folders["narrow"])
+    head = torch.nn.Parameter(torch.cat([model.lm_head.weight, model.lm_head.weight[:16] * 0.9]))
+    rows = torch.nn.Parameter(torch.cat([model.model.embed_tokens.weight, torch.zeros(16, 64)]))
+    padded = LlamaForCausalLM(type(model.config)(**model.config.to_dict() | {"vocab_size": len(head)}))
+    state = {"lm_head.weight": head, "model.embed_tokens.weight": rows}
+    padded.load_state_dict(model.state_dict() | state)
+    padded.save_pretrained(folders["padded"])
+    return {"folders": folders, "models": {"padded": padded, "narrow": model}}
+
+
+def test_mass_outside_the_other_head_is_infinitely_far(uneven_heads: dict[str, Any]) -> None:
+    import torch
+
+    text, rows = "the cat and the dog, é 🌊", {}
+    with ExitStack() as stack:
+        llms = {
+            name: stack.enter_context(LLM(str(folder), kv_bytes=1 << 20))
+            for name, folder in uneven_heads["folders"].items()
+        }
+        ids = llms["narrow"].text.encode(text)
+        for name, model in uneven_heads["models"].items():
+            with torch.no_grad():
+                logits = model.eval()(torch.tensor(ids[None], dtype=torch.long)).logits[0, :-1]
+            rows[name] = logits.double().log_softmax(-1).numpy()
+        width = rows["narrow"].shape[1]
+        found = compare(llms["padded"], llms["narrow"], [text])
+        assert np.isinf(found.kl_by_position).all()
+        missing = np.exp(rows["padded"][:, width:]).sum(axis=1)
+        assert (missing > 0.0005).all()
+        np.testing.assert_allclose(found.missing_mass_by_position, missing, rtol=1e-4)
+        assert found.missing_mass == pytest.approx(missing.mean(), rel=1e-4)
+        assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["kl"]["mean"] == 9999
+
+        # The other way round nothing is missing: what only B can draw lowers its other tokens.
+        back = compare(llms["narrow"], llms["padded"], [text])
+        mine, theirs = rows["narrow"], rows["padded"][:, :width]
+        kl = (np.exp(mine) * (mine - theirs)).sum(axis=1)
+        np.testing.assert_allclose(back.kl_by_position, kl, atol=1e-5)
+        assert back.missing_mass == 0.0
+        same = rows["narrow"].argmax(axis=1) == rows["padded"].argmax(axis=1)
+        assert back.is_same_best.tolist() == found.is_same_best.tolist() == same.tolist()
+
+        with raises(ParameterError, parameter="performer"):
+            binoculars(llms["padded"], llms["narrow"], [text])
 
 
 def test_adapters_of_one_model_are_compared(

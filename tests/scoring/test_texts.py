@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from logprobe.errors import ParameterError
 from logprobe.scoring import ScoredText, surprisal
-from logprobe.scoring.texts import byte_bounds
+from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
     from logprobe import LLM
@@ -27,7 +27,7 @@ def scored(*pieces: str | bytes) -> ScoredText:
     return ScoredText(
         text=b"".join(data).decode(),
         token_ids=np.arange(count, dtype=np.int32),
-        byte_bounds=byte_bounds(data),
+        byte_spans=byte_spans(b"".join(data).decode(), data, list),
         logprobs=-np.arange(1.0, count + 1),
         ranks=np.ones(count, np.int64),
         entropy=np.zeros(count),

@@ -31,7 +31,7 @@ TEXTS = {
 
 def joined(llm: LLM, text: str, step: int = 700, **options: int) -> np.ndarray:
     parts = (text[start : start + step] for start in range(0, len(text), step))
-    return np.concatenate(list(encode_pieces(parts, llm.text, **options)))
+    return np.concatenate([piece.token_ids for piece in encode_pieces(parts, llm.text, **options)])
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -51,8 +51,8 @@ def test_any_text_in_any_pieces(tiny_llm: LLM, text: str, step: int) -> None:
 
 
 def test_no_text_gives_no_tokens(tiny_llm: LLM) -> None:
-    assert [len(ids) for ids in encode_pieces([], tiny_llm.text)] == [0]
-    assert [len(ids) for ids in encode_pieces(["", ""], tiny_llm.text)] == [0]
+    assert [len(piece.sizes) for piece in encode_pieces([], tiny_llm.text)] == [0]
+    assert [len(piece.sizes) for piece in encode_pieces(["", ""], tiny_llm.text)] == [0]
 
 
 def test_a_bad_character_is_refused_by_name(tiny_llm: LLM) -> None:

@@ -236,3 +236,13 @@ def test_a_stream_carries_the_extensions_in_increments(server: Any) -> None:
         assert list(chain(*(row[name] for row in rows))) == expected["logprobs"][name]
     told = [chunk for chunk in chunks if "prompt_logprobs" in chunk]
     assert [chunk["prompt_logprobs"] for chunk in told] == [whole["prompt_logprobs"]]
+
+
+@pytest.mark.parametrize(("is_added", "num_more"), [(True, 1), (False, 0), (None, 0)])
+def test_special_tokens_are_added_to_a_conversation_where_it_says_so(
+    server: Any, is_added: bool | None, num_more: int
+) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 1}
+    plain = server.post("/v1/chat/completions", **asked).json()["usage"]["prompt_tokens"]
+    reply = server.post("/v1/chat/completions", **asked, add_special_tokens=is_added).json()
+    assert reply["usage"]["prompt_tokens"] == plain + num_more

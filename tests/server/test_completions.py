@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe import LLM
+from rewriting import save_rewriting_llama, save_sentencepiece_llama
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SENTENCEPIECE = "sentencepiece"
 LINE_ENDS = "\u0085\u2028\u2029"  # which JSON may hold as they are, and `splitlines` ends a line at
 PROMPT = "the cat and the dog é of"
 
@@ -63,6 +70,42 @@ def test_an_echo_begins_with_the_prompt_and_its_numbers(client: Any, server: Any
     assert [offset - len(PROMPT) for offset in rows.text_offset[len(ids) :]] == plain.logprobs.text_offset
     pieces = zip(rows.tokens[1:], rows.text_offset[1:], strict=True)
     assert all(echo.text[offset:].startswith(token) for token, offset in pieces if "\\x" not in token)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "offsets"),
+    [
+        (SENTENCEPIECE, "the cat", [0, 0, 3, 4, 5, 6]),
+        (SENTENCEPIECE, "é the", [0, 0, 0, 0, 1]),
+        ("lower case", "THE cat", [0, 0, 3]),
+        ("nfkc", "ﬃ the", [0, 0, 0, 0, 1]),
+        ("swallowed spaces", "the  dog  cat", [0, 0, 3, 10]),
+    ],
+)
+def test_an_echo_is_the_prompt_that_was_given(
+    serve_llm: Any, tmp_path: Path, name: str, prompt: str, offsets: list[int]
+) -> None:
+    is_sentencepiece = name == SENTENCEPIECE
+    folder = save_sentencepiece_llama(tmp_path) if is_sentencepiece else save_rewriting_llama(tmp_path, name)
+    with LLM(str(folder), kv_bytes=1 << 20) as llm, serve_llm(llm) as server:
+        asked = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        plain = server.post("/v1/completions", **asked).json()["choices"][0]
+        echo = server.post("/v1/completions", **asked, echo=True, logprobs=0).json()["choices"][0]
+        assert echo["text"] == prompt + plain["text"]
+        assert echo["logprobs"]["text_offset"][: len(offsets)] == offsets
+        assert len(echo["logprobs"]["text_offset"]) == len(offsets) + 3
+        bare = server.post("/v1/completions", **asked, echo=True, add_special_tokens=False, logprobs=0).json()
+        assert bare["choices"][0]["logprobs"]["text_offset"][: len(offsets) - 1] == offsets[1:]
+
+
+@pytest.mark.parametrize("is_added", [True, False, None])
+def test_special_tokens_are_added_to_a_prompt_unless_it_says_not(server: Any, is_added: bool | None) -> None:
+    prompt = "<|bos|>" + PROMPT
+    reply = server.post(
+        "/v1/completions", prompt=prompt, max_tokens=1, prompt_logprobs=0, add_special_tokens=is_added
+    ).json()
+    ids = server.llm.text.encode(PROMPT).tolist()
+    assert reply["usage"]["prompt_tokens"] == len(ids) + (is_added is not False)
 
 
 def test_prompts_of_every_kind_come_back_in_order(client: Any, server: Any) -> None:

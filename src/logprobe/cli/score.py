@@ -163,12 +163,14 @@ class WholeText:
         (output,) = llm.generate(text, params, progress=True)
         assert output.prompt_logprobs is not None
         self._rows = rows = token_rows(output.prompt_token_ids, output.prompt_logprobs, llm.text.vocabulary)
-        has_bos = _starts_with_added_token(llm, text, output.prompt_token_ids)
+        bare, spans = llm.text.encode_with_spans(text)
+        ids = output.prompt_token_ids
+        has_bos = len(ids) > len(bare) and ids[:1] != bare[:1].tolist()
         self.num_added = int(has_bos)  # rows that the text does not hold (BOS)
         first = f"{rows[0]['token']}, put first by the tokenizer" if has_bos else NOT_SCORED
         self.before: dict[str, Any] = {"first_token": first}  # what JSON has before the tokens
         num_bytes = len(text.encode())
-        num_unscored = 0 if has_bos else len(rows[0]["bytes"])
+        num_unscored = 0 if has_bos else int(spans[0, 1])
         self._after = {
             "totals": totals(rows, num_bytes, num_bytes - num_unscored),
             **({"detect": _detected(text, output.prompt_logprobs)} if params.varentropy else {}),
@@ -198,12 +200,6 @@ def _detected(text: str, record: FlatLogprobs) -> dict[str, float | None]:
 
 def _finite(detector: Detector) -> dict[str, float | None]:
     return {name: finite_value(value) for name, value in detector.result().items()}
-
-
-def _starts_with_added_token(llm: LLM, text: str, token_ids: list[int]) -> bool:
-    """Whether the first token is not the text's own but the tokenizer's (BOS)."""
-    bare = llm.text.encode(text, add_special_tokens=False)
-    return len(token_ids) > len(bare) and token_ids[:1] != bare[:1].tolist()
 
 
 class TextInWindows:
@@ -257,7 +253,7 @@ class TextInWindows:
         with byte_bar(self._source.num_bytes, shown=self._has_bar) as advance:
             for window, score in scored:
                 assert score.record is not None
-                self._tally.add(window, score)
+                self._tally.add(score)
                 if detector is not None:
                     detector.add_tokens(score.token_logprobs, score.entropy or (), score.varentropy or ())
                 self._info = score.record.info or self._info

@@ -70,6 +70,7 @@ Result = TypeVar("Result", RequestOutput, Score)
 class AskedPair(NamedTuple):
     """A pair to score, in as many requests as it takes; `alone` are those of the continuation by itself."""
 
+    whole: Split
     splits: list[Split]
     parts: list[Admitted]
     alone: list[Admitted]
@@ -99,6 +100,7 @@ class Client:
         watch: Watch | None = None,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """The outputs of one prompt or many, in their order; see `LLM.generate`."""
         _check_on_error(on_error)
@@ -110,7 +112,8 @@ class Client:
         limit = self.engine.capabilities().max_model_len
 
         def admit(row: int) -> tuple[IntArray, list[Admitted]]:
-            ids, own = self._as_ids(many[row]), self._allowed(asked[row])
+            ids = self._as_ids(many[row], add_special_tokens=add_special_tokens)
+            own = self._allowed(asked[row])
             parts = cut_prompt(ids, own, truncation, limit) if may_cut else [(ids, own, 1)]
             return ids, [requests.admit(part, params, first_scored=first) for part, params, first in parts]
 
@@ -181,7 +184,7 @@ class Client:
             asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
             splits = cut_pair(split, truncation, limit)
             alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
-            return AskedPair(splits, admit_splits(splits, asked), admit_splits(alone, params))
+            return AskedPair(split, splits, admit_splits(splits, asked), admit_splits(alone, params))
 
         admitted = _each(admit, len(pairs), on_error)
         good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
@@ -204,9 +207,13 @@ class Client:
         unconditional = measures.total([_scored_total(output) for output in alone]) if alone else None
         if len(scores) == 1:
             return replace(scores[0], unconditional_logprob=unconditional)
-        ids = [token_id for score in scores for token_id in score.token_ids]
-        data = self.text.vocabulary.bytes_of(ids)
-        return joined(scores, data, unconditional_logprob=unconditional)
+        return joined(scores, self._scored_bytes(asked.whole), unconditional_logprob=unconditional)
+
+    def _scored_bytes(self, split: Split) -> bytes:
+        """The bytes of a continuation: of the text that was given, or of its tokens where it is ids."""
+        if split.data is not None:
+            return split.data
+        return self.text.vocabulary.bytes_of(split.continuation.tolist())
 
     async def draw(
         self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
@@ -264,7 +271,11 @@ class Client:
                 yield output
 
     async def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput]:
         """The one output of a prompt, each time it has grown; see `LLM.stream`."""
         prompts, [asked] = _as_prompts(prompt), self._asked(params, 1)
@@ -274,7 +285,8 @@ class Client:
         cutters: list[Cutter[CompletionOutput]] = [
             Cutter(self.text.bytes_of, asked.stop, asked.min_tokens) for _ in range(asked.num_samples)
         ]
-        async with aclosing(self._grow(self._as_ids(text_or_ids), asked)) as outputs:
+        ids = self._as_ids(text_or_ids, add_special_tokens=add_special_tokens)
+        async with aclosing(self._grow(ids, asked)) as outputs:
             async for output in outputs:
                 output.prompt = text_or_ids if isinstance(text_or_ids, str) else None
                 for completion in output.outputs:
@@ -318,7 +330,8 @@ class Client:
         require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
         context, continuation = pair
         if isinstance(context, str) and isinstance(continuation, str):
-            return Split(*self.text.encode_pair(context, continuation))
+            ids, start = self.text.encode_pair(context, continuation)
+            return Split(ids, start, self.text.scored_bytes(context, continuation, ids, start))
         if isinstance(context, str) or isinstance(continuation, str):
             raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
         before = as_token_ids(context, "context") if len(context) else self.text.prefix()
@@ -373,8 +386,7 @@ class Client:
         record = _scored(output)
         ids = split.continuation.tolist()
         unconditional = None if alone is None else _scored_total(alone)
-        data = self.text.vocabulary.bytes_of(ids)
-        return Score.of(ids, record, data, unconditional_logprob=unconditional)
+        return Score.of(ids, record, self._scored_bytes(split), unconditional_logprob=unconditional)
 
     async def _follow(self, request_id: str, advance: Advance | None, follow: Follow | None) -> RequestOutput:
         is_over = None if follow is None else follow()
@@ -418,8 +430,10 @@ class Client:
         require(params.lora is None, "lora", remedy)
         return replace(params, lora=self.lora)
 
-    def _as_ids(self, prompt: Prompt | IntArray) -> IntArray:
-        return self.text.encode(prompt) if isinstance(prompt, str) else as_token_ids(prompt)
+    def _as_ids(self, prompt: Prompt | IntArray, *, add_special_tokens: bool = True) -> IntArray:
+        if isinstance(prompt, str):
+            return self.text.encode(prompt, add_special_tokens=add_special_tokens)
+        return as_token_ids(prompt)
 
     def _ids_of(self, prompt: Prompt | Conversation) -> IntArray:
         """The ids of one prompt, or of one conversation as the chat template lays it out."""

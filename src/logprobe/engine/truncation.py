@@ -25,6 +25,7 @@ class Split(NamedTuple):
 
     token_ids: IntArray  # (num_tokens,) int32
     start: int
+    data: bytes | None = None  # UTF-8 of the text that the continuation comes from; None: it is ids
 
     @property
     def context(self) -> IntArray:
@@ -93,12 +94,13 @@ def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[S
         return [split]
     if truncation == "left":
         try:
-            pairs = [last_tokens(split.token_ids, split.start, limit)]
+            context, continuation = last_tokens(split.token_ids, split.start, limit)
+            return [Split(np.concatenate([context, continuation]), len(context), split.data)]
         except ParameterError as error:
             raise ParameterError("continuation", str(error).removeprefix("text: ")) from error
-    else:
-        pairs = list(window_pairs(split.token_ids, split.start, limit))
-    return [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
+    pairs = window_pairs(split.token_ids, split.start, limit)
+    parts = [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
+    return parts if len(parts) > 1 else [parts[0]._replace(data=split.data)]
 
 
 def cut_prompt(

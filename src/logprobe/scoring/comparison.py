@@ -39,6 +39,7 @@ POSITIONS_A_CALL = 256  # whole rows of both models: some 200 KB each at a vocab
 CLIP = 0.2  # PPO's usual band
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 MAX_DRAFTED: Final = 8
+ROUNDING: Final = 2.0**-24  # of probabilities in float32
 SAME_TOKENS_PROBE: Final = "The 12 cats\n\tdidn't é 🌊 你好"
 """A text that tokenizers of the same tokens split alike."""
 
@@ -114,6 +115,9 @@ class Comparison:
     kl_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     is_same_best: NDArray[np.bool_] | None = field(default=None, repr=False)
     acceptance_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
+    # Probability that A gives to token ids for which B has no output. Where it is more than the rounding of
+    # float32, the KL of the position is infinite. None where no whole rows were compared, or of a baseline.
+    missing_mass_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
     # Of a baseline's file: the most that the standard error of each KL can be, nats, and that an acceptance
     # can be off. None where both models ran.
     kl_error_by_position: NDArray[np.float64] | None = field(default=None, repr=False)
@@ -140,6 +144,12 @@ class Comparison:
         if self.kl_error_by_position is None:
             return None
         return float(np.sqrt(np.sum(self.kl_error_by_position**2))) / self.num_positions
+
+    @property
+    def missing_mass(self) -> float | None:
+        """Mean probability that A gives to token ids for which B has no output (a narrower head)."""
+        missing = self.missing_mass_by_position
+        return None if missing is None else float(missing.mean())
 
     @property
     def acceptance(self) -> Acceptance | None:
@@ -215,6 +225,7 @@ class Comparison:
             "num_bytes": self.num_bytes,
             "kl": None if kl is None else kl.to_dict(),
             "kl_error": self.kl_error,
+            "missing_mass": self.missing_mass,
             "agreement": self.agreement,
             "delta": self.delta.to_dict(),
             "bias": self.bias,
@@ -294,8 +305,7 @@ def compare(a: Scorer, b: Scorer, texts: Iterable[str], *, bos: bool | None = No
         BatchError: a request failed.
     """
     if same_vocabulary(a, b):
-        texts_of_a = sequences(a, texts, bos)
-        return of_tokens(a, [part for index, ids in texts_of_a for part in _token_parts(a, b, index, ids)])
+        return of_tokens([part for one in sequences(a, texts, bos) for part in _token_parts(a, b, one)])
     return _of_words([(surprisal(a, text, bos=bos), surprisal(b, text, bos=bos)) for text in texts])
 
 
@@ -312,13 +322,23 @@ def same_vocabulary(a: Scorer, b: Scorer) -> bool:
     return same_pieces and mine.encode(probe).tolist() == theirs.encode(probe).tolist()
 
 
-def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[tuple[int, IntArray]]:
-    """The place and the tokens of each text that has something to score, with what stands before it."""
+class TextTokens(NamedTuple):
+    """The tokens of one text after its prefix (BOS)."""
+
+    text_index: int
+    token_ids: IntArray  # (T,)
+    sizes: NDArray[np.int64]  # (T,): bytes of the text that each token comes from; 0 for the prefix
+
+
+def sequences(a: Scorer, texts: Iterable[str], bos: bool | None) -> Iterator[TextTokens]:
+    """Yield the tokens of each text that has something to score."""
     prefix = prefix_of(a.text, bos)
     for index, text in enumerate(texts):
-        ids = np.concatenate([prefix, a.text.encode(text, add_special_tokens=False)])
+        own, spans = a.text.encode_with_spans(text)
+        ids = np.concatenate([prefix, own])
         if len(ids) > 1:
-            yield index, ids
+            sizes = np.diff(spans[:, 1], prepend=0)
+            yield TextTokens(index, ids, np.concatenate([np.zeros(len(prefix), np.int64), sizes]))
 
 
 class WholeRows(NamedTuple):
@@ -339,6 +359,8 @@ class TokenPart(NamedTuple):
     kl: Floats
     is_same_best: NDArray[np.bool_]
     acceptance: Floats
+    num_bytes: int  # of the text
+    missing_mass: Floats | None = None
     kl_error: Floats | None = None
     acceptance_error: Floats | None = None
 
@@ -359,26 +381,41 @@ def whole_parts(
         yield start, end, whole_scores(llm, (ids[:start], ids[start:end]))
 
 
-def _token_parts(a: Scorer, b: Scorer, index: int, ids: IntArray) -> Iterator[TokenPart]:
-    """Positions by the hundreds: both models' whole rows of that many are held, never those of a text."""
-    for start, end, mine in whole_parts(a, ids, POSITIONS_A_CALL):
-        theirs = whole_scores(b, (ids[:start], ids[start:end]))
-        width = min(mine.rows.shape[1], theirs.rows.shape[1])  # a head may be padded
-        rows, others = mine.rows[:, :width], theirs.rows[:, :width]
+def _token_parts(a: Scorer, b: Scorer, text: TextTokens) -> Iterator[TokenPart]:
+    """Compare some hundred positions at a time, to hold the whole rows of no more than these."""
+    for start, end, mine in whole_parts(a, text.token_ids, POSITIONS_A_CALL):
+        theirs = whole_scores(b, (text.token_ids[:start], text.token_ids[start:end]))
+        rows, others, missing_mass = common_columns(mine.rows, theirs.rows)
+        kl = np.maximum(measures.kl_divergence(rows, others), 0.0)
         yield TokenPart(
-            text_index=index,
+            text_index=text.text_index,
             start=start,
-            token_ids=ids[start:end],
+            token_ids=text.token_ids[start:end],
             logprobs_a=mine.token_logprobs,
             logprobs_b=theirs.token_logprobs,
-            kl=np.maximum(measures.kl_divergence(rows, others), 0.0),
-            is_same_best=rows.argmax(axis=1) == others.argmax(axis=1),
+            kl=np.where(missing_mass > ROUNDING, np.inf, kl),
+            is_same_best=mine.rows.argmax(axis=1) == theirs.rows.argmax(axis=1),
             acceptance=measures.acceptance(rows, others),
+            num_bytes=int(text.sizes[start:end].sum()),
+            missing_mass=missing_mass,
         )
 
 
-def of_tokens(llm: Scorer, parts: Sequence[TokenPart]) -> Comparison:
-    """What some positions come to; `llm` knows the bytes of their tokens.
+def common_columns(
+    rows: NDArray[np.float32], others: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], Floats]:
+    """Cut rows of log-probabilities, (M, V) and (M, W), to the ids that both have.
+
+    Returns:
+        Both, (M, min(V, W)), and the probability that each of `rows` gives to the ids that only it has, (M,).
+    """
+    width = min(rows.shape[1], others.shape[1])  # a head may be padded
+    missing_mass = np.exp(rows[:, width:].astype(np.float64)).sum(axis=1)
+    return rows[:, :width], others[:, :width], missing_mass
+
+
+def of_tokens(parts: Sequence[TokenPart]) -> Comparison:
+    """Join the positions of all texts.
 
     Raises:
         ParameterError: there is none.
@@ -386,14 +423,14 @@ def of_tokens(llm: Scorer, parts: Sequence[TokenPart]) -> Comparison:
     require(parts, "texts", "hold no token to score; give longer ones, or bos=True")
     ids = np.concatenate([part.token_ids for part in parts])
     text_indices, positions = _places((part.text_index, part.start, len(part.token_ids)) for part in parts)
-    kl_errors, acceptance_errors = (
-        None if parts[0].kl_error is None else np.concatenate([getattr(part, name) for part in parts])
-        for name in ("kl_error", "acceptance_error")
+    kl_errors, acceptance_errors, missing_mass = (
+        None if getattr(parts[0], name) is None else np.concatenate([getattr(part, name) for part in parts])
+        for name in ("kl_error", "acceptance_error", "missing_mass")
     )
     return Comparison(
         unit="token",
         num_positions=len(ids),
-        num_bytes=len(llm.text.vocabulary.bytes_of(ids.tolist())),
+        num_bytes=sum(part.num_bytes for part in parts),
         logprobs_a=np.concatenate([part.logprobs_a for part in parts]),
         logprobs_b=np.concatenate([part.logprobs_b for part in parts]),
         kl_by_position=np.concatenate([part.kl for part in parts]),
@@ -402,6 +439,7 @@ def of_tokens(llm: Scorer, parts: Sequence[TokenPart]) -> Comparison:
         text_indices=text_indices,
         positions=positions,
         token_ids=ids.astype(np.int64),
+        missing_mass_by_position=missing_mass,
         kl_error_by_position=kl_errors,
         acceptance_error_by_position=acceptance_errors,
     )
@@ -419,10 +457,6 @@ def _of_words(pairs: Sequence[tuple[ScoredText, ScoredText]]) -> Comparison:
     words: list[str] = []
     runs = []
     for index, (a, b) in enumerate(pairs):
-        if a.text != b.text:
-            raise ParameterError(
-                "texts", "one is spelled in two ways by the two tokenizers; normalise it (NFC)"
-            )
         num_before = len(words)
         for text, logprob_a, logprob_b in common_units(a, b):
             words.append(text)

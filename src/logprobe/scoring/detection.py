@@ -14,7 +14,7 @@ import numpy as np
 
 from logprobe.errors import require
 from logprobe.scoring import measures
-from logprobe.scoring.comparison import POSITIONS_A_CALL, same_vocabulary
+from logprobe.scoring.comparison import POSITIONS_A_CALL, ROUNDING, common_columns, same_vocabulary
 from logprobe.scoring.score import whole_rows
 from logprobe.scoring.scorer import prefix_of
 
@@ -101,6 +101,7 @@ def _rows_of_both(observer: Scorer, performer: Scorer, ids: IntArray) -> Iterato
         (mine,), (theirs,) = observer.score([pair], logprobs=-1), performer.score([pair], logprobs=-1)
         assert mine.record is not None
         assert theirs.record is not None
-        rows, others = whole_rows(mine.record), whole_rows(theirs.record)
-        width = min(rows.shape[1], others.shape[1])  # a head may be padded
-        yield theirs.token_logprobs, measures.cross_entropy(rows[:, :width], others[:, :width])
+        rows, others, missing_mass = common_columns(whole_rows(mine.record), whole_rows(theirs.record))
+        message = "has no output for tokens that the observer finds possible; both must have one vocabulary"
+        require(bool((missing_mass <= ROUNDING).all()), "performer", message)
+        yield theirs.token_logprobs, measures.cross_entropy(rows, others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,10 @@ class Score:
             unconditional_logprob=unconditional_logprob,
             record=record,
         )
+
+    def counted_by(self, data: bytes) -> Score:
+        """The same of a continuation that comes from these bytes of a text."""
+        return replace(self, num_bytes=len(data), num_chars=len(data.decode("utf-8", "replace")))
 
     def __repr__(self) -> str:
         greedy = ", greedy" if self.is_greedy else ""

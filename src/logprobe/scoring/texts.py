@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
     from logprobe.text.edge import TextEdge
+    from logprobe.text.spans import Spans
 
 By: TypeAlias = Literal["token", "word", "sentence", "char"]
 Boundary: TypeAlias = Literal["end"]
@@ -88,12 +89,17 @@ class Unit:
 class ScoredText:
     """A text whose tokens have been scored; a slice by characters, words, sentences or tokens is a `Unit`.
 
+    All places are of the text that was given, also where the tokenizer rewrites it (NFC, lower case, spaces
+    that an added token swallows). Tokens of a character that was rewritten cover the whole of it.
+
     `scored[3:6, "word"]` sums words 3 to 5; `scored[10:20]` the tokens that reach into these characters.
     """
 
     text: str
     token_ids: NDArray[np.int32]  # (T,)
-    byte_bounds: NDArray[np.int64]  # (T + 1,): token t is bytes [b[t], b[t + 1]) of the text's UTF-8
+    # (T, 2): bytes [start, end) of the text's UTF-8 that each token comes from; both columns ascend. Tokens
+    # of a piece of text that the tokenizer rewrote share one span.
+    byte_spans: Spans
     logprobs: NDArray[np.float64]  # (T,) nats; NaN where nothing predicts the token
     ranks: NDArray[np.int64]  # (T,); 0 where nothing predicts the token
     entropy: NDArray[np.float64]  # (T,) nats; NaN where nothing predicts the token
@@ -225,24 +231,26 @@ class ScoredText:
         fits = 0 <= start <= end <= len(self.text)
         require(fits, "span", f"[{start}, {end}) lies outside the text's {len(self.text)} characters")
         first_byte, end_byte = self._byte_of_char[start], self._byte_of_char[end]
-        first = int(np.searchsorted(self.byte_bounds[1:], first_byte, side="right"))
-        stop = int(np.searchsorted(self.byte_bounds[:-1], end_byte, side="left"))
+        starts, ends = self.byte_spans.T
+        first = int(np.searchsorted(ends, first_byte, side="right"))
+        stop = int(np.searchsorted(starts, end_byte, side="left"))
         return self._unit(first, max(stop, first) if start < end else first)
 
     def _tiled(self, matches: Iterable[re.Match[str]]) -> list[Unit]:
         cores = np.array([match.span() for match in matches], np.int64).reshape(-1, 2)
         if not len(cores):
             return [self._unit(0, len(self.token_ids), is_tiled=True)] if len(self.token_ids) else []
-        bounds = _tile(self.byte_bounds, self._byte_of_char[cores])
+        bounds = _tile(self.byte_spans, self._byte_of_char[cores])
         return [self._unit(first, end, is_tiled=True) for first, end in pairwise(bounds)]
 
     def _unit(self, first: int, end: int, *, is_tiled: bool = False) -> Unit:
-        num_bytes = self.byte_bounds[-1]
-        start_byte = self.byte_bounds[first]
+        num_bytes = self._byte_of_char[-1]
+        start_byte = self.byte_spans[first, 0] if first < len(self.byte_spans) else num_bytes
+        end_byte = self.byte_spans[end - 1, 1] if first < end else start_byte
         start = int(self._chars_before[start_byte])
         if start_byte < num_bytes and self._byte_of_char[start] != start_byte:
             start -= 1  # within a character
-        stop = max(int(self._chars_before[self.byte_bounds[end]]), start)
+        stop = max(int(self._chars_before[end_byte]), start)
         scored = self.logprobs[first:end][~np.isnan(self.logprobs[first:end])]
         logprob = float(scored.sum()) if len(scored) else None
         bounds = self._boundary_logprobs if is_tiled else None
@@ -262,18 +270,18 @@ class ScoredText:
         )
 
 
-def _tile(byte_bounds: NDArray[np.int64], cores: NDArray[np.int64]) -> list[int]:
+def _tile(byte_spans: Spans, cores: NDArray[np.int64]) -> list[int]:
     """Where the units that hold these cores (n, 2) begin in the tokens, and their end: (n' + 1,), n' ≤ n.
 
     A token of spaces alone goes to the core after it, one that reaches into two cores joins them.
     """
-    num_tokens = len(byte_bounds) - 1
-    first = np.searchsorted(cores[:, 1], byte_bounds[:-1], side="right")
-    last = np.searchsorted(cores[:, 0], byte_bounds[1:], side="left") - 1
+    starts, ends = byte_spans.T
+    first = np.searchsorted(cores[:, 1], starts, side="right")
+    last = np.searchsorted(cores[:, 0], ends, side="left") - 1
     # The core that a token is of: the first that it touches, or for one of spaces alone the next.
     core_of = np.minimum(first, len(cores) - 1)
     is_new = np.append(True, core_of[1:] > np.maximum.accumulate(np.maximum(last, core_of))[:-1])
-    return [*np.flatnonzero(is_new).tolist(), num_tokens]
+    return [*np.flatnonzero(is_new).tolist(), len(byte_spans)]
 
 
 def _as_slice(which: slice | int) -> slice:
@@ -281,11 +289,6 @@ def _as_slice(which: slice | int) -> slice:
         require(which.step in {None, 1}, "index", "a slice of a text takes no step")
         return which
     return slice(which, which + 1 if which != -1 else None)
-
-
-def byte_bounds(pieces: Sequence[bytes]) -> NDArray[np.int64]:
-    """Where tokens of these bytes begin and end, (T + 1,)."""
-    return np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])]).astype(np.int64)
 
 
 @overload
@@ -353,18 +356,19 @@ def surprisal(
     require(is_joined, "stride", "must be less than a window with a boundary, whose mass each window needs")
     many = [texts] if isinstance(texts, str) else texts
     prefix = prefix_of(llm.text, bos)
-    ids = [np.concatenate([prefix, _encoded(llm.text, text, number)]) for number, text in enumerate(many)]
+    encoded = [_encoded(llm.text, text, number) for number, text in enumerate(many)]
+    ids = [np.concatenate([prefix, own]) for own, _ in encoded]
     read = _read_tokens if boundary is None else _read_tokens_and_masses
     scored = [
-        replace(_scored(llm.text, text, sequence, len(prefix), columns), unit=unit)
-        for text, sequence, columns in zip(many, ids, read(llm, ids, settings), strict=True)
+        _scored(text, own, spans, prefix, columns, unit)
+        for text, (own, spans), columns in zip(many, encoded, read(llm, ids, settings), strict=True)
     ]
     return scored[0] if isinstance(texts, str) else scored
 
 
-def _encoded(edge: TextEdge, text: str, number: int) -> IntArray:
+def _encoded(edge: TextEdge, text: str, number: int) -> tuple[IntArray, Spans]:
     try:
-        return edge.encode(text, add_special_tokens=False)
+        return edge.encode_with_spans(text)
     except ParameterError as error:
         raise ParameterError("texts", f"number {number} {str(error).removeprefix('prompt: ')}") from error
 
@@ -458,25 +462,9 @@ def begins_word(edge: TextEdge) -> NDArray[np.bool_]:
     return np.array(begins, np.bool_)
 
 
-def _scored(edge: TextEdge, text: str, ids: IntArray, num_prefix: int, columns: Columns) -> ScoredText:
-    own = ids[num_prefix:]
-    pieces = [edge.vocabulary.token_bytes(token_id) for token_id in own.tolist()]
-    data = b"".join(pieces)
-    if data != text.encode():  # a normaliser's changes: the text is then the one that the tokens spell
-        text = data.decode("utf-8", "surrogateescape")
-        if "\udc80" <= max(text, default="") <= "\udcff":
-            raise ParameterError(
-                "texts", "the model's tokenizer makes of one what is no text; score it by tokens"
-            )
-    own_columns = {name: values[num_prefix:] for name, values in columns.items()}
-    return ScoredText(
-        text=text,
-        token_ids=own,
-        byte_bounds=byte_bounds(pieces),
-        logprobs=own_columns["logprobs"],
-        ranks=own_columns["ranks"],
-        entropy=own_columns["entropy"],
-        bos_token_id=int(ids[0]) if num_prefix else None,
-        begins_word=own_columns.get("begins_word"),
-        log_begin_mass=own_columns.get("log_begin_mass"),
-    )
+def _scored(
+    text: str, ids: IntArray, spans: Spans, prefix: IntArray, columns: Columns, unit: NatsOrBits
+) -> ScoredText:
+    own = {name: values[len(prefix) :] for name, values in columns.items()}
+    bos = int(prefix[0]) if len(prefix) else None
+    return ScoredText(text=text, token_ids=ids, byte_spans=spans, bos_token_id=bos, unit=unit, **own)

@@ -27,6 +27,8 @@ from logprobe.scoring.scorer import in_flight, prefix_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from numpy.typing import NDArray
+
     from logprobe.records.values import IntArray
     from logprobe.scoring.scorer import Scorer
     from logprobe.text.edge import TextEdge
@@ -245,17 +247,16 @@ class TextTally:
         """The ids of a text, after what stands before it."""
         if len(self._prefix):
             yield self._prefix
-        for ids in encode_pieces(map(self._read, texts), self._edge):
-            if not self.num_tokens and len(ids) and not len(self._prefix):
-                self._unscored_bytes += len(self._edge.vocabulary.bytes_of(ids[:1]))
-            self.num_tokens += len(ids)
-            yield ids
+        is_disjoint = self._settings.stride == self._settings.window
+        for piece in encode_pieces(map(self._read, texts), self._edge):
+            places = np.arange(len(piece.token_ids)) + len(self._prefix) + self.num_tokens
+            is_unscored = places % self._settings.stride == 0 if is_disjoint else places == 0
+            self._unscored_bytes += int(piece.sizes[is_unscored].sum())
+            self.num_tokens += len(piece.token_ids)
+            yield piece.token_ids
 
-    def add(self, window: Window, score: Score) -> None:
+    def add(self, score: Score) -> None:
         """Take in a window's score."""
-        if window.start:  # else what is not scored is the text's first token, or what stands before it
-            unscored = window.token_ids[: window.num_unscored]
-            self._unscored_bytes += len(self._edge.vocabulary.bytes_of(unscored))
         self._logprobs.append(score.logprob)
         self.num_scored += score.num_tokens
 
@@ -310,8 +311,8 @@ def perplexity(
     settings = WindowSettings.of(llm, window=window, stride=stride, bos=bos)
     tally = TextTally(llm, settings)
     pieces = tally.pieces([text] if isinstance(text, str) else text)
-    for part, score in score_windows(llm, pieces, settings):
-        tally.add(part, score)
+    for _, score in score_windows(llm, pieces, settings):
+        tally.add(score)
         if advance is not None:
             advance(score.num_bytes, score.num_tokens)
     return tally.result()
@@ -327,11 +328,20 @@ SHORTEST_RUN = 16  # tokens that two pieces must agree on
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text with its tokens and the character at which each begins, (T,)."""
+    """Some text with its tokens."""
 
     text: str
-    token_ids: IntArray
-    starts: IntArray
+    token_ids: IntArray  # (T,)
+    starts: IntArray  # (T,): the character at which each begins
+    sizes: NDArray[
+        np.int64
+    ]  # (T,): bytes of the text; of tokens that share a span, all of them the first one's
+
+    def cut(self, first: int | None, stop: int | None) -> Piece:
+        """Tokens [first, stop) of it; of the text, what begins with the first."""
+        start = int(self.starts[first]) if first and first < len(self.starts) else 0
+        own = slice(first, stop)
+        return Piece(self.text[start:], self.token_ids[own], self.starts[own] - start, self.sizes[own])
 
 
 def encode_pieces(
@@ -340,8 +350,8 @@ def encode_pieces(
     *,
     piece_chars: int = PIECE_CHARS,
     overlap_chars: int = OVERLAP_CHARS,
-) -> Iterator[IntArray]:
-    """Token ids of the joined texts without special tokens, as `TextEdge.encode` gives them for the whole.
+) -> Iterator[Piece]:
+    """Tokens of the joined texts without special tokens, as `TextEdge.encode` gives them for the whole.
 
     Raises:
         ParameterError: the text is not valid Unicode, or the tokenizer would drop part of it.
@@ -358,10 +368,9 @@ def encode_pieces(
                 break
             overlap *= 4  # until the two pieces are encoded as one
         mine, theirs = seam or (0, 0)
-        yield known.token_ids[:mine]
-        first = int(later.starts[theirs]) if theirs < len(later.starts) else 0
-        known = Piece(later.text[first:], later.token_ids[theirs:], later.starts[theirs:] - first)
-    yield known.token_ids
+        yield known.cut(None, mine)
+        known = later.cut(theirs, None)
+    yield known
 
 
 def _blocks(texts: Iterable[str], size: int) -> Iterator[str]:
@@ -380,8 +389,10 @@ def _blocks(texts: Iterable[str], size: int) -> Iterator[str]:
 
 
 def _encode(text: str, edge: TextEdge) -> Piece:
-    ids, starts = edge.encode_with_starts(text)
-    return Piece(text, ids, starts)
+    ids, spans = edge.encode_with_spans(text)
+    is_first_byte = (np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80
+    char_of = np.append(np.cumsum(is_first_byte) - 1, len(text))
+    return Piece(text, ids, char_of[spans[:, 0]], np.diff(spans[:, 1], prepend=0))
 
 
 def _cut(text: str, overlap: int) -> int:

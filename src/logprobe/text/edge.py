@@ -6,7 +6,9 @@ exact bytes of their tokens, special tokens left out.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from logprobe.errors import ParameterError, require
 from logprobe.models import Vocabulary
 from logprobe.models.stored.tokenizer import TokenizerFacts
+from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
     from logprobe.records.values import IntArray
+    from logprobe.text.spans import Spans
+
+logger = logging.getLogger("logprobe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class TextEdge:
     load_tokenizer: Callable[[], Any]  # gives the same one each time, from any thread
     # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
+    # Warnings that were logged.
+    told: set[str] = field(default_factory=set, compare=False, repr=False)
     # How replies are written, by chat template (`channels.template_of`).
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -65,6 +73,7 @@ class TextEdge:
         data = _utf8(text)
         ids = self._encoding(text, add_special_tokens=add_special_tokens).ids
         self._check_nothing_dropped(data, ids)
+        self._warn_of_second_bos(ids)
         return np.array(ids, dtype=np.int32)
 
     def encode_with_starts(self, text: str) -> tuple[IntArray, IntArray]:
@@ -79,6 +88,49 @@ class TextEdge:
         self._check_nothing_dropped(data, ids)
         starts = [start for start, _ in coded.offsets]
         return np.array(ids, dtype=np.int32), np.array(starts, dtype=np.int32)
+
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool = False) -> tuple[IntArray, Spans]:
+        """Token ids of a text, and the bytes [start, end) of it that each comes from, (num_tokens, 2).
+
+        Tokens that the tokenizer adds (BOS) have an empty span. See `text.spans.byte_spans`.
+
+        Raises:
+            ParameterError: as `encode` does.
+        """
+        data = _utf8(text)
+        coded = self._encoding(text, add_special_tokens=add_special_tokens)
+        ids = coded.ids
+        self._check_nothing_dropped(data, ids)
+        self._warn_of_second_bos(ids)
+        is_added = np.array(coded.special_tokens_mask, np.bool_)
+        pieces = [
+            self.vocabulary.token_bytes(token_id)
+            for token_id, added in zip(ids, is_added, strict=True)
+            if not added
+        ]
+        spans = np.full((len(ids), 2), len(data), np.int64)  # of EOS
+        spans[: len(pieces) and is_added.argmin()] = 0  # of BOS
+        spans[~is_added] = byte_spans(text, pieces, lambda: list(compress(coded.offsets, ~is_added)))
+        return np.array(ids, dtype=np.int32), spans
+
+    def bytes_from(
+        self, text: str, token_ids: IntArray, start: int, *, expected: str, add_special_tokens: bool = False
+    ) -> bytes:
+        """The UTF-8 of the part of `text` that its tokens from `start` on come from.
+
+        Args:
+            text: what was encoded.
+            token_ids: its tokens, (num_tokens,).
+            start: the first of those that are asked for.
+            expected: the likely answer, which saves encoding the text once more.
+            add_special_tokens: as the text was encoded.
+        """
+        if self.vocabulary.bytes_of(token_ids[start:].tolist()) == expected.encode():
+            return expected.encode()
+        _, spans = self.encode_with_spans(text, add_special_tokens=add_special_tokens)
+        num_tokens = len(token_ids) - start  # `token_ids` may begin with a BOS of the caller's
+        before = spans[: len(spans) - num_tokens, 1]
+        return text.encode()[before[-1] if len(before) else 0 :]
 
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of a text, special tokens within it included, none added; it may drop some of it."""
@@ -99,6 +151,17 @@ class TextEdge:
         whole = self.encode(context + continuation)
         num_context = min(len(self.encode(context)), len(whole) - 1)
         return whole, num_context
+
+    def scored_bytes(self, context: str, continuation: str, token_ids: IntArray, start: int) -> bytes:
+        """The UTF-8 of the part of both texts that the tokens of `encode_pair` from `start` on come from."""
+        stripped = context.rstrip()
+        return self.bytes_from(
+            context + continuation,
+            token_ids,
+            start,
+            expected=context[len(stripped) :] + continuation,
+            add_special_tokens=bool(stripped),
+        )
 
     @property
     def bos_token_id(self) -> int | None:
@@ -142,6 +205,18 @@ class TextEdge:
             backend.encode_special_tokens = splits
         # Of a batch: other threads run meanwhile.
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _warn_of_second_bos(self, ids: Sequence[int]) -> None:
+        """Log once that a text begins with BOS, and the tokenizer puts another before it."""
+        bos = self.bos_token_id
+        if bos is None or self.told or list(ids[:2]) != [bos, bos]:
+            return
+        self.told.add("two BOS")
+        logger.warning(
+            "prompt: begins with %s, and the tokenizer adds another; give add_special_tokens=False for the "
+            "text of a chat template, or use chat",
+            self.vocabulary.token_text(bos),
+        )
 
     def _check_nothing_dropped(self, data: bytes, ids: Sequence[int]) -> None:
         missing = self.vocabulary.missing_bytes

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from logprobe.records.values import IntArray
     from logprobe.scoring.baseline.file import Run
-    from logprobe.scoring.comparison import WholeRows
+    from logprobe.scoring.comparison import TextTokens, WholeRows
     from logprobe.scoring.scorer import Scorer
     from logprobe.text.edge import TextEdge
 
@@ -106,14 +106,12 @@ def _check_same_weights(llm: Scorer, header: Header) -> None:
         raise WeightsReplacedError("the model's weights were replaced amid the texts; save it again")
 
 
-def _write(
-    llm: Scorer, texts: Iterator[tuple[int, IntArray]], writer: BaselineWriter, vocabulary_size: int
-) -> None:
+def _write(llm: Scorer, texts: Iterator[TextTokens], writer: BaselineWriter, vocabulary_size: int) -> None:
     """Blocks of as many rows as the file has in one, across the ends of texts."""
     size = rows_a_block(vocabulary_size)
     waiting: list[Waiting] = []
     num_waiting = 0
-    for index, ids in texts:
+    for index, ids, _ in texts:
         for start, end, part in whole_parts(llm, ids, size):
             if num_waiting + end - start > size:
                 _write_block(writer, waiting)
@@ -159,25 +157,28 @@ def compare_with_baseline(
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
             raise InputError(f"{path}: is over another vocabulary; compare models of one tokenizer")
-        runs = reader.runs() if texts is None else _checked(reader.runs(), sequences(llm, texts, bos), path)
-        return of_tokens(llm, [_part(run, llm, path) for run in runs])
+        if texts is None:  # only the file's tokens say how long the texts were
+            count = llm.text.vocabulary.bytes_of
+            return of_tokens([_part(run, llm, path, len(count(run.token_ids))) for run in reader.runs()])
+        runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
+        return of_tokens([_part(run, llm, path, num_bytes) for run, num_bytes in runs])
 
 
-def _checked(runs: Iterator[Run], texts: Iterator[tuple[int, IntArray]], path: str | Path) -> Iterator[Run]:
-    """The runs of the texts, as long as there are any."""
-    ids, stop = np.empty(0, np.int32), 0
+def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
+    """Yield the runs of the texts, as long as there are any, each with its bytes of the text."""
+    ids, sizes, stop = np.empty(0, np.int32), np.empty(0, np.int64), 0
     for run in runs:
         if run.is_first:
             is_whole, following = stop == len(ids), next(texts, None)
             _require_same(is_whole, path)
             if following is None:
                 return
-            index, ids = following
+            index, ids, sizes = following
             _require_same(index == run.text_index, path)
         start, stop = len(run.context), len(run.context) + len(run.token_ids)
         is_same = np.array_equal(ids[:start], run.context) and np.array_equal(ids[start:stop], run.token_ids)
         _require_same(is_same, path)
-        yield run
+        yield run, int(sizes[start:stop].sum())
     _require_same(stop == len(ids) and next(texts, None) is None, path)
 
 
@@ -186,7 +187,7 @@ def _require_same(is_same: bool, path: str | Path) -> None:
         raise InputError(f"{path}: holds other texts; give the data that it was saved on, as then, or none")
 
 
-def _part(run: Run, llm: Scorer, path: str | Path) -> TokenPart:
+def _part(run: Run, llm: Scorer, path: str | Path, num_bytes: int) -> TokenPart:
     """What a model gives some rows of the baseline."""
     others = whole_scores(llm, (run.context, run.token_ids))
     width = run.kept.codes.shape[1]
@@ -201,8 +202,9 @@ def _part(run: Run, llm: Scorer, path: str | Path) -> TokenPart:
         logprobs_a=run.logprobs.astype(np.float64),
         logprobs_b=others.token_logprobs,
         kl=kl,
-        is_same_best=others.rows[:, :width].argmax(axis=1) == run.best_ids,
+        is_same_best=others.rows.argmax(axis=1) == run.best_ids,
         acceptance=acceptance,
+        num_bytes=num_bytes,
         kl_error=kl_error,
         acceptance_error=acceptance_error,
     )

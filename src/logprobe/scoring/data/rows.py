@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.sources import Row
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.spans import Spans
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -384,30 +385,40 @@ class TextRows:
         Raises:
             LogprobeError: it cannot be scored.
         """
-        return self._parts(question), partial(self._values, question)
+        parts = self._parts(question)
+        values = partial(self._values, question, [data for _, data in parts])
+        return [pairs for pairs, _ in parts], values
 
-    def _parts(self, question: Question) -> list[list[Pair]]:
+    def _parts(self, question: Question) -> list[tuple[list[Pair], bytes]]:
+        """The pairs of each text, and the bytes of it that they score."""
         if self._settings.choices_column is None:
             return [self._pairs(question.context, text) for text in question.texts]
         delimiter, context = self._settings.delimiter, question.context or ""
         return [self._pairs(context, delimiter + choice) for choice in question.texts]
 
-    def _pairs(self, context: str | None, text: str) -> list[Pair]:
+    def _pairs(self, context: str | None, text: str) -> tuple[list[Pair], bytes]:
         edge = self._llm.text
         if context is None:
-            ids = np.concatenate([self._prefix, edge.encode(text, add_special_tokens=False)])
-            start = 1
+            own, spans = edge.encode_with_spans(text)
+            ids, start = np.concatenate([self._prefix, own]), 1
             require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
         else:
             ids, start = edge.encode_pair(context, text)
-        pairs = list(self._cut(ids, start, has_context=context is not None))
-        # A text may lose the first token of each disjoint window; a continuation is compared with others.
-        is_whole = context is None or sum(len(scored) for _, scored in pairs) == len(ids) - start
-        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
-        return pairs
+        # Of places in `ids`, so that it is known which tokens of the text have a number.
+        cuts = list(self._cut(len(ids), start, has_context=context is not None))
+        pairs = [(ids[before], ids[scored]) for before, scored in cuts]
+        scored = np.concatenate([places for _, places in cuts])
+        if context is None:
+            data = _bytes_at(text, spans, scored - len(self._prefix))
+        else:
+            # A text may lose the first token of each disjoint window; a continuation is compared with others.
+            is_whole = len(scored) == len(ids) - start
+            require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+            data = edge.scored_bytes(context, text, ids, start)
+        return pairs, data
 
-    def _cut(self, ids: IntArray, start: int, *, has_context: bool) -> Iterator[Pair]:
-        settings = self._settings
+    def _cut(self, num_tokens: int, start: int, *, has_context: bool) -> Iterator[Pair]:
+        settings, ids = self._settings, np.arange(num_tokens, dtype=np.int32)
         limit = settings.window or self._limit
         if len(ids) <= limit:
             yield ids[:start], ids[start:]
@@ -422,10 +433,17 @@ class TextRows:
         else:
             yield ids[-limit:][:1], ids[-limit:][1:]
 
-    def _values(self, question: Question, scores: list[Score]) -> dict[str, Any]:
+    def _values(self, question: Question, texts: list[bytes], scores: list[Score]) -> dict[str, Any]:
+        scores = [score.counted_by(data) for score, data in zip(scores, texts, strict=True)]
         if self._settings.choices_column:
             return _choice_values(question, scores)
         return _text_values(question, scores[0], self._settings)
+
+
+def _bytes_at(text: str, spans: Spans, tokens: IntArray) -> bytes:
+    """The UTF-8 of the parts of a text that some tokens come from; a shared span is the first one's."""
+    data, bounds = text.encode(), np.append(0, spans[:, 1])
+    return b"".join(data[bounds[token] : bounds[token + 1]] for token in tokens)
 
 
 def _text_values(question: Question, score: Score, settings: DataSettings) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     logits_processors_args: dict[str, Any] | None = None
     lora: str | None = None
+    # Extensions: how the prompt is encoded.
+    add_special_tokens: bool | None = None
     # Extensions: the form of the text, in other words than `response_format` (`structured`).
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None

@@ -7,6 +7,7 @@ tokenised, and fields of messages that no client of OpenAI's has where the chat 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from logprobe.server.openai.bodies import ChatBody, ScoreBody, TokenizeBody
     from logprobe.server.service import Service
     from logprobe.text.chat import Conversation
-    from logprobe.text.edge import TextEdge
 
 LARGEST_ID = 2**31 - 1
 
@@ -53,7 +53,9 @@ class Prompt:
     parts: list[bytes] = field(default_factory=list)  # a token, for an echo alone; together the text
 
 
-def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bool) -> list[Prompt]:
+def read_prompts(
+    prompt: str | Sequence[Any], service: Service, *, is_echoed: bool, add_special_tokens: bool = True
+) -> list[Prompt]:
     """The prompts of a body: one as text or ids, or a list of either.
 
     Raises:
@@ -63,8 +65,13 @@ def read_prompts(prompt: str | Sequence[Any], service: Service, *, is_echoed: bo
     text = service.text
 
     def from_text(part: str) -> Prompt:
-        ids = text.encode(part)
-        return Prompt(ids, _aligned(ids.tolist(), part.encode(), text) if is_echoed else [])
+        if not is_echoed:
+            return Prompt(text.encode(part, add_special_tokens=add_special_tokens))
+        ids, spans = text.encode_with_spans(part, add_special_tokens=add_special_tokens)
+        data = part.encode()
+        # To the next token's begin: of those that share a span, all begin with it and the last one has it.
+        bounds = [*spans[:, 0].tolist(), len(data)]
+        return Prompt(ids, [data[start:end] for start, end in pairwise(bounds)])
 
     def from_ids(part: Sequence[Any]) -> Prompt:
         ids = as_ids(part, "prompt")
@@ -98,15 +105,6 @@ def as_ids(ids: Sequence[Any], name: str) -> IntArray:
     return np.array(ids, dtype=np.int32)
 
 
-def _aligned(ids: list[int], data: bytes, text: TextEdge) -> list[bytes]:
-    """What each token gives of the text it came from: special ones that the tokenizer added give nothing."""
-    parts = [text.vocabulary.token_bytes(token_id) for token_id in ids]
-    for num_added in (0, 1):
-        if b"".join(parts[num_added:]) == data:
-            return [b""] * num_added + parts[num_added:]
-    return [text.bytes_of([token_id]) for token_id in ids]
-
-
 def check_texts(texts: Sequence[str], param: str, service: Service, *, is_whole: bool = True) -> None:
     """Refuse texts by their bytes, before they are tokenised: all of them, and any that cannot fit.
 
@@ -133,9 +131,9 @@ def encode_messages(messages: Conversation, service: Service, layout: Layout = A
     return encode_laid_out(render_messages(messages, service, layout), service)
 
 
-def encode_laid_out(text: str, service: Service) -> IntArray:
+def encode_laid_out(text: str, service: Service, *, add_special_tokens: bool = False) -> IntArray:
     """The ids of a conversation that is laid out."""
-    return service.text.encode(text, add_special_tokens=False)
+    return service.text.encode(text, add_special_tokens=add_special_tokens)
 
 
 def render_messages(

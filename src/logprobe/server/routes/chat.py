@@ -61,7 +61,7 @@ def prepare(body: ChatBody, service: Service) -> ChatRequest:
     has_tools = body.tools is not None or body.tool_choice is not None
     tools = tools_of(body, service.reply_form()) if has_tools else NO_TOOLS
     prompt = render_messages(body.messages, service, layout_of(body, service, tools.functions))
-    ids = encode_laid_out(prompt, service)
+    ids = encode_laid_out(prompt, service, add_special_tokens=bool(body.add_special_tokens))
     room = service.capabilities.max_model_len + 1 - len(ids)
     calls = None if tools.form is None else tools.call_format(prompt)
     with named_as_asked(body, is_call=calls is not None):

@@ -51,7 +51,12 @@ def prepare(body: CompletionBody, service: Service) -> tuple[CompletionBody, lis
         service.write_ids()
     with named_as_asked(body):
         params = completion_params(body, service.settings)
-    prompts = read_prompts(body.prompt, service, is_echoed=bool(body.echo))
+    prompts = read_prompts(
+        body.prompt,
+        service,
+        is_echoed=bool(body.echo),
+        add_special_tokens=body.add_special_tokens is not False,
+    )
     limit = service.capabilities.max_model_len
     requests = [(prompt.token_ids, _fitting(params, body, prompt, limit)) for prompt in prompts]
     echoes = [b"".join(prompt.parts) for prompt in prompts] if body.echo else []

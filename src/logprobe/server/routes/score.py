@@ -169,7 +169,9 @@ def _split(
     elif laid_out is not None:
         whole = service.text.encode(laid_out + continuation, add_special_tokens=False)
         assert not isinstance(before, str)
-        return Split(whole, min(_num_shared(before, whole), len(whole) - 1))
+        start = min(_num_shared(before, whole), len(whole) - 1)
+        data = service.text.bytes_from(laid_out + continuation, whole, start, expected=continuation)
+        return Split(whole, start, data)
     elif isinstance(before, str):
         return service.client.split((before, continuation))
     raise bad_request("continuations", "context and continuations must both be texts or both be ids")
