@@ -214,7 +214,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("GET /health", "GET /ready"),
+        ("GET /health", "GET /ready", "GET /ping", "POST /ping", "GET /version"),
         "a look at the engine's clock, on the event loop; nothing kept",
         "need no key and are always answered; `stall_s` is how long a step may hang before they say so",
         (

@@ -41,7 +41,7 @@ MANY_OPEN: Final = 64
 """Requests at once whose replies, once freed, are given back to the system, which glibc would else keep."""
 
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # that is taken from a client: printable, and one word
-PROBES: Final = frozenset({"/health", "/ready", "/metrics"})  # are asked all the time: debug
+PROBES: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})  # are asked all the time: debug
 CALL: Final = "logprobe.call"  # where the scope of a request holds its `Call`
 
 access_logger = logging.getLogger("logprobe.access")

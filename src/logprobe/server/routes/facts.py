@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
+from logprobe import __version__
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import Document, json_reply
@@ -36,6 +37,11 @@ async def ready(_: HttpRequest, service: Service) -> Response:
     service.check_engine()
     service.lifetime.check_open()
     return json_reply({"status": "ready"})
+
+
+async def version(_: HttpRequest, __: Service) -> Response:
+    """Return the version of this server, in vLLM's form."""
+    return json_reply({"version": __version__})
 
 
 async def models(request: HttpRequest, service: Service) -> Response:
