@@ -63,6 +63,7 @@ class Call:
     completion_tokens: int = 0
     prompt_rows: int | None = None  # of log-probabilities; None: none were asked
     without_effect: list[str] = field(default_factory=list)  # fields that were taken and changed nothing
+    ignored_fields: list[str] = field(default_factory=list)  # unknown fields, by their paths in the body
     first_token_s: float | None = None  # of a stream
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
@@ -103,7 +104,7 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-UNTOLD: Final = frozenset({"request_id", "without_effect", "_start_s"})  # of a call's line
+UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "_start_s"})  # of a call's line
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
 
