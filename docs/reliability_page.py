@@ -214,7 +214,7 @@ AUDIT = (
         ),
     ),
     Audited(
-        ("GET /health", "GET /ready"),
+        ("GET /health", "GET /ready", "GET /ping", "POST /ping", "GET /version"),
         "a look at the engine's clock, on the event loop; nothing kept",
         "need no key and are always answered; `stall_s` is how long a step may hang before they say so",
         (
@@ -278,6 +278,7 @@ AUDIT = (
             "attacks/test_gets.py::test_figures_are_written_beside_the_event_loop_and_once_for_all_who_ask_meanwhile",
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_words.py::test_invented_fields_are_counted_as_other",
+            "test_unknown_fields.py::test_a_clients_words_are_bounded_and_stay_out_of_metrics_and_the_log",
             "test_metrics_port.py::test_nothing_else_is_there",
         ),
     ),

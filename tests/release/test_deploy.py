@@ -67,6 +67,27 @@ def test_the_rules_are_such_that_prometheus_takes_them() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_example_has_prometheus_read_the_metrics_with_a_key_of_a_file() -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus.yaml").read_text(encoding="utf-8"))
+    [job] = config["scrape_configs"]
+    assert job["job_name"] == "logprobe"  # as the rules name it
+    assert set(job["authorization"]) == {"credentials_file"}  # whose type is Bearer unless it is named
+    assert job.get("metrics_path", "/metrics") == "/metrics"
+    assert [(ROOT / "deploy" / name).name for name in config["rule_files"]] == ["alerts.yaml"]
+
+
+def test_prometheus_takes_the_example(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("there is no promtool here (Debian's package prometheus), which checks the example")
+    for name in ("prometheus.yaml", "alerts.yaml"):
+        shutil.copy(ROOT / "deploy" / name, tmp_path)
+    (tmp_path / "logprobe.key").write_text("a-key-of-a-client", encoding="utf-8")
+    command = [promtool, "check", "config", tmp_path / "prometheus.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_dashboard_has_a_title_and_a_question_for_each_picture() -> None:
     board = json.loads((ROOT / "deploy" / "dashboard.json").read_text(encoding="utf-8"))
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) >= 8

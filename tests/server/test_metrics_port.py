@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+import logprobe
 from server_process import Attacked, eventually, serving_process
 
 if TYPE_CHECKING:
@@ -35,6 +37,16 @@ def figures(locked: Attacked) -> Attacked:
 
     eventually(lambda: bool(ports()), "the port is never told")
     return replace(locked, port=int(ports()[0]))
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_answers_as_health_does_without_a_key(locked: Attacked, method: str) -> None:
+    assert locked.ask(method, "/ping").status == locked.get("/health").status == 200
+    assert locked.ask(method, "/ping").data == locked.get("/health").data
+
+
+def test_the_version_needs_no_key(locked: Attacked) -> None:
+    assert json.loads(locked.get("/version").data) == {"version": logprobe.__version__}
 
 
 def test_they_need_no_key_there(locked: Attacked, figures: Attacked) -> None:

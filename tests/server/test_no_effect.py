@@ -149,8 +149,8 @@ def test_a_request_that_is_refused_is_told_too(server: Any) -> None:
         (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         (CHAT, {"user": "Ann", "users": "Ann"}, "users"),
         (COMPLETIONS, {"cache_prompts": True}, "cache_prompts"),
-        (RESPONSES, {"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
-        ("/v1/score", {"context": "a", "continuations": ["b"], "user": "Ann"}, "user"),
+        (RESPONSES, {"guided_regex": "a"}, "guided_regex"),
+        ("/v1/score", {"context": "a", "continuations": ["b"], "seed": 1}, "seed"),
     ],
 )
 def test_what_could_mean_something_is_refused(

@@ -166,6 +166,8 @@ class Fold:
             completion.row = event.row
         if event.finish is not None:
             completion.drafts = event.drafts
+            if event.index == 0:  # the other samples find in the cache what this one has computed
+                self.output.num_cached_tokens = event.num_cached_tokens
             self._end(completion, event.finish)
 
     def _add_rows(self, completion: CompletionOutput, delta: Delta) -> None:

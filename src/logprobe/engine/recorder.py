@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from logprobe.errors import NonFiniteLogitsError
 from logprobe.records.rows import HostRows
@@ -88,13 +88,16 @@ class Recorder:
         for token in drawn:
             self._add_row(_delta_in(step, token.draw.sample), token, step)
         for sample, delta in step.deltas.items():
-            delta.finish = sample.end
-            delta.drafts = sample.drafts if sample.is_finished else None
+            if sample.is_finished:
+                _end(delta, sample)
         return step
 
     def end(self, samples: Iterable[Sample]) -> list[Delta]:
         """That these samples have ended, and nothing else."""
-        return [_new_delta(sample, finish=sample.end, drafts=sample.drafts) for sample in samples]
+        deltas = [(_new_delta(sample), sample) for sample in samples]
+        for delta, sample in deltas:
+            _end(delta, sample)
+        return [delta for delta, _ in deltas]
 
     def _add_prompt_rows(self, delta: Delta, span: Span, rows: HostRows) -> None:
         sample = span.sample
@@ -164,13 +167,18 @@ def _delta_in(step: StepDeltas, sample: Sample) -> Delta:
     return step.deltas[sample]
 
 
-def _new_delta(sample: Sample, **fields: Any) -> Delta:
+def _new_delta(sample: Sample) -> Delta:
     return Delta(
         request_id=sample.request.request_id,
         index=sample.index,
         weights_number=sample.weights_number,
-        **fields,
     )
+
+
+def _end(delta: Delta, sample: Sample) -> None:
+    """Add what is reported once, with the end of a sample."""
+    delta.finish, delta.drafts = sample.end, sample.drafts
+    delta.num_cached_tokens = sample.num_cached
 
 
 def _after(earlier: HostRows | None, rows: HostRows | None) -> HostRows | None:

@@ -117,6 +117,8 @@ class RequestOutput:
     prompt_logprobs: FlatLogprobs | None = None
     outputs: Completions = field(default_factory=Completions)
     info: LogprobsInfo | None = None
+    # Prompt tokens that the prefix cache had, of its first sample; None until that has ended, or not known.
+    num_cached_tokens: int | None = None
     weights_number: int = 0  # which load of the model's weights gave it; 0: those that it was opened with
     params: SamplingParams | None = None  # what was asked; None: it was never started
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from logprobe.server.settings import FurtherModel, ServerSettings
 
 VERSION: Final = "/v1"
-OPEN: Final = {"/", "/health", "/ready"}  # need no key
+OPEN: Final = {"/", "/health", "/ready", "/ping", "/version"}  # need no key
 METRICS_HOST: Final = "127.0.0.1"
 OPERATORS: Final = {
     "/v1/load_lora_adapter",
@@ -71,6 +71,9 @@ ROUTES: Final[tuple[tuple[str, str, Handler], ...]] = (
     ("GET", "/", page),
     ("GET", "/health", facts.health),
     ("GET", "/ready", facts.ready),
+    ("GET", "/ping", facts.health),  # the two methods that vLLM and SageMaker ask with
+    ("POST", "/ping", facts.health),
+    ("GET", "/version", facts.version),
     ("GET", "/metrics", facts.metrics),
     ("GET", "/v1/models", facts.models),
     ("GET", "/v1/models/{model:path}", facts.model),

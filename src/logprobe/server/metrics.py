@@ -84,6 +84,8 @@ class Metrics:
         self.rows = self._counter("logprob_rows", "Rows of log-probabilities of requests that ended.")
         self.bytes_out = self._counter("logprob_bytes", "Bytes of log-probabilities sent.")
         self.rejected = self._counter("rejected", "Requests refused with 400, by field.", "param")
+        help_text = "Unknown fields of requests that were ignored."
+        self.ignored_fields = self._counter("ignored_fields", help_text)
         self._of_calls = {
             name: Histogram(
                 f"logprobe_{name}", text, ("route", "model"), registry=self.registry, buckets=buckets

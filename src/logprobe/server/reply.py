@@ -87,6 +87,11 @@ class Generation:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of all prompts that the prefix cache had, once they have ended."""
+        return num_cached(self.outputs.values())
+
+    @property
     def num_completion_tokens(self) -> int:
         """Tokens generated so far."""
         return sum(
@@ -294,14 +299,25 @@ def _joined(service: Service, chunks: Iterator[dict[str, Any]]) -> bytes:
     return b"".join(event(encode(service, chunk), chunk.get("type")) for chunk in chunks)
 
 
-def usage(generation: Generation) -> dict[str, int]:
-    """Tokens in and out, so far."""
+def usage(generation: Generation) -> dict[str, Any]:
+    """Return the `usage` of a generation, of the tokens so far."""
     prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    return usage_of(prompt, completion, generation.num_cached_tokens)
+
+
+def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Return `usage` in OpenAI's form."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def num_cached(outputs: Iterable[RequestOutput]) -> int:
+    """Count prompt tokens that the prefix cache had, as far as the engine reports them."""
+    return sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def encode(service: Service, reply: dict[str, Any]) -> bytes:

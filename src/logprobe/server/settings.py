@@ -55,8 +55,10 @@ class ServerSettings:
         max_token_ids: most ids in a list of token ids other than a prompt, and most entries of logit_bias.
         max_logprob_token_ids: most ids whose logprobs a request may name of a position; -1 sets no cap.
         max_bad_words: most texts of bad_words.
-        max_stop: most stop strings; OpenAI's own bound unless raised.
+        max_stop: most stop strings.
         max_stop_bytes: most bytes of those, together.
+        strict_fields: whether a body with an unknown field is a 400; else a field that is not known, not
+            misspelt and of no other route or server that this one knows is ignored and named in `Warning`.
         max_requests: completions in progress or waiting, all requests together; also the most prompts,
             continuations, documents, or prompts times labels of one request, and the most HTTP requests of
             one route at once. Of this and the next two, a client (by its key, or else its address) that holds
@@ -106,8 +108,9 @@ class ServerSettings:
     max_token_ids: int = 1 << 16
     max_logprob_token_ids: int = 256
     max_bad_words: int = 1024
-    max_stop: int = 4
+    max_stop: int = 64
     max_stop_bytes: int = 4096
+    strict_fields: bool = False
     max_requests: int = 512
     max_tokens_in_flight: int = 4 << 20
     max_logprob_bytes: int = 2 << 30

@@ -99,7 +99,6 @@ class Cutter(Generic[C]):
         self._bytes_of = bytes_of
         self._stops = [stop.encode() for stop in stops]
         self._min_tokens = min_tokens
-        self._longest = max(map(len, self._stops), default=0)
         self._index = index
         self._walk = walk or TextWalk()
         self._num_taken = 0  # tokens handed out
@@ -171,11 +170,12 @@ class Cutter(Generic[C]):
         starts = [start for stop in self._stops if (start := held.find(stop)) >= 0]
         if starts and self._num_taken + len(self._held) >= self._min_tokens:
             return len(held) - min(starts)
-        for start in range(max(len(held) - self._longest, 0), len(held)):
-            tail = held[start:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return len(tail)
-        return 0
+        return max((_overlap(held, stop) for stop in self._stops), default=0)
+
+
+def _overlap(text: bytes, stop: bytes) -> int:
+    """Return the length of the longest beginning of `stop` that `text` ends with."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class StopMatcher:

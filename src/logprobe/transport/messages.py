@@ -151,6 +151,7 @@ class Delta(msgspec.Struct, tag=True, kw_only=True, eq=False, omit_defaults=True
     row: Array | None = None  # (vocabulary,) float32, nats, read-only: the distribution in place of a token
     finish: Finish | None = None  # None while it goes on
     drafts: Drafts | None = None  # of the whole completion, at its end; None: the engine drafts nothing
+    num_cached_tokens: int | None = None  # prompt tokens from the prefix cache, at its end; None: not known
     weights_number: int = 0  # which load of the model's weights runs it
 
 

@@ -206,8 +206,9 @@ class TestResults:
 
         def num_known() -> int:
             before = backend.stats().cached_tokens
-            asker.ask(backend, ids, max_tokens=1)
-            return backend.stats().cached_tokens - before
+            output = asker.ask(backend, ids, max_tokens=1)
+            assert output.num_cached_tokens == backend.stats().cached_tokens - before
+            return output.num_cached_tokens
 
         backend.forget_prefixes()  # one of another test may begin with the same token
         assert num_known() == 0

@@ -26,6 +26,23 @@ def test_prompts_of_one_step_share_their_prefix(new_engine: Callable[..., Any]) 
     engine.assert_idle()
 
 
+def test_an_output_counts_the_prompt_tokens_that_the_cache_had(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine(400, max_batch_tokens=16)  # prompts run in chunks, and share what others have run
+    stem = list(range(2, 42))
+    asked = {"max_tokens": 2, **GREEDY}
+    outputs = [engine.submit(f"r{index}", [*stem, 100 + index, 50], **asked) for index in range(3)]
+    several = engine.submit("several", [*stem, 100, 60], n=3, temperature=1.0, max_tokens=2)
+    scored = engine.submit("scored", [*stem, 110], max_tokens=0, prompt_logprobs=0)
+    assert outputs[0].num_cached_tokens is None
+    engine.run()
+    assert [output.num_cached_tokens for output in outputs] == [0, 40, 40]
+    assert several.num_cached_tokens == 41  # of its first sample; the others find its own, too
+    assert scored.num_cached_tokens == 40
+    again = engine.submit("again", [*stem, 100, 50], **asked)
+    engine.run()
+    assert again.num_cached_tokens == 42
+
+
 def test_shared_prefixes_give_the_numbers_of_a_cold_engine(
     new_engine: Callable[..., Any], assert_same: Callable[..., None]
 ) -> None:
@@ -137,6 +154,7 @@ def test_a_preempted_request_ends_with_the_numbers_it_gets_alone(
     got = [engine.submit(f"r{index}", ids, **asked) for index, ids in enumerate(prompts)]
     engine.run()
     assert engine.scheduler.num_preempted > 0, "the pool is too large for this test"
+    assert [output.num_cached_tokens for output in got] == [0] * 4  # not its own, found again
     engine.assert_idle()
     for ids, mine in zip(prompts, got, strict=True):
         alone = new_engine(70)

@@ -76,6 +76,8 @@ class Sample:
         self.num_computed = 0
         self.num_in_tree = 0
         self.num_own_slots = 0  # taken for it alone, and not found in the tree
+        self.num_cached = 0  # prompt tokens that the tree already had when this sample first came to them
+        self._num_reached = 0  # prompt tokens that it has come to, also before a preemption
         # Prompt rows delivered; row r holds the numbers of position r + 1.
         self.num_scored = request.first_scored - 1
         self.node: Node | None = None
@@ -165,6 +167,10 @@ class Sample:
         """Add the slots of the next positions; others' where the tree knew them."""
         end = self.num_computed + len(slots)
         self._slots[self.num_computed : end] = slots
+        if self._num_reached < self.num_prompt and end > self._num_reached:
+            reached = min(end, self.num_prompt)
+            self.num_cached += 0 if is_own else reached - max(self.num_computed, self._num_reached)
+            self._num_reached = reached
         self.num_computed = end
         self.num_own_slots += len(slots) if is_own else 0
         if in_tree:

@@ -269,6 +269,8 @@ class VllmEngine:
             self._heard_at = time.monotonic()
             if is_new:
                 self._num_cached += output.num_cached_tokens or 0
+                if follow.num_cached is None:  # a sample that comes back finds its own tokens, too
+                    follow.num_cached = output.num_cached_tokens
                 is_new = False
             await self._see(follow, output)
         return True
@@ -287,7 +289,9 @@ class VllmEngine:
             else:
                 rows = prompt_rows(flat, request, vocab_size)
             finish = Finish("length") if follow.is_scored_only else None
-            follow.outbox.append(Delta(request_id=follow.request_id, index=0, prompt=rows, finish=finish))
+            delta = Delta(request_id=follow.request_id, index=0, prompt=rows, finish=finish)
+            delta.num_cached_tokens = follow.num_cached
+            follow.outbox.append(delta)
             follow.is_done = follow.is_done or follow.is_scored_only
             self._flush([follow])
         if num_tokens and not follow.is_scored_only:
@@ -300,6 +304,7 @@ class VllmEngine:
             follow.outbox += deltas
             for delta in deltas:
                 follow.token_ids += delta.token_ids
+                delta.num_cached_tokens = follow.num_cached  # the worker does not know it
                 follow.is_done = follow.is_done or delta.finish is not None
             if follow.is_done:
                 follow.leave_vllm()

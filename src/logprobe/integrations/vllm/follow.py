@@ -27,6 +27,7 @@ class Follow:
     token_ids: list[int] = field(default_factory=list)  # drawn, as far as they were fetched
     num_seen: int = 0  # tokens that vLLM has shown
     num_running: int = 0  # tokens that vLLM holds for it now
+    num_cached: int | None = None  # prompt tokens that vLLM's prefix cache had; None: it has not said
     has_prompt_rows: bool = False  # they were published, or are not asked
     is_done: bool = False  # its end is published, or waits in the outbox
     paused_by: set[PausedBy] = field(default_factory=set)

@@ -13,11 +13,12 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from logprobe.engine.forward.pool import return_freed
-from logprobe.errors import nearest_name
 from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import check_body, check_values
+from logprobe.server.openai.bodies import NESTED
 from logprobe.server.openai.no_effect import fields_without_effect
+from logprobe.server.openai.unknown_fields import remedy_for, unknown_field, without_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,16 +105,26 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
 
 def _decode_checked(data: bytes, body_type: type[B], service: Service) -> B:
     check_values(service.settings, data)
-    body = decode_body(data, body_type)
+    body, service.call.ignored_fields = decode_body(data, body_type, is_strict=service.settings.strict_fields)
     check_body(service.settings, body)
     service.call.without_effect = fields_without_effect(body, service.template_variables)
     return body
 
 
-def decode_body(data: bytes, body_type: type[B]) -> B:
-    """Check one body."""
+def decode_body(data: bytes, body_type: type[B], *, is_strict: bool = False) -> tuple[B, list[str]]:
+    """Decode a body, and name the unknown fields that were ignored; `is_strict` refuses all of them.
+
+    Raises:
+        ApiError: 400.
+    """
     try:
-        return msgspec.json.decode(data, type=body_type)
+        try:
+            return msgspec.json.decode(data, type=body_type), []
+        except msgspec.ValidationError as error:
+            if is_strict or not _UNKNOWN.search(str(error)):
+                raise
+        known, ignored = without_unknown(data, body_type)
+        return msgspec.json.decode(known, type=body_type), ignored
     except msgspec.ValidationError as error:
         raise _as_api_error(str(error), body_type) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -126,9 +137,8 @@ def _as_api_error(message: str, body_type: type[msgspec.Struct]) -> ApiError:
     message = _PATH.sub("", message)
     if unknown := _UNKNOWN.search(message):
         name = f"{path}.{unknown[1]}".lstrip(".")
-        near = nearest_name(unknown[1], body_type.__struct_fields__, cutoff=0.6)
-        remedy = f"; did you mean {near!r}?" if near and not path else ""
-        return bad_request(name, f"is no field of this route{remedy}", code="unknown_parameter")
+        known = NESTED[path].__struct_fields__ if path in NESTED else body_type.__struct_fields__
+        return unknown_field(name, remedy_for(name, unknown[1], known))
     if missing := _MISSING.search(message):
         name = f"{path}.{missing[1]}".lstrip(".")
         return bad_request(name, "is missing", code="missing_required_parameter")

@@ -41,7 +41,7 @@ MANY_OPEN: Final = 64
 """Requests at once whose replies, once freed, are given back to the system, which glibc would else keep."""
 
 REQUEST_ID: Final = re.compile(r"[!-~]{1,128}")  # that is taken from a client: printable, and one word
-PROBES: Final = frozenset({"/health", "/ready", "/metrics"})  # are asked all the time: debug
+PROBES: Final = frozenset({"/health", "/ready", "/ping", "/metrics"})  # are asked all the time: debug
 CALL: Final = "logprobe.call"  # where the scope of a request holds its `Call`
 
 access_logger = logging.getLogger("logprobe.access")
@@ -63,6 +63,7 @@ class Call:
     completion_tokens: int = 0
     prompt_rows: int | None = None  # of log-probabilities; None: none were asked
     without_effect: list[str] = field(default_factory=list)  # fields that were taken and changed nothing
+    ignored_fields: list[str] = field(default_factory=list)  # unknown fields, by their paths in the body
     first_token_s: float | None = None  # of a stream
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
@@ -103,7 +104,7 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-UNTOLD: Final = frozenset({"request_id", "without_effect", "_start_s"})  # of a call's line
+UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "_start_s"})  # of a call's line
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
 

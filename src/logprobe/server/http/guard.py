@@ -21,6 +21,7 @@ from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import BODIES, QUERIES
 from logprobe.server.openai.no_effect import reason, warning
+from logprobe.server.openai.unknown_fields import ignored_warning
 from logprobe.server.settings import check_keys
 
 if TYPE_CHECKING:
@@ -121,12 +122,18 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
 
 
 def name_without_effect(response: Response, call: Call, models: Models) -> None:
-    """Say which fields of a request changed nothing: to its client, and once each to the operator."""
+    """Name the fields of a request that changed nothing: to its client, and once to the operator."""
     for name in call.without_effect:
         response.headers.append("warning", warning(name))
         if name not in models.told:
             models.told.add(name)
             logger.warning("%s", reason(name))
+    if call.ignored_fields:
+        response.headers.append("warning", ignored_warning(call.ignored_fields))
+        models.metrics.ignored_fields.inc(len(call.ignored_fields))
+        if OTHER_FIELD not in models.told:  # once, and without the client's words
+            models.told.add(OTHER_FIELD)
+            logger.warning("a request has unknown fields, which are ignored: its reply's Warning names them")
 
 
 def caller_of(request: HttpRequest, key: int | None) -> str:

@@ -377,6 +377,12 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/v1/unload_lora_adapter": UnloadLoraBody,
     "/update_weights_from_disk": UpdateWeightsBody,
 }
+NESTED: Final[dict[str, type[msgspec.Struct]]] = {
+    "stream_options": StreamOptions,
+    "reasoning": Reasoning,
+    "documents": RerankDocument,
+}
+"""A field of a body → the type of the object, or of the objects of a list, that it holds."""
 QUERIES: Final[dict[str, tuple[dict[str, Any], ...]]] = {
     "/v1/responses/{response_id}/input_items": (
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED}},

@@ -24,6 +24,8 @@ def document(routes: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
     types = [*bodies.BODIES.values(), *schemas.REPLIES.values()]
     types += [schemas.ChatCompletionChunk, schemas.Error, schemas.Facts]
     _, parts = msgspec.json.schema_components(types, ref_template=_REF)
+    for body in (*bodies.BODIES.values(), *bodies.NESTED.values()):
+        parts[body.__name__].pop("additionalProperties", None)  # unknown fields may be ignored
     paths: dict[str, Any] = {}
     for method, path, handler in routes:
         summary = (handler.__doc__ or "").strip().split("\n")[0]

@@ -283,7 +283,7 @@ class ResponseShape:
         num_reasoning = sum(len(said.rows) for said in self._said if said.channel == "reasoning")
         return {
             "input_tokens": num_input,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_input + num_output,

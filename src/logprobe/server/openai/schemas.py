@@ -38,12 +38,19 @@ class Error(Shape, kw_only=True):
     error: Failure
 
 
+class PromptTokensDetails(Shape, kw_only=True):
+    """Prompt tokens that the prefix cache had, so that they were not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(Shape, kw_only=True):
     """Tokens in and out."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class ChatTopLogprob(Shape, kw_only=True):
@@ -527,6 +534,7 @@ class RankUsage(Shape, kw_only=True):
 
     prompt_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class Ranking(Shape, kw_only=True):

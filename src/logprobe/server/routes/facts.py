@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
+from logprobe import __version__
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request, engine_unavailable
 from logprobe.server.http.replies import Document, json_reply
@@ -40,6 +41,11 @@ async def ready(_: HttpRequest, service: Service) -> Response:
         raise engine_unavailable(stats.why_down)
     down = {"down": stats.why_down} if stats.why_down else {}
     return json_reply({"status": "ready", **down})
+
+
+async def version(_: HttpRequest, __: Service) -> Response:
+    """Return the version of this server, in vLLM's form."""
+    return json_reply({"version": __version__})
 
 
 async def models(request: HttpRequest, service: Service) -> Response:

@@ -21,7 +21,7 @@ from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import check_count
 from logprobe.server.openai.bodies import ClassifyBody, JudgeBody, RerankBody
 from logprobe.server.openai.prompts import check_texts, render_messages
-from logprobe.server.reply import encode
+from logprobe.server.reply import encode, num_cached, usage_of
 from logprobe.server.routes.score import SCORE_ENTRIES
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class AnswerRequest:
 
     splits: list[Split]
     admitted: list[Admitted]
-    fields: Callable[[Sequence[Score], int], dict[str, Any]]  # of scores and the number of their tokens
+    fields: Callable[[Sequence[Score], dict[str, Any]], dict[str, Any]]  # of the scores and the usage
 
 
 def _reply(service: Service, asked: AnswerRequest, outputs: Sequence[RequestOutput]) -> Response:
@@ -82,7 +82,8 @@ def _reply(service: Service, asked: AnswerRequest, outputs: Sequence[RequestOutp
         service.client.as_score(split, output) for split, output in zip(asked.splits, outputs, strict=True)
     ]
     num_tokens = sum(len(split.token_ids) for split in asked.splits)
-    return Response(encode(service, asked.fields(scores, num_tokens)), media_type=JSON_TYPE)
+    reply = asked.fields(scores, usage_of(num_tokens, 0, num_cached(outputs)))
+    return Response(encode(service, reply), media_type=JSON_TYPE)
 
 
 def _admit(
@@ -90,14 +91,14 @@ def _admit(
     body: ChoosesWeights,
     service: Service,
     base: str,
-    fields: Callable[[T, int], dict[str, Any]],
+    fields: Callable[[T, dict[str, Any]], dict[str, Any]],
 ) -> AnswerRequest:
     splits = [service.client.split(pair) for pair in plan.pairs]
     params = service.params_for(body, max_tokens=0, prompt_logprobs=0)
     names = [f"{base}-{number}" for number in range(len(splits))]
     admitted = service.client.admit_splits(splits, params, service.of_one_call(), names)
     service.admit([request.request for request in admitted])
-    return AnswerRequest(splits, admitted, lambda scores, count: fields(plan.sum_up(scores), count))
+    return AnswerRequest(splits, admitted, lambda scores, usage: fields(plan.sum_up(scores), usage))
 
 
 # -- labels and grades ---------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def _admit_answers(
 ) -> AnswerRequest:
     base, model, created = service.new_id(name), service.name_of(body), service.now()
 
-    def reply(found: Sequence[T], num_tokens: int) -> dict[str, Any]:
+    def reply(found: Sequence[T], usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": base,
             "object": "list",
@@ -179,7 +180,7 @@ def _admit_answers(
             "model": model,
             "unit": "nats",
             "data": [{"index": index, **finite_fields(fields_of(one))} for index, one in enumerate(found)],
-            "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
+            "usage": usage,
         }
 
     try:
@@ -246,8 +247,8 @@ def prepare_rerank(body: RerankBody, service: Service) -> AnswerRequest:
     plan = labels.rerank_plan(service.text, body.query, documents, **layout)
     base, model = service.new_id("rerank"), service.name_of(body)
 
-    def reply(scores: list[float], num_tokens: int) -> dict[str, Any]:
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    def reply(scores: list[float], usage: dict[str, Any]) -> dict[str, Any]:
+        del usage["completion_tokens"]  # which Jina's and Cohere's form has not
         results = ranked(scores, None if body.return_documents is False else documents)
         return {"id": base, "model": model, "usage": usage, "results": results[: body.top_n or None]}
 

@@ -21,7 +21,7 @@ from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
 from logprobe.server.openai.tools import functions_of
-from logprobe.server.reply import encode
+from logprobe.server.reply import encode, num_cached, usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,7 +75,7 @@ def _reply(
         "model": prepared.model,
         "unit": "nats",
         "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(rows)],
-        "usage": {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens},
+        "usage": usage_of(num_tokens, 0, num_cached(outputs[: len(pairs)])),
     }
     if "processed" in info.stages:
         reply["logprobs_info"] = info.to_dict()

@@ -18,7 +18,7 @@ from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.openai.bodies import UncertaintyBody
 from logprobe.server.openai.fields import check_max_logprobs, uncertainty_params
 from logprobe.server.openai.prompts import check_texts, encode_messages
-from logprobe.server.reply import encode
+from logprobe.server.reply import encode, num_cached, usage_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,10 +104,6 @@ def _reply(service: Service, asked: DrawRequest, outputs: Sequence[RequestOutput
         "model": service.name_of(asked.body),
         "unit": "nats",
         **found,
-        "usage": {
-            "prompt_tokens": asked.num_prompt,
-            "completion_tokens": num_drawn,
-            "total_tokens": asked.num_prompt + num_drawn,
-        },
+        "usage": usage_of(asked.num_prompt, num_drawn, num_cached(outputs[:1])),  # the prompt counts once
     }
     return Response(encode(service, reply), media_type=JSON_TYPE)
