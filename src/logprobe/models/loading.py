@@ -268,8 +268,6 @@ def digest_of(state: State) -> str:
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Write weights by name as `read_state` reads them."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     places: set[int] = set()
     for name, weight in state.items():
@@ -278,7 +276,24 @@ def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
         # The format has no tensors that share memory, as those of a tied head do.
         tensors[name] = tensor.clone() if place in places else tensor
         places.add(place)
-    save_file(tensors, Path(folder) / "model.safetensors")
+    save_tensors(tensors, Path(folder) / "model.safetensors")
+
+
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the mode that the umask gives new files.
+
+    Raises:
+        OSError: the file cannot be written.
+        SafetensorError: the tensors cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)  # makes a file that only its owner can read
+    path.chmod(mode)
 
 
 def load_config(files: ModelFiles) -> PreTrainedConfig:
