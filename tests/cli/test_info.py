@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 import logprobe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
 
 def test_info_names_versions_devices_and_the_cache(
@@ -43,3 +44,15 @@ def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_
     assert 0 < found["probe_difference"] < 1e-4
     assert "rope_boundary" not in found
     assert "2 by our own decoder" in cli("info", str(tiny_model_folder)).out
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral4", "own"])
+@pytest.mark.parametrize("flags", [(), ("--weights", "plain")], ids=str)
+def test_info_of_a_model_without_a_causal_language_model_is_one_line(
+    cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path, model_type: str, flags: tuple[str, ...]
+) -> None:
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    done = cli("info", str(folder), *flags)
+    assert done.code == 1
+    assert model_type in done.error_line
