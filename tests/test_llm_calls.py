@@ -14,6 +14,8 @@ from logprobe import LLM, AsyncLM, EngineConfig, SamplingParams
 from logprobe.errors import ParameterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from logprobe import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
@@ -105,6 +107,53 @@ def test_a_loaded_model_with_its_tokenizer_is_a_model(tiny_model_folder: Path, t
     assert mine.outputs.token_ids == want.outputs.token_ids
     assert mine.outputs.cumulative_logprob == pytest.approx(want.outputs.cumulative_logprob, abs=1e-4)
     assert model.config._attn_implementation != "logprobe", "the caller's own model was changed"
+
+
+@pytest.fixture(params=["here", "process"])
+def given_llm(request: Any, tiny_model_folder: Path) -> Iterator[LLM]:
+    """A model that transformers has loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    is_process = request.param == "process"
+    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20, process=is_process) as llm:
+        yield llm
+
+
+def test_a_loaded_model_takes_new_weights_and_lora_weights(
+    given_llm: LLM, tiny_llm: LLM, tiny_model_folder: Path, adapter_folders: dict[str, Path]
+) -> None:
+    from safetensors.torch import load_file
+
+    pairs = [("the cat", " and the dog")]
+    state = load_file(tiny_model_folder / "model.safetensors")
+    [before] = given_llm.score(pairs)
+    given_llm.load_weights({name: weight * 1.1 for name, weight in state.items()})
+    [changed] = given_llm.score(pairs)
+    assert abs(changed.logprob - before.logprob) > 1e-3
+    given_llm.load_weights(state)
+    given_llm.add_lora("wide", adapter_folders["wide"])
+    tiny_llm.add_lora("given", adapter_folders["wide"])
+    try:
+        want = [*tiny_llm.score(pairs), *tiny_llm.with_lora("given").score(pairs)]
+    finally:
+        tiny_llm.remove_lora("given")
+    found = [*given_llm.score(pairs), *given_llm.with_lora("wide").score(pairs)]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in want], abs=1e-4)
+
+
+def test_the_module_of_a_loaded_model_has_its_weights(tiny_model_folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_folder)
+    with LLM(model=model, tokenizer=tokenizer, kv_bytes=1 << 20) as llm:
+        assert llm.loaded.load_module is not None
+        state = llm.loaded.load_module().state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], weight) for name, weight in model.state_dict().items())
 
 
 def test_a_loaded_model_needs_a_fast_tokenizer_and_a_name_brings_its_own(tiny_model_folder: Path) -> None:

@@ -106,6 +106,11 @@ def shortened(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
 
 
+def in_one_line(error: BaseException, max_chars: int = 300) -> str:
+    """The class and message of another library's error, as a message repeats them."""
+    return shortened(" ".join(f"{type(error).__name__}: {error}".split()), max_chars)
+
+
 def closest(name: str, known: Iterable[str], cutoff: float) -> str | None:
     """The known name most like one that does not exist; None where none is, or the name is no name."""
     if len(name) > MAX_NAME_CHARS:

@@ -140,7 +140,7 @@ class LLM:
         from logprobe.engine.backends.bridge import LoopThread
         from logprobe.engine.backends.start import start_engine
         from logprobe.engine.client import Client
-        from logprobe.models.given import as_name
+        from logprobe.models.given import as_name, drop_copied_weights
 
         is_cap = isinstance(max_logprobs, int) and max_logprobs >= -1
         require(is_cap, "max_logprobs", "must be -1 (no cap), 0 or positive", got=max_logprobs)
@@ -149,8 +149,9 @@ class LLM:
             self.config = EngineConfig(model=name, **settings)
             loaded = start_engine(self.config)
             # An engine process that is started again reads a given model's copy again.
-            has_processes = loaded.engine.capabilities().num_processes > 0
-            self._owned = copied.pop_all() if has_processes else ExitStack()
+            if loaded.engine.capabilities().num_processes == 0:
+                drop_copied_weights(name)
+            self._owned = copied.pop_all()
         self.loaded = loaded
         self.engine = loaded.engine
         self.text = loaded.text

@@ -113,9 +113,7 @@ def test_rows_go_to_a_file_and_the_summary_is_printed(score: Any, data: Path, tm
     assert done.code == 1
     assert pq.read_table(out).column("row").to_pylist() == [0, 2]
     assert done.out.startswith("rows           2 scored, 1 bad\n")
-    assert score(str(data), "-o", str(out)).error_line.endswith(
-        "give --force to write it anew, or another name"
-    )
+    assert score(str(data), "-o", str(out)).error_line.endswith("(--force) to write it anew, or another name")
     assert json.loads(score(str(data), "-o", str(out), "--force", "--json").out)["num_rows"] == 2
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,3 +50,15 @@ def test_info_of_a_model_tells_how_its_layers_run(cli: Callable[..., Any], tiny_
 def test_info_of_the_default_model_names_its_quantization(cli: Callable[..., Any]) -> None:
     found = json.loads(cli("info", "smollm2", "--json").out)
     assert (found["title"], found["quantization"]) == ("SmolLM2-135M-Instruct, Q4_1", "Q4_1")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral4", "own"])
+@pytest.mark.parametrize("flags", [(), ("--weights", "plain")], ids=str)
+def test_info_of_a_model_without_a_causal_language_model_is_one_line(
+    cli: Callable[..., Any], tiny_model_folder: Path, tmp_path: Path, model_type: str, flags: tuple[str, ...]
+) -> None:
+    folder = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    done = cli("info", str(folder), *flags)
+    assert done.code == 1
+    assert model_type in done.error_line

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,6 +62,21 @@ def test_a_folder_that_holds_something_is_left_alone(files: ModelFiles, tmp_path
         export_model(files, tmp_path, dtype=torch.float32)
     with pytest.raises(OutputError, match="cannot be written"):
         export_model(files, tmp_path / "file", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_mode_of_the_umask(
+    umask: int, mode: int, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logprobe.models.export.SHARD_BYTES", 1 << 14)
+    before = os.umask(umask)
+    try:
+        export_model(files, tmp_path / "out", dtype=torch.float32)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == dict.fromkeys(modes, mode)
+    assert len(modes) > 4
 
 
 def test_safetensors_are_not_written_again(files: ModelFiles, tmp_path: Path) -> None:

@@ -9,11 +9,19 @@ import pytest
 import torch
 
 from logprobe.errors import UnsupportedModelError
-from logprobe.models import ModelFiles, load_model, load_tokenizer, resolve, text_config
+from logprobe.models import ModelFiles, load_config, load_model, load_tokenizer, resolve, text_config
+from logprobe.models.loading import load_lazily, load_state
+from logprobe.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+LOADS: list[Callable[[ModelFiles], object]] = [
+    lambda files: load_lazily(files, {}),
+    lambda files: load_state(files, {}, dtype=torch.float32),
+]
 
 
 @pytest.fixture
@@ -49,9 +57,52 @@ def test_code_in_the_folder_is_never_run(files: ModelFiles, tmp_path: Path) -> N
         "auto_map": {"AutoConfig": "modeling_own.Own", "AutoModelForCausalLM": "modeling_own.M"},
     }
     (files.folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="transformers cannot load it"):
+    with pytest.raises(UnsupportedModelError, match="custom code"):
         load_model(files, dtype=torch.float32)
     assert not marker.exists()
+
+
+def test_every_configuration_class_of_transformers_is_read_or_refused(tmp_path: Path) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    refused: dict[str, str] = {}
+    with quiet_transformers():
+        for model_type in CONFIG_MAPPING_NAMES:
+            config = {"model_type": model_type, "num_hidden_layers": 1}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            files = ModelFiles(model_type, tmp_path)
+            try:
+                is_causal = type(load_config(files)) in MODEL_FOR_CAUSAL_LM_MAPPING
+            except UnsupportedModelError:  # its own checks refuse its own defaults
+                continue
+            try:
+                assert load_lazily(files, {}) is None
+                assert is_causal
+            except UnsupportedModelError as error:
+                refused[model_type] = str(error)
+    assert {"qwen2_5_vl", "mistral4", "t5"} <= refused.keys()
+    assert [message for message in refused.values() if "engine='vllm'" not in message] == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "hidden_size": "wide"},
+        {"model_type": "llama", "num_attention_heads": 0},
+        {"model_type": "llama", "hidden_act": "none of them"},
+        {"model_type": "nobody's"},
+        {"model_type": 5},
+        {},
+        [],
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_built_is_refused(tmp_path: Path, config: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in LOADS:
+        with pytest.raises(UnsupportedModelError):
+            load(ModelFiles("x", tmp_path))
 
 
 def test_an_unknown_attention_is_refused(files: ModelFiles) -> None:

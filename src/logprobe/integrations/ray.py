@@ -117,7 +117,7 @@ class RayWorkers:
                     yield _opened(row[MESSAGE])
             except RayError as error:
                 raise EngineError(
-                    f"ray: {_last_line(error)}; its logs say more, and --resume goes on"
+                    f"ray: {_last_line(error)}; its logs say more, and resume=True (--resume) goes on"
                 ) from error
 
     def _dataset(self, skip: int) -> Any:
@@ -202,7 +202,7 @@ class ScoringActor:
             if ray.get(counter.count.remote()) > max_starts:
                 raise EngineError(
                     f"ray: actors were started {max_starts} times and died; give each more memory, by fewer "
-                    "--ray-actors or a smaller model, and --resume goes on"
+                    "actors (--ray-actors) or a smaller model, and resume=True (--resume) goes on"
                 )
             self._scorer = RowScorer(open_llm(), settings)
         except LogprobeError as error:

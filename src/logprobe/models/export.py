@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Final
 
 from logprobe.errors import OutputError, UnsupportedModelError
-from logprobe.models.loading import load_config, source_of
+from logprobe.models.loading import load_config, save_tensors, source_of
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         OutputError: the folder is not empty, or cannot be written.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     own = checked_folder(files.folder)
     if not has_gguf(own):
@@ -54,7 +53,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         if any(folder.iterdir()):
             raise OutputError(f"{folder}: is not empty; name a new folder")
         for name, shard in zip(names, shards, strict=True):
-            save_file(_read(source, shard, dtype), folder / name, {"format": "pt"})
+            save_tensors(_read(source, shard, dtype), folder / name, {"format": "pt"})
         if len(shards) > 1:
             places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             size = dtype.itemsize * sum(map(prod, source.shapes.values()))

@@ -25,6 +25,14 @@ def is_copy(folder: Path) -> bool:
     return (folder / COPY).is_file()
 
 
+def drop_copied_weights(name: str) -> None:
+    """Remove the weights of a copy once they are loaded; later loads read its configuration."""
+    folder = Path(name)
+    if is_copy(folder):
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+
+
 @contextmanager
 def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
     """A name that `resolve` knows while the block lasts: the one given, or a folder that holds a copy.

@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from logprobe.config import ENGINES
+from logprobe.errors import UnsupportedModelError, in_one_line
 from logprobe.models.sources import EVERY, RenamedSource, StateSource, made_ahead
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 PIECE_NUMBERS = 1 << 22  # that are float32 at a time: 16 MB, which stay in a cache
 FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+LOAD_ELSEWHERE = f"load it with engine={' or '.join(map(repr, ENGINES))}"
 UNUSED = "rotary_emb.inv_freq"  # frequencies, which older files hold and a module makes itself
 
 
@@ -113,6 +116,37 @@ class _Reading(TorchFunctionMode):
         return self._source.read(self._unread[id(parameter)], rows)
 
 
+def check_causal(config: PreTrainedConfig) -> None:
+    """Raise `UnsupportedModelError` where transformers has no causal language model for a configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(
+            f"model: model_type {config.model_type!r} has no causal language model in transformers; "
+            f"{LOAD_ELSEWHERE}, or give a checkpoint of its language model alone"
+        )
+
+
+def empty_model(config: PreTrainedConfig, **options: Any) -> Any:
+    """Build the causal language model of a configuration on the meta device, without weights.
+
+    Raises:
+        UnsupportedModelError: transformers has no such model, or cannot build it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_causal(config)
+    auto: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, **options)
+    except Exception as error:  # the model's own code, which may raise anything
+        raise UnsupportedModelError(
+            f"model: model_type {config.model_type!r} cannot be built by transformers "
+            f"({in_one_line(error)}); correct config.json, or {LOAD_ELSEWHERE}"
+        ) from error
+
+
 def lazy_model(
     config: PreTrainedConfig, source: Source, *, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> LazyModel | None:
@@ -120,12 +154,11 @@ def lazy_model(
 
     None where the source's tensors are not the module's own, name by name: transformers alone knows how to
     convert them.
-    """
-    from transformers import AutoModelForCausalLM
 
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        empty = auto.from_config(config)
+    Raises:
+        UnsupportedModelError: as `empty_model`.
+    """
+    empty = empty_model(config)
     own = _own_names(empty, source)
     if getattr(config, "quantization_config", None) is not None or own is None:
         return None

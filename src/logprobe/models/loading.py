@@ -13,7 +13,14 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from logprobe.errors import ModelNotFoundError, ParameterError, UnsupportedModelError, require
+from logprobe.errors import (
+    LogprobeError,
+    ModelNotFoundError,
+    ParameterError,
+    UnsupportedModelError,
+    in_one_line,
+    require,
+)
 from logprobe.models.cache import GGUF
 from logprobe.models.resolution import checked_folder, has_gguf
 
@@ -52,7 +59,10 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
+    from logprobe.models.lazy import LOAD_ELSEWHERE, check_causal
+
     folder = checked_folder(files.folder)
+    check_causal(load_config(files))
     try:
         if has_gguf(folder):
             model: Any = _of_gguf(files, dtype, attn_implementation)
@@ -65,9 +75,11 @@ def load_model(
                 local_files_only=True,
                 trust_remote_code=False,
             )
-    except (ValueError, KeyError, OSError) as error:
+    except LogprobeError:
+        raise
+    except Exception as error:  # the model's own code, which may raise anything
         raise UnsupportedModelError(
-            f"{files.name}: transformers cannot load it ({_first_line(error)})"
+            f"{files.name}: transformers cannot load it ({in_one_line(error)}); {LOAD_ELSEWHERE}"
         ) from error
     ready: PreTrainedModel = model.to(device).eval().requires_grad_(requires_grad=False)
     return ready
@@ -139,14 +151,10 @@ def load_state(
     Raises:
         UnsupportedModelError: a weight is missing, unknown, or of another shape.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
+    from logprobe.models.lazy import empty_model
 
     config = load_config(files)
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        kind = type(auto.from_config(config))
-    loaded, info = kind.from_pretrained(
+    loaded, info = type(empty_model(config)).from_pretrained(
         None,
         config=config,
         state_dict=dict(state),
@@ -245,7 +253,7 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
         try:
             state |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise UnsupportedModelError(f"{file}: cannot be read ({_first_line(error)})") from error
+            raise UnsupportedModelError(f"{file}: cannot be read ({in_one_line(error)})") from error
     return dict(zip(plain_names(state), state.values(), strict=True))
 
 
@@ -268,8 +276,6 @@ def digest_of(state: State) -> str:
 
 def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
     """Write weights by name as `read_state` reads them."""
-    from safetensors.torch import save_file
-
     tensors: dict[str, torch.Tensor] = {}
     places: set[int] = set()
     for name, weight in state.items():
@@ -278,16 +284,43 @@ def save_state(state: Mapping[str, torch.Tensor], folder: str | Path) -> None:
         # The format has no tensors that share memory, as those of a tied head do.
         tensors[name] = tensor.clone() if place in places else tensor
         places.add(place)
-    save_file(tensors, Path(folder) / "model.safetensors")
+    save_tensors(tensors, Path(folder) / "model.safetensors")
+
+
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the mode that the umask gives new files.
+
+    Raises:
+        OSError: the file cannot be written.
+        SafetensorError: the tensors cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)  # makes a file that only its owner can read
+    path.chmod(mode)
 
 
 def load_config(files: ModelFiles) -> PreTrainedConfig:
-    """Load the model's configuration alone."""
+    """Load the model's configuration alone; no code of the folder is run.
+
+    Raises:
+        UnsupportedModelError: transformers knows no such model, or the file is not valid.
+    """
     from transformers import AutoConfig
 
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        files.folder, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            files.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the configuration's own checks, which may raise anything
+        raise UnsupportedModelError(
+            f"{files.name}: transformers cannot read its config.json ({in_one_line(error)}); correct it, or "
+            "use a version of transformers that knows the model"
+        ) from error
     return config
 
 
@@ -310,7 +343,7 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
         )
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModelError(
-            f"{files.name}: tokenizer.json cannot be read ({_first_line(error)})"
+            f"{files.name}: tokenizer.json cannot be read ({in_one_line(error)})"
         ) from error
     return tokenizer
 
@@ -318,7 +351,3 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
 def text_config(config: PreTrainedConfig) -> Any:
     """Give the language model's part of a config that may also describe images or sound."""
     return config.get_text_config(decoder=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -270,7 +270,7 @@ def test_an_output_that_exists_is_kept_unless_forced(tiny_llm: LLM, write: Any, 
     out = tmp_path / "o.parquet"
     out.write_text("mine")
     for resume in (False, True):
-        with pytest.raises(InputError, match="exists; give --force"):
+        with pytest.raises(InputError, match="exists; give force=True"):
             score_dataset(tiny_llm, source, out, resume=resume)
     assert out.read_text() == "mine"
     assert score_dataset(tiny_llm, source, out, force=True).num_rows == 1
@@ -295,7 +295,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
         score_dataset(tiny_llm, source, tmp_path / "o.parquet")
     monkeypatch.undo()
-    with pytest.raises(InputError, match="stopped half way; give --resume"):
+    with pytest.raises(InputError, match="stopped half way; give resume=True"):
         score_dataset(tiny_llm, source, tmp_path / "o.parquet")
     assert score_dataset(tiny_llm, source, tmp_path / "o.parquet", resume=True).num_rows == 600
     assert [row["row"] for row in rows_of(tmp_path / "o.parquet")] == list(range(600))

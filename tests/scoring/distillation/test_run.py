@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_is_resumed_without_a_row_lost_or_doubled(
         run = DistilRun(tiny_llm, sources, settings, kind, advance=stopping(after))
         with pytest.raises(StoppedError):
             run.to_folder(tmp_path / "out", resume=after > 1)
-    with pytest.raises(InputError, match="--resume"):
+    with pytest.raises(InputError, match="give resume=True"):
         distil(tiny_llm, texts, tmp_path / "out", settings=settings, format=kind)
     with pytest.raises(InputError, match="another top"):
         distil(tiny_llm, texts, tmp_path / "out", settings=DistilSettings(top=5), format=kind, resume=True)

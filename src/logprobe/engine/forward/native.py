@@ -19,6 +19,7 @@ from logprobe.engine.forward.pool import KVPool, PagedMemory, default_kv_bytes, 
 from logprobe.engine.forward.ready import make_ready
 from logprobe.errors import EngineClosedError, ParameterError, require
 from logprobe.models import load_config, load_model
+from logprobe.models.given import is_copy
 from logprobe.models.loading import load_state
 from logprobe.models.lora import load_lora
 
@@ -88,7 +89,7 @@ class NativeForward:
         if self._own_module is None:
             self._own_module = (
                 load_state(self._files, self.decoder.state(), dtype=self.dtype)
-                if self._is_replaced
+                if self._is_replaced or is_copy(self._files.folder)  # whose weights are removed
                 else load_model(self._files, dtype=self.dtype)
             )
         return self._own_module

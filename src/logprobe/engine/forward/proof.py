@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from logprobe.config import ENGINES
 from logprobe.engine.forward import attention, masks
 from logprobe.engine.forward.attention import CurrentStep, every_way, pooled_attention
 from logprobe.engine.forward.generic import WatchedRun
 from logprobe.engine.forward.rope import original_lengths, rope_boundary
-from logprobe.errors import UnsupportedModelError
+from logprobe.errors import UnsupportedModelError, in_one_line
+from logprobe.models.lazy import LOAD_ELSEWHERE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,15 +190,16 @@ class Proof:
 def refusing(model: Any, act: Callable[[], Any]) -> Any:
     """What `act` gives; whatever the model's own code raises on the way says why it cannot be used here."""
     name = type(model).__name__
-    remedy = f"load it with engine={' or '.join(map(repr, ENGINES))}"
     try:
         return act()
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name} cannot run on the native engine: {error}; {remedy}") from error
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedModelError(
-            f"{name} cannot run on the native engine: its own code fails there ({reason:.200}); {remedy}"
+            f"{name} cannot run on the native engine: {error}; {LOAD_ELSEWHERE}"
+        ) from error
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{name} cannot run on the native engine: its own code fails there ({in_one_line(error)}); "
+            f"{LOAD_ELSEWHERE}"
         ) from error
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from logprobe.models.loading import save_tensors
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -72,10 +74,8 @@ def write_record(folder: Path, record: LoadRecord, tensors: dict[str, Tensor]) -
     Raises:
         OSError: the folder cannot be written.
     """
-    from safetensors.torch import save_file
-
     metadata = {_KEY: msgspec.json.encode(record).decode()}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, metadata)
+    save_tensors({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE, metadata)
 
 
 def read_record(folder: Path) -> tuple[LoadRecord, dict[str, Tensor]] | None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import pyarrow as pa
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 INFO_KEY = b"logprobe.info"
 ROWS_A_GROUP, ROWS_A_PIECE = 1 << 14, 1 << 10
 SUFFIXES = (".parquet", ".jsonl")
+# The parameters of Python and the options of the command, as errors name them.
+RESUME: Final = "resume=True (--resume)"
+FORCE: Final = "force=True (--force)"
 # Settings that are known with the first rows where not before.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
@@ -86,7 +89,7 @@ class Journal:
                 self._check_same(run.settings, settings)
                 self.summary = run.summary
                 return
-            raise InputError(f"{self.path}: exists; give --force to write it anew, or another name")
+            raise InputError(f"{self.path}: exists; give {FORCE} to write it anew, or another name")
         self._parts.mkdir(parents=True)
         self._note(settings)
 
@@ -96,7 +99,7 @@ class Journal:
 
     def _check_resumes(self, settings: dict[str, Any], *, resume: bool) -> None:
         if not resume:
-            raise InputError(f"{self.path}: an earlier run stopped half way; give --resume or --force")
+            raise InputError(f"{self.path}: an earlier run stopped half way; give {RESUME} or {FORCE}")
         if not self._settings_file.exists():
             self._note(settings)
         before = json.loads(self._settings_file.read_text())
@@ -117,7 +120,7 @@ class Journal:
         if other:
             raise InputError(
                 f"{self.path}: the run to resume had another {', '.join(other)}; "
-                "repeat its settings, or give --force"
+                f"repeat its settings, or give {FORCE}"
             )
         return now
 
@@ -140,7 +143,7 @@ class Journal:
             if before != value:
                 raise InputError(
                     f"{self.path}: rows of {name} {value!r} after rows of {before!r}; let every part of the "
-                    "run load the same weights in the same dtype, or give --force"
+                    f"run load the same weights in the same dtype, or give {FORCE}"
                 )
         if not source.keys() <= self._settings.keys():
             with _naming(self.path):
@@ -154,7 +157,7 @@ class Journal:
         for part in self._all_parts():
             first, stop = map(int, part.stem.split("-"))
             if first != end:
-                raise InputError(f"{part}: a part before it is missing; give --force to begin anew")
+                raise InputError(f"{part}: a part before it is missing; give {FORCE} to begin anew")
             end = stop
         return end
 
@@ -334,4 +337,4 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise OutputError(f"{path}: cannot be written ({reason}); make room and give --resume") from error
+        raise OutputError(f"{path}: cannot be written ({reason}); make room and give {RESUME}") from error

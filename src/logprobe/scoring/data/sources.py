@@ -97,7 +97,9 @@ def _format_of(path: str) -> Format:
         return "txt"
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError(f"{path}: its suffix names no format ({', '.join(SUFFIXES)}); say which by --format")
+        raise InputError(
+            f"{path}: its suffix names no format ({', '.join(SUFFIXES)}); say which by kind (--format)"
+        )
     return SUFFIXES[suffix]
 
 

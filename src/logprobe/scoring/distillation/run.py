@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from logprobe.errors import InputError, OutputError, require
-from logprobe.scoring.data.journal import Journal
+from logprobe.scoring.data.journal import FORCE, Journal
 from logprobe.scoring.data.rows import BadRow, source_of_numbers
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
 from logprobe.scoring.distillation.formats import COMPRESSION_FILE, compression_config, schema_of, table_of
@@ -143,17 +143,17 @@ class DistilRun:
         if not file.exists():
             return None
         if not resume:
-            raise InputError(f"{folder}: exists; give --force to write it anew, or another name")
+            raise InputError(f"{folder}: exists; give {FORCE} to write it anew, or another name")
         try:
             run = msgspec.json.decode(file.read_bytes(), type=_FinishedRun)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(
-                f"{file}: is no record of a run ({error}); give --force, or another name"
+                f"{file}: is no record of a run ({error}); give {FORCE}, or another name"
             ) from error
         now = json.loads(json.dumps(self._identity()))
         other = sorted(name for name in now if run.settings.get(name) != now[name])
         if other:
-            remedy = "repeat its settings, or give --force"
+            remedy = f"repeat its settings, or give {FORCE}"
             raise InputError(f"{folder}: the run to resume had another {', '.join(other)}; {remedy}")
         return run.summary
 
