@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
 from logprobe.errors import InputError, OutputError
 from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
@@ -37,6 +38,7 @@ SUFFIXES = (".parquet", ".jsonl")
 # The parameters of Python and the options of the command, as errors name them.
 RESUME: Final = "resume=True (--resume)"
 FORCE: Final = "force=True (--force)"
+LOCK_FILE = "lock"  # in the folder of the parts, held by the process that writes them
 # Settings that are known with the first rows where not before.
 SOURCES_OF_NUMBERS = ("model", "weights", "weight_version", "lora", "lora_version")
 
@@ -50,12 +52,15 @@ class FinishedRun(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The parts of one output; `num_done` rows of the data set have been answered.
+    """The parts of one output, for one process at a time; `num_done` rows of the data set have been answered.
+
+    Use it in a `with` block, which ends with the lock on the parts released.
 
     `summary` is that of a run to resume which is finished; None: there is something left to do.
 
     Raises:
-        InputError: the output's suffix is unknown, it exists, or the run to resume had other settings.
+        InputError: the output's suffix is unknown, it exists, another process writes it, or the run to resume
+            had other settings.
         OutputError: it cannot be written.
     """
 
@@ -73,25 +78,61 @@ class Journal:
         if self.path.suffix not in SUFFIXES:
             raise InputError(f"{path}: must end in {' or '.join(SUFFIXES)}")
         self._settings: dict[str, Any] = {}
-        with _naming(self.path):
-            self._open(settings, resume=resume, force=force)
-            self.num_done = self._scan()
+        self._lock = FileLock(self._parts / LOCK_FILE)
+        self.num_done = 0
+        try:
+            with _naming(self.path):
+                self._open(settings, resume=resume, force=force)
+                self.num_done = _end_of(self._all_parts())
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._leave()
+        self._lock.release()
 
     def _open(self, settings: dict[str, Any], *, resume: bool, force: bool) -> None:
-        shutil.rmtree(self._done, ignore_errors=True)
-        if force:
-            shutil.rmtree(self._parts, ignore_errors=True)
-        elif self._parts.exists():
-            self._check_resumes(settings, resume=resume)
-            return
-        elif self.path.exists():
+        if self._parts.exists():
+            self._acquire()
+            if not force:
+                self._check_resumes(settings, resume=resume)
+                for unfinished in self._parts.glob("*.tmp"):  # of a killed run
+                    unfinished.unlink()
+                return
+            for file in self._parts.iterdir():
+                if file.name != LOCK_FILE:
+                    file.unlink()
+        elif self.path.exists() and not force:
             if resume and (run := self._finished_run()) is not None:
                 self._check_same(run.settings, settings)
                 self.summary = run.summary
                 return
             raise InputError(f"{self.path}: exists; give {FORCE} to write it anew, or another name")
-        self._parts.mkdir(parents=True)
+        else:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            self._acquire()
+        shutil.rmtree(self._done, ignore_errors=True)
         self._note(settings)
+
+    def _acquire(self) -> None:
+        """Lock the parts until the `with` block ends.
+
+        Raises:
+            InputError: another process has them, or had until now.
+        """
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(
+                f"{self.path}: another process writes it; let that run end, or choose another name"
+            ) from error
+        if not (self._parts / LOCK_FILE).exists():  # removed by a run that finished meanwhile
+            raise InputError(f"{self.path}: another run has just written it; give {FORCE} to write it anew")
 
     def _note(self, settings: dict[str, Any]) -> None:
         self._settings = json.loads(json.dumps(settings))
@@ -149,20 +190,15 @@ class Journal:
             with _naming(self.path):
                 self._note(self._settings | source)
 
-    def _scan(self) -> int:
-        """Rows that whole parts answer, from the first on; what else lies there is a killed run's."""
-        for unfinished in self._parts.glob("*.tmp"):
-            unfinished.unlink()
-        end = 0
-        for part in self._all_parts():
-            first, stop = map(int, part.stem.split("-"))
-            if first != end:
-                raise InputError(f"{part}: a part before it is missing; give {FORCE} to begin anew")
-            end = stop
-        return end
-
     def _all_parts(self) -> list[Path]:
-        return sorted(self._parts.glob("*.parquet"))
+        """The parts in order.
+
+        Raises:
+            InputError: their rows overlap, or some are missing.
+        """
+        parts = sorted(self._parts.glob("*.parquet"))
+        _end_of(parts)
+        return parts
 
     def write(
         self, end: int, rows: Sequence[dict[str, Any]], bad: Sequence[BadRow], info: LogprobsInfo | None
@@ -199,9 +235,9 @@ class Journal:
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 
-    def leave(self) -> None:
-        """Give the run up: what was written stays for `resume`; where nothing was, nothing stays."""
-        if not self._all_parts():
+    def _leave(self) -> None:
+        """Keep what was written for `resume`; where nothing was written, nothing stays."""
+        if not any(self._parts.glob("*.parquet")):
             shutil.rmtree(self._parts, ignore_errors=True)
 
     def num_bad(self) -> int:
@@ -229,13 +265,12 @@ class Journal:
             run = FinishedRun(self._settings, summary, self.path.stat().st_size)
             text = json.dumps(msgspec.to_builtins(run))
             _write_durably(self._run_path, lambda path: path.write_text(f"{text}\n"))
-            self._parts.rename(self._done)  # in one go: half of the parts would look like a damaged run
-            shutil.rmtree(self._done)
+            self.remove_parts()
 
     def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
         """Write the rows to files of a folder, named as those of a split of Hugging Face's `datasets` are.
 
-        What a kill leaves is done again: the parts stay until `leave_shared`.
+        What a kill leaves is done again: the parts stay until `remove_parts`.
 
         Args:
             folder: it need not be there.
@@ -255,10 +290,10 @@ class Journal:
             else:
                 self.errors_path.unlink(missing_ok=True)
 
-    def leave_shared(self) -> None:
-        """The parts go: they are files of another folder."""
-        self._parts.rename(self._done)
-        shutil.rmtree(self._done)
+    def remove_parts(self) -> None:
+        """Remove the parts, whose rows are in other files now."""
+        self._parts.rename(self._done)  # at once: half of the parts would look like a damaged run
+        shutil.rmtree(self._done, ignore_errors=True)
 
     def _info(self) -> bytes | None:
         for part in self._all_parts():
@@ -290,6 +325,22 @@ class Journal:
         with path.open("w", encoding="utf-8") as file:
             for table in self.groups():
                 file.writelines(json_line(row) + "\n" for row in table.to_pylist())
+
+
+def _end_of(parts: Iterable[Path]) -> int:
+    """One past the last row of some parts, which must follow one another from row 0 on.
+
+    Raises:
+        InputError: they do not.
+    """
+    end = 0
+    for part in parts:
+        first, stop = map(int, part.stem.split("-"))
+        if first != end:
+            what = "a part before it is missing" if first > end else "its rows are those of a part before it"
+            raise InputError(f"{part}: {what}; give {FORCE} to begin anew")
+        end = stop
+    return end
 
 
 def json_line(row: dict[str, Any]) -> str:

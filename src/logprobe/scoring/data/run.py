@@ -115,8 +115,9 @@ class DatasetRun:
         To resume a run that is finished does nothing, and gives the summary that it had.
 
         Raises:
-            InputError: a file that cannot be read, an output that exists, other settings than the run
-                resumed, or numbers of another model or other weights than those before them.
+            InputError: a file that cannot be read, an output that exists or that another process writes,
+                other settings than the run resumed, or numbers of another model or other weights than those
+                before them.
             OutputError: it cannot be written; what was written is kept for `resume`.
             LogprobeError: the engine failed; likewise.
         """
@@ -124,20 +125,16 @@ class DatasetRun:
         if resume and any(source.name == STDIN for source in workers.sources):
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
         schema = schema_of(workers.settings)
-        journal = Journal(path, schema, self._identity(), resume=resume, force=force)
-        if journal.summary is not None:
-            self.was_finished = True
-            return journal.summary
-        try:
+        with Journal(path, schema, self._identity(), resume=resume, force=force) as journal:
+            if journal.summary is not None:
+                self.was_finished = True
+                return journal.summary
             self._write(journal)
-        except BaseException:
-            journal.leave()
-            raise
-        tally = Tally()
-        for table in journal.groups():  # by parts, last bits would depend on how long each took
-            tally.add(table)
-        summary = tally.summary(journal.num_bad())
-        journal.finish(summary)
+            tally = Tally()
+            for table in journal.groups():  # by parts, last bits would depend on how long each took
+                tally.add(table)
+            summary = tally.summary(journal.num_bad())
+            journal.finish(summary)
         return summary
 
     def _write(self, journal: Journal) -> None:

@@ -104,37 +104,35 @@ class DistilRun:
         """Write all rows to a folder's Parquet files, bad rows to a side file.
 
         Raises:
-            InputError: a file that cannot be read, an output that exists, other settings than the run
-                resumed, or numbers of other weights than those before them.
+            InputError: a file that cannot be read, an output that exists or that another process writes,
+                other settings than the run resumed, or numbers of other weights than those before them.
             OutputError: it cannot be written; what was written is kept for `resume`.
             LogprobeError: the engine failed; likewise.
         """
         folder = Path(path)
         if resume and any(source.name == STDIN for source in self._sources):
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
-        if force:
-            _clear(folder)
-        elif (finished := self._finished(folder, resume=resume)) is not None:
+        if not force and (finished := self._finished(folder, resume=resume)) is not None:
             self.was_finished = True
             return finished
         has_turns = self._settings.messages_column is not None
         schema = schema_of(self._kind, self._vocabulary_size, has_turns=has_turns)
-        journal = Journal(folder / JOURNAL, schema, self._identity(), resume=resume, force=force)
-        try:
+        with Journal(folder / JOURNAL, schema, self._identity(), resume=resume, force=force) as journal:
+            if force:
+                _clear(folder)
             self._write(journal)
-        except BaseException:
-            journal.leave()
-            raise
-        outline = _Outline(self._top)
-        for table in journal.groups(list(MASSES)):  # by parts, last bits would depend on how long each took
-            outline.add(table)
-        summary = outline.summary(journal.num_bad())
-        journal.share(folder / DATA, outline.shards())
-        if self._kind == "distillkit":
-            _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
-        run = {"settings": self._identity(), "summary": asdict(summary)}
-        _write_text(folder / RUN_FILE, json.dumps(run, indent=2) + "\n")
-        journal.leave_shared()
+            outline = _Outline(self._top)
+            for table in journal.groups(
+                list(MASSES)
+            ):  # by parts, last bits would depend on how long each took
+                outline.add(table)
+            summary = outline.summary(journal.num_bad())
+            journal.share(folder / DATA, outline.shards())
+            if self._kind == "distillkit":
+                _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
+            run = {"settings": self._identity(), "summary": asdict(summary)}
+            _write_text(folder / RUN_FILE, json.dumps(run, indent=2) + "\n")
+            journal.remove_parts()
         return summary
 
     def _finished(self, folder: Path, *, resume: bool) -> DistilSummary | None:
