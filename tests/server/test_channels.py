@@ -756,7 +756,7 @@ def test_a_replys_items_come_back_as_input(talks: Any) -> None:
         ({"tool_choice": {"type": "function", "name": "leap"}}, "tool_choice"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
-        ({"reasoning": {"mood": 1}}, "reasoning.mood"),
+        ({"reasoning": {"max_tokens": 1}}, "reasoning.max_tokens"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"field_logprobs": True, "include": None, "top_logprobs": None}, "field_logprobs"),
         ({"input": [{"type": "function_call", "name": "look"}]}, "input[0].call_id"),

@@ -128,7 +128,7 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "grammar": Foreign(FORM, OFF),
     "guided_decoding": Foreign(FORM, OFF),
     "guided_json_object": Foreign(("response_format", "text"), OFF),
-    "guided_whitespace_pattern": Foreign(FORM, OFF),
+    "guided_whitespace_pattern": Foreign(neutral=OFF),
     "json_schema": Foreign(("response_format", "text"), OFF),
     "logits_processors": Foreign(PROCESSORS, OFF),
     "lora_adapters": Foreign(("lora",), OFF),
