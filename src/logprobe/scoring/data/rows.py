@@ -22,7 +22,8 @@ from logprobe.scoring.data.label_rows import label_columns, task_of
 from logprobe.scoring.data.settings import HITS, DataSettings
 from logprobe.scoring.score import joined
 from logprobe.scoring.scorer import prefix_of
-from logprobe.scoring.windows import WindowSettings, last_tokens, window_pairs
+from logprobe.scoring.windows import WindowSettings, last_of_split, window_pairs, window_splits
+from logprobe.text.boundary import split_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.sources import Row
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.boundary import Pair, Split
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
@@ -195,7 +197,6 @@ def _encodable(text: str, column: str) -> str:
 
 # -- questions → pairs of ids → numbers ----------------------------------------------------------------------
 
-Pair: TypeAlias = "tuple[IntArray, IntArray]"
 Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
 """What a row's scores, one a continuation, come to, by column."""
 Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
@@ -248,6 +249,7 @@ def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
             "choice_logprobs": pa.list_(real),
             "choice_num_tokens": pa.list_(number),
             "choice_is_greedy": pa.list_(pa.bool_()),
+            "boundary": pa.string(),
         }
         if settings.answer_column:
             columns |= {"answer": number, "answer_logprob": real, "acc": pa.bool_(), "acc_norm": pa.bool_()}
@@ -256,6 +258,7 @@ def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
         columns |= {"logprob": real, "num_tokens": number, "num_bytes": number, "num_chars": number}
         columns |= {"logprob_per_token": real, "logprob_per_byte": real, "logprob_per_char": real}
         columns |= {"perplexity": real, "bits_per_byte": real, "is_greedy": pa.bool_()}
+        columns |= {"boundary": pa.string()} if settings.context_column else {}
         if settings.unconditional:
             columns |= {"unconditional_logprob": real, "pmi": real}
         if settings.detect:
@@ -347,10 +350,7 @@ class RowScorer:
             return bad_row(row, str(error))
 
     def _joined(self, scores: Sequence[Score]) -> Score:
-        if len(scores) == 1:
-            return scores[0]
-        ids = [token_id for score in scores for token_id in score.token_ids]
-        return joined(scores, self._llm.text.vocabulary.bytes_of(ids))
+        return scores[0] if len(scores) == 1 else joined(scores, self._llm.text.vocabulary.bytes_of)
 
 
 class TextRows:
@@ -387,40 +387,46 @@ class TextRows:
         return self._parts(question), partial(self._values, question)
 
     def _parts(self, question: Question) -> list[list[Pair]]:
-        if self._settings.choices_column is None:
-            return [self._pairs(question.context, text) for text in question.texts]
-        delimiter, context = self._settings.delimiter, question.context or ""
-        return [self._pairs(context, delimiter + choice) for choice in question.texts]
+        settings, context = self._settings, question.context
+        if settings.choices_column is None and context is None:
+            return [self._text_pairs(text) for text in question.texts]
+        delimiter = "" if settings.choices_column is None else settings.delimiter
+        texts = [delimiter + text for text in question.texts]
+        # The choices of a question are all measured in the same way.
+        splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
+        return [self._continuation_pairs(split) for split in splits]
 
-    def _pairs(self, context: str | None, text: str) -> list[Pair]:
-        edge = self._llm.text
-        if context is None:
-            ids = np.concatenate([self._prefix, edge.encode(text, add_special_tokens=False)])
-            start = 1
-            require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
-        else:
-            ids, start = edge.encode_pair(context, text)
-        pairs = list(self._cut(ids, start, has_context=context is not None))
-        # A text may lose the first token of each disjoint window; a continuation is compared with others.
-        is_whole = context is None or sum(len(scored) for _, scored in pairs) == len(ids) - start
-        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
-        return pairs
-
-    def _cut(self, ids: IntArray, start: int, *, has_context: bool) -> Iterator[Pair]:
-        settings = self._settings
-        limit = settings.window or self._limit
+    def _text_pairs(self, text: str) -> list[Pair]:
+        ids = np.concatenate([self._prefix, self._llm.text.encode(text, add_special_tokens=False)])
+        require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
+        settings, limit = self._settings, self._max_tokens
         if len(ids) <= limit:
-            yield ids[:start], ids[start:]
-        elif settings.truncation == "error":
-            raise ParameterError(
-                "text", f"has {len(ids)} tokens, but {limit} fit; set truncation to 'window' or 'left'"
-            )
-        elif settings.truncation == "window":
-            yield from window_pairs(ids, start, self._windows.window, self._windows.stride)
-        elif has_context:
-            yield last_tokens(ids, start, limit)
-        else:
-            yield ids[-limit:][:1], ids[-limit:][1:]
+            return [(ids[:1], ids[1:])]
+        self._check_cuts(ids)
+        if settings.truncation == "window":
+            return [*window_pairs(ids, 1, self._windows.window, self._windows.stride)]
+        return [(ids[-limit:][:1], ids[-limit:][1:])]
+
+    def _continuation_pairs(self, split: Split) -> list[Pair]:
+        if len(split.token_ids) <= self._max_tokens:
+            return [split.pair]
+        self._check_cuts(split.token_ids)
+        if self._settings.truncation != "window":
+            return [last_of_split(split, self._max_tokens).pair]
+        parts = window_splits(split, self._windows.window, self._windows.stride)
+        # A text may lose the first token of each disjoint window; a continuation is compared with others.
+        is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
+        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+        return [part.pair for part in parts]
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._settings.window or self._limit
+
+    def _check_cuts(self, ids: IntArray) -> None:
+        is_cut = self._settings.truncation != "error"
+        remedy = f"has {len(ids)} tokens, but {self._max_tokens} fit; set truncation to 'window' or 'left'"
+        require(is_cut, "text", remedy)
 
     def _values(self, question: Question, scores: list[Score]) -> dict[str, Any]:
         if self._settings.choices_column:
@@ -432,6 +438,8 @@ def _text_values(question: Question, score: Score, settings: DataSettings) -> di
     names = ("logprob", "num_tokens", "num_bytes", "num_chars", "logprob_per_token", "logprob_per_byte")
     more = ("logprob_per_char", "perplexity", "bits_per_byte", "is_greedy")
     values = {name: getattr(score, name) for name in names + more}
+    if settings.context_column:
+        values["boundary"] = score.boundary
     if settings.unconditional:
         values |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
     if settings.detect:
@@ -461,6 +469,7 @@ def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any
         "choice_logprobs": logprobs.tolist(),
         "choice_num_tokens": [score.num_tokens for score in scores],
         "choice_is_greedy": [score.is_greedy for score in scores],
+        "boundary": scores[0].boundary,
     }
     if question.answer is not None:
         hits = {name: choice == question.answer for name, choice in zip(HITS, best, strict=True)}
