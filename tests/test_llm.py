@@ -268,12 +268,13 @@ def harness_split(llm: LLM, context: str, continuation: str) -> tuple[list[int],
     return encode(context + continuation), len(encode(context))
 
 
+MERGES_AT_BOUNDARY = ("th", "e cat")
 PAIRS = [
     ("the cat", " and the dog"),
     ("the cat ", "and the dog"),
     ("the cat \n ", "and"),
     ("", "the cat"),
-    ("th", "e cat"),  # the boundary merges
+    MERGES_AT_BOUNDARY,
     ("the cat and ", " the dog"),
     ("né", "é 😀"),
 ]
@@ -289,7 +290,12 @@ def test_a_score_is_the_teacher_forced_sum_split_as_the_harness_does(
     tiny_llm: LLM, reference: Callable[..., Any], context: str, continuation: str
 ) -> None:
     ids, cut = harness_split(tiny_llm, context, continuation)
-    score = tiny_llm.score([(context, continuation)])[0]
+    score = tiny_llm.score([(context, continuation)], boundary="token")[0]
+    usual = tiny_llm.score([(context, continuation)])[0]
+    assert usual.boundary == ("bytes" if (context, continuation) == MERGES_AT_BOUNDARY else "token")
+    if usual.boundary == "token":
+        assert (usual.token_ids, usual.num_bytes) == (score.token_ids, score.num_bytes)
+        assert usual.logprob == pytest.approx(score.logprob, abs=10 * TOLERANCE)
     after = ids[cut:]
     rows = reference(ids)[cut - 1 : -1]
     want = [row[token_id] for row, token_id in zip(rows, after, strict=True)]

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.score import Score
     from logprobe.scoring.uncertainty import LowConfidence, Same, Uncertainty
     from logprobe.scoring.windows import Perplexity, Truncation
+    from logprobe.text.boundary import BoundaryRule, Split
     from logprobe.text.chat import Conversation, Conversations
     from logprobe.transport.messages import Request
 
@@ -356,7 +357,7 @@ class LLM:
 
     def score(
         self,
-        pairs: Sequence[tuple[Prompt, Prompt]],
+        pairs: Sequence[tuple[Prompt, Prompt] | Split],
         *,
         progress: bool = False,
         entropy: bool = False,
@@ -369,10 +370,14 @@ class LLM:
         sampling: SamplingParams | None = None,
         on_error: OnError = "raise",
         truncation: Truncation = "error",
+        boundary: BoundaryRule = "auto",
     ) -> list[Score]:
         """Score continuations after their contexts; a context that several share is computed once.
 
-        Texts are split at the boundary as lm-evaluation-harness does (`TextEdge.encode_pair`).
+        Two texts are the tokens of the joined text; white space that ends the context counts to the
+        continuation, and an empty context becomes the model's BOS (or EOS). Where a token spans the end of
+        the context, the continuation's bytes are summed over their tokenizations (docs/scoring.md); the
+        score's `boundary` is then `bytes`, else `token`.
 
         Args:
             pairs: (context, continuation), both texts or both lists of token ids.
@@ -393,10 +398,12 @@ class LLM:
                 of a pair that can never be scored, as its score's `.error`.
             truncation: a pair longer than what fits is an `error`, or its context loses its `left` end, or it
                 is scored in sliding `window`s (without a `record`).
+            boundary: `auto`, or `token` to split texts as lm-evaluation-harness does where a token spans the
+                end of the context: the continuation has what the number of the context's tokens leaves.
 
         Raises:
-            ParameterError: an empty continuation, or a pair that is too long, by its number; nothing was
-                started then.
+            ParameterError: an empty continuation, a context whose first token spans its end, or a pair that
+                is too long, by its number; nothing was started then.
             BatchError: some pairs failed; holds all scores.
         """
         columns: dict[str, Any] = {"entropy": entropy, "varentropy": varentropy, "margin": margin}
@@ -416,6 +423,7 @@ class LLM:
             on_error=on_error,
             truncation=truncation,
             token_ids=token_ids,
+            boundary=boundary,
         )
         return self._bridge.run(work)
 

@@ -57,6 +57,16 @@ def test_a_long_text_is_scored_in_windows(score: Any, tiny_llm: LLM, tmp_path: P
     assert float(lines[-2].split()[-1]) == pytest.approx(want.perplexity, rel=1e-4)
 
 
+def test_rows_say_how_they_were_measured(score: Any, tmp_path: Path) -> None:
+    rows = [{"c": "the ca", "text": "t and"}, {"c": "the cat", "text": " and"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = (str(tmp_path / "in.jsonl"), "--context-column", "c", "--json")
+    for more, boundaries in (((), ["bytes", "token"]), (("--boundary", "token"), ["token", "token"])):
+        found = [json.loads(line) for line in score(*flags, *more).out.splitlines()]
+        assert [row["boundary"] for row in found if "row" in row] == boundaries
+    assert score(*flags, "--boundary", "end").code == 2
+
+
 def test_disjoint_windows_show_every_token_and_the_first_of_each_without_a_number(
     score: Any, tiny_llm: LLM, tmp_path: Path
 ) -> None:

@@ -84,6 +84,15 @@ def test_what_cannot_be_asked_is_named(llm: LLM) -> None:
         asyncio.run(lm.classify("a", LABELS))
 
 
+@pytest.mark.parametrize("lora", [None, "wide"])
+def test_labels_are_measured_by_bytes_bit_by_bit(llm: LLM, lora: str | None) -> None:
+    want: Any = llm.with_lora(lora).classify("the ca", ["t and", "r"])
+    with AsyncLM(llm) as lm:
+        found: Any = asyncio.run(lm.classify("the ca", ["t and", "r"], lora=lora))
+    assert found.boundary == want.boundary == "bytes"
+    assert found.logprobs.tolist() == want.logprobs.tolist()
+
+
 def test_a_servers_labels_have_routes(far: RemoteLM) -> None:
     with raises(ParameterError, parameter="url", match="/v1/classify"):
         asyncio.run(far.classify("a", LABELS))

@@ -279,6 +279,81 @@ def test_a_text_is_graded_as_a_conversation_is(grader: LLM, rows: Any) -> None:
     np.testing.assert_allclose(np.exp(judged.grades.logprobs), list(want.values()), rtol=2e-4)
 
 
+# -- a token that spans the end of the prompt --------------------------------------------------------------
+
+
+def covered(rows: Any, pieces: list[bytes], given: list[int], data: bytes) -> float:
+    """Log of the sum over all token sequences that cover some bytes, the last of them reaching beyond."""
+    last = rows(given)[-1]
+    found = [last[token_id] for token_id, piece in enumerate(pieces) if piece and piece.startswith(data)]
+    for token_id, piece in enumerate(pieces):
+        if piece and piece != data and data.startswith(piece):
+            found.append(last[token_id] + covered(rows, pieces, [*given, token_id], data[len(piece) :]))
+    return float(np.logaddexp.reduce(found)) if found else -np.inf
+
+
+def plain_pieces(llm: LLM) -> list[bytes]:
+    vocabulary, special = llm.text.vocabulary, llm.text.special_token_ids
+    return [b"" if i in special else vocabulary.token_bytes(i) for i in range(len(vocabulary))]
+
+
+def test_labels_are_measured_by_bytes_where_a_token_spans_the_prompts_end(tiny_llm: LLM, rows: Any) -> None:
+    labels = ["t and", "n of", "r", "t o"]
+    found: Any = tiny_llm.classify("the ca", labels)
+    pieces, given = plain_pieces(tiny_llm), tiny_llm.text.encode("the").tolist()
+    tail = covered(rows, pieces, given, b" ca")
+    want = [covered(rows, pieces, given, f" ca{label}".encode()) - tail for label in labels]
+    assert found.boundary == "bytes"
+    np.testing.assert_allclose(found.logprobs, want, atol=1e-4)
+    assert found.mass == pytest.approx(np.exp(want).sum(), rel=1e-4)
+    plain: Any = tiny_llm.classify("the ca", ["s", "r"])
+    assert plain.boundary == "token"
+
+
+def test_labels_that_cover_all_bytes_have_the_mass_of_one(tiny_llm: LLM) -> None:
+    """What may follow "the ca" is one byte or the end, so that all bytes together have nearly all mass."""
+    labels = [chr(code) for code in range(0x20, 0x7F)]
+    found: Any = tiny_llm.classify("the ca", labels)
+    assert (found.boundary, found.mass < 1) == ("bytes", True)
+    more: Any = tiny_llm.classify("the ca", [*labels, *(chr(code) for code in range(1, 0x20) if code != 10)])
+    assert found.mass < more.mass < 1
+
+
+@pytest.mark.real_model
+def test_a_spanning_token_does_not_hide_the_likeliest_label(real_llm: LLM) -> None:
+    found: Any = real_llm.classify("The capital of Ir", ["an is", "aq is", "eland is"])
+    assert (found.label, found.boundary, found.mass < 1) == ("eland is", "bytes", True)
+
+
+def test_content_free_prompts_are_measured_as_they_are_cut(tiny_llm: LLM) -> None:
+    found: Any = tiny_llm.classify("the ca", ["t", "r"], correction="calibrated", content_free="a")
+    base: Any = tiny_llm.classify("a", ["t", "r"])
+    np.testing.assert_allclose(found.corrected, found.logprobs - base.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [[0, 0.5, 5], [0, 5, 7]], ids=str)
+def test_a_grade_may_go_on_from_the_last_token_of_a_prompt(
+    grader: LLM, rows: Any, scale: Sequence[float]
+) -> None:
+    """Where "10" is one token, the grade 0 after "the 1" is the rest of it."""
+    judged: Any = grader.judge("the cat 1", scale=scale)
+    is_spanned = len(grader.text.encode("10", add_special_tokens=False)) == 1
+    assert judged.grades.boundary == ("bytes" if is_spanned else "token")
+    pieces = plain_pieces(grader)
+    given = (
+        grader.text.encode("the cat ").tolist() if is_spanned else grader.text.encode("the cat 1").tolist()
+    )
+    tail = b"1" if is_spanned else b""
+    texts = list(judged.grades.labels)
+    if not is_spanned:
+        want = list(read_out(grader, rows, given, texts).values())
+    else:
+        sums = {text: covered(rows, pieces, given, tail + text.encode()) for text in texts}
+        own = np.exp([sums[text] - covered(rows, pieces, given, tail) for text in texts])
+        want = [own[0] - (own[1] if "0.5" in texts else 0.0), *own[1:]]
+    np.testing.assert_allclose(np.exp(judged.grades.logprobs), want, rtol=2e-4)
+
+
 class Told:
     """A model that is told the log-probabilities of each answer's tokens."""
 

@@ -56,7 +56,17 @@ def test_labels_have_the_bits_of_the_library(exact: Any, how: dict[str, Any]) ->
             "corrected": one.corrected.tolist(),
             "mass": one.mass,
             "margin": one.margin,
+            "boundary": "token",
         }
+
+
+def test_labels_that_no_token_begins_with_are_measured_by_bytes(exact: Any) -> None:
+    asked: dict[str, Any] = {"input": "the ca", "labels": ["t and", "n of", "r"]}
+    (found,) = reply_to(exact, "/v1/classify", **asked)["data"]
+    want: Any = exact.llm.classify("the ca", asked["labels"])
+    assert found["boundary"] == want.boundary == "bytes"
+    assert found["logprobs"] == want.logprobs.tolist()
+    assert found["mass"] == want.mass < 1
 
 
 def test_one_text_is_a_list_of_one_and_one_label_has_no_margin(exact: Any) -> None:
@@ -85,6 +95,7 @@ def test_grades_have_the_bits_of_the_library(exact: Any, scale: list[float] | No
         "scale": list(want.scale),
         "probs": list(want.grades.probabilities.values()),
         "logprobs": want.grades.logprobs.tolist(),
+        "boundary": "token",
     }
     texts = reply_to(exact, "/v1/judge", input=PROMPTS, **options)["data"]
     wanted = exact.llm.judge(PROMPTS, **options)

@@ -95,7 +95,6 @@ CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
     [
         ("the dog and", " of the cat", " of the cat"),
         ("the dog and ", "of the cat", " of the cat"),  # the space is the first token's
-        ("the dog an", "d of", " and of"),  # as is what was begun of a word
         ("the dog and", "\n\n", "\n\n"),
         ("é", "🐈 é", "🐈 é"),
     ],
@@ -119,6 +118,35 @@ def test_a_message_that_is_gone_on_with_scores_as_its_tokens_by_hand(
         expected = by_ids.json()["data"][0]
         for name in ("logprob", "logprob_per_byte", "unconditional_logprob", "pmi"):
             assert found[name] == pytest.approx(expected[name], abs=1e-4)
+
+
+@pytest.mark.parametrize("asked", [{"context": "the dog an"}, {"messages": BEGUN, **CONTINUED}])
+def test_a_token_that_spans_the_boundary_is_summed_by_bytes(server: Any, asked: dict[str, Any]) -> None:
+    whole = server.post("/v1/score", continuations=["d of", "d"], unconditional=True, **asked).json()
+    for found in whole["data"]:
+        assert found["boundary"] == "bytes"
+        assert -20 < found["logprob"] < 0
+        assert found["pmi"] == pytest.approx(found["logprob"] - found["unconditional_logprob"], abs=1e-6)
+    longer, shorter = whole["data"]
+    assert longer["logprob"] < shorter["logprob"]
+    assert (longer["num_bytes"], longer["num_tokens"], longer["tokens"]) == (4, 2, [" and", " of"])
+    if "context" in asked:
+        pairs = [("the dog an", "d of"), ("the dog an", "d")]
+        for found, score in zip(whole["data"], server.llm.score(pairs), strict=True):
+            assert found["logprob"] == pytest.approx(score.logprob, abs=5e-5)
+    cooler = server.post("/v1/score", continuations=["d of"], temperature=0.5, **asked).json()["data"][0]
+    assert cooler["boundary"] == "bytes"
+    assert cooler["logprob"] != pytest.approx(longer["logprob"], abs=1e-3)
+
+
+def test_lm_evaluation_harness_splits_by_name(server: Any) -> None:
+    asked = {"context": "the dog an", "continuations": ["d of"]}
+    found = server.post("/v1/score", boundary="token", **asked).json()["data"][0]
+    (score,) = server.llm.score([("the dog an", "d of")], boundary="token")
+    assert (found["boundary"], found["token_ids"]) == ("token", score.token_ids)
+    assert found["logprob"] == pytest.approx(score.logprob, abs=5e-5)
+    refused = server.post("/v1/score", boundary="end", **asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "boundary")
 
 
 def as_echo(server: Any, ids: list[int]) -> list[float]:

@@ -48,7 +48,7 @@ NOT_SCORED = "not scored"
 
 
 @takes_engine
-@takes_settings(DataSettings, RaySettings)
+@takes_settings(DataSettings, RaySettings, without=frozenset({"boundary"}))
 @takes_data
 def score(
     *,
@@ -80,6 +80,7 @@ def score(
     names = data.files or []
     if flags["truncation"] == "error" and (flags["window"] or flags["stride"]):
         flags["truncation"] = "window"
+    flags["boundary"] = "token" if boundary == "token" else "auto"
     with flags_for(prompt_logprobs="--top"):
         settings, cluster = settings_from(DataSettings, flags), settings_from(RaySettings, flags)
         for name in cluster.given if engine != "ray" else ():
@@ -97,7 +98,7 @@ def score(
         asked = {"by": by, "boundary": boundary, "unit": unit}
         print_units(data, settings, source, as_csv=as_csv, loading=loading, **asked)
         return
-    if as_csv or boundary or unit != "nats":
+    if as_csv or boundary == "end" or unit != "nats":
         raise typer.BadParameter("comes with --by", param_hint="--csv, --boundary or --unit")
     asks_for_rows = data.output is not None or data.lines or data.format is not None
     if asks_for_rows or _is_data(names, settings):
@@ -135,7 +136,7 @@ def _source_of(text: str | None, names: list[str]) -> TextSource:
 def _is_data(names: list[str], settings: DataSettings) -> bool:
     """Whether the files are rows: by their number, their names, or what is asked of them."""
     columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
-    asks_for_rows = any(columns) or settings.unconditional
+    asks_for_rows = any(columns) or settings.unconditional or settings.boundary != "auto"
     return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
 
 

@@ -30,8 +30,12 @@ ByOption = Annotated[
 ]
 CsvOption = Annotated[bool, typer.Option("--csv", help="With --by: print the rows as CSV.")]
 BoundaryOption = Annotated[
-    Literal["end"] | None,
-    typer.Option("--boundary", help="With --by: count the end of a word to the word."),
+    Literal["end", "token"] | None,
+    typer.Option(
+        "--boundary",
+        help="end, with --by: count the end of a word to the word. token, for rows with a context: split it "
+        "from what follows as lm-evaluation-harness does, wherever a token spans the two.",
+    ),
 ]
 UnitOption = Annotated[
     Literal["nats", "bits"], typer.Option("--unit", help="With --by: the unit of surprisals and entropies.")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from logprobe.engine.healing import Healer, scored, scored_total
 from logprobe.engine.request import CompletionOutput, Completions, RequestOutput, Requests, check_vocabulary
 from logprobe.engine.truncation import (
-    Split,
     check_truncation,
     cut_pair,
     cut_prompt,
@@ -32,6 +32,7 @@ from logprobe.sampling.params import COUNTS, named_ids
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score, joined
 from logprobe.scoring.uncertainty import self_certainty
+from logprobe.text.boundary import Split, check_rule, split_texts
 from logprobe.text.chat import ANSWER, as_conversations, lay_out, read_messages
 from logprobe.text.edge import as_token_ids
 from logprobe.text.pieces import Cutter
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.scoring.uncertainty import DrawPlan, SampledAnswer
     from logprobe.scoring.windows import Truncation
+    from logprobe.text.boundary import BoundaryRule
     from logprobe.text.chat import Conversation, Conversations, Layout
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
@@ -72,8 +74,13 @@ class AskedPair(NamedTuple):
 
     whole: Split
     splits: list[Split]
+    alone_splits: list[Split]
     parts: list[Admitted]
     alone: list[Admitted]
+
+
+PartResults: TypeAlias = "tuple[list[RequestOutput], list[float | LogprobeError | None]]"
+"""The outputs of a pair's parts, and the sums over the bytes of those with healing."""
 
 
 class Client:
@@ -152,7 +159,7 @@ class Client:
 
     async def score(
         self,
-        pairs: Sequence[tuple[PairPart, PairPart]],
+        pairs: Sequence[tuple[PairPart, PairPart] | Split],
         params: SamplingParams,
         *,
         watch: Watch | None = None,
@@ -161,10 +168,12 @@ class Client:
         on_error: OnError = "raise",
         truncation: Truncation = "error",
         token_ids: Sequence[Any] | None = None,
+        boundary: BoundaryRule = "auto",
     ) -> list[Score]:
-        """What the model gives continuations after their contexts; see `LLM.score`."""
+        """Score continuations after their contexts; see `LLM.score`."""
         _check_on_error(on_error)
         check_truncation(truncation)
+        check_rule(boundary)
         if token_ids is not None:
             remedy = "stand in the records of scores, which those of windows have not; cut the left end"
             require(truncation != "window", "token_ids", remedy)
@@ -180,11 +189,11 @@ class Client:
             return self.admit_splits(splits, asked, requests, sampling=sampling)
 
         def admit(row: int) -> AskedPair:
-            split = self.split(pairs[row])
+            split = self.split(pairs[row], boundary)
             asked = params if token_ids is None else self.with_named_ids(params, token_ids[row], split)
             splits = cut_pair(split, truncation, limit)
             alone = cut_pair(self.alone(split), truncation, limit) if unconditional else []
-            return AskedPair(split, splits, admit_splits(splits, asked), admit_splits(alone, params))
+            return AskedPair(split, splits, alone, admit_splits(splits, asked), admit_splits(alone, params))
 
         admitted = _each(admit, len(pairs), on_error)
         good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
@@ -192,28 +201,55 @@ class Client:
         work = [pair.parts for pair in good] + [pair.alone for pair in good]
         ended = iter(await self.run([*chain.from_iterable(work)], watch))
         groups = [[next(ended) for _ in parts] for parts in work]
-        results = iter(zip(good, groups[: len(good)], groups[len(good) :], strict=True))
+        whole = [pair.splits for pair in good] + [pair.alone_splits for pair in good]
+        healed = iter(await self.heal([*chain.from_iterable(whole)], params.lora, requests, sampling))
+        numbers = [[next(healed) for _ in splits] for splits in whole]
+        results = [*zip(groups, numbers, strict=True)]
+        pair_results = iter(zip(good, results[: len(good)], results[len(good) :], strict=True))
         scores = [
-            Score.failed(pair) if isinstance(pair, LogprobeError) else self._score_of(*next(results))
+            Score.failed(pair) if isinstance(pair, LogprobeError) else self._score_of(*next(pair_results))
             for pair in admitted
         ]
         return checked(scores, on_error)
 
-    def _score_of(self, asked: AskedPair, parts: list[RequestOutput], alone: list[RequestOutput]) -> Score:
-        error = next((output.error for output in parts + alone if output.error is not None), None)
+    def _score_of(self, asked: AskedPair, parts: PartResults, alone: PartResults) -> Score:
+        """The score of a pair whose parts came to these outputs and sums over bytes."""
+        outputs, healed = parts
+        bare, bare_healed = alone
+        failed = [output.error for output in outputs + bare]
+        failed += [one for one in healed + bare_healed if isinstance(one, LogprobeError)]
+        error = next((error for error in failed if error is not None), None)
         if error is not None:
             return Score.failed(error)
-        scores = [self.as_score(split, part) for split, part in zip(asked.splits, parts, strict=True)]
-        unconditional = measures.total([_scored_total(output) for output in alone]) if alone else None
+        numbers = [*zip(asked.splits, outputs, healed, strict=True)]
+        scores = [self.as_score(split, output, _number(one)) for split, output, one in numbers]
+        unconditional = None
+        if bare:
+            totals = zip(bare, bare_healed, strict=True)
+            unconditional = measures.total([scored_total(output, _number(one)) for output, one in totals])
         if len(scores) == 1:
             return replace(scores[0], unconditional_logprob=unconditional)
-        return joined(scores, self._scored_bytes(asked.whole), unconditional_logprob=unconditional)
+        whole = joined(scores, self.text.vocabulary.bytes_of, unconditional_logprob=unconditional)
+        return whole.counted_by(self._scored_bytes(asked.whole))
 
     def _scored_bytes(self, split: Split) -> bytes:
-        """The bytes of a continuation: of the text that was given, or of its tokens where it is ids."""
+        """Return the bytes of a continuation: of the given text, or of its tokens where it is ids."""
         if split.data is not None:
             return split.data
-        return self.text.vocabulary.bytes_of(split.continuation.tolist())
+        data = self.text.vocabulary.bytes_of(split.continuation.tolist())
+        return data if split.healing is None else data[len(data) - split.healing.num_bytes :]
+
+    async def heal(
+        self,
+        splits: Sequence[Split],
+        lora: str | None,
+        requests: Requests,
+        sampling: SamplingParams | None = None,
+    ) -> list[float | LogprobeError | None]:
+        """Sum the bytes of splits with healing; see `Healer.logprobs`."""
+        if all(split.healing is None for split in splits):
+            return [None] * len(splits)
+        return await Healer(self, lora, requests, sampling).logprobs(splits)
 
     async def draw(
         self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None
@@ -320,18 +356,19 @@ class Client:
                 *(self._follow(request.request_id, advance, follow) for request in requests)
             )
 
-    def split(self, pair: tuple[PairPart, PairPart]) -> Split:
-        """A (context, continuation) pair as one sequence; see `TextEdge.encode_pair` for texts.
+    def split(self, pair: tuple[PairPart, PairPart] | Split, boundary: BoundaryRule = "auto") -> Split:
+        """A (context, continuation) pair as one sequence; see `split_texts` for texts.
 
         Raises:
             ParameterError: no such pair, a text with ids, or nothing to score.
         """
+        if isinstance(pair, Split):
+            return pair
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         require(is_pair, "pairs", "must hold (context, continuation) pairs", got=pair)
         context, continuation = pair
         if isinstance(context, str) and isinstance(continuation, str):
-            ids, start = self.text.encode_pair(context, continuation)
-            return Split(ids, start, self.text.scored_bytes(context, continuation, ids, start))
+            return split_texts(self.text, context, [continuation], rule=boundary)[0]
         if isinstance(context, str) or isinstance(continuation, str):
             raise ParameterError("pairs", "context and continuation must both be texts or both be ids")
         before = as_token_ids(context, "context") if len(context) else self.text.prefix()
@@ -341,8 +378,13 @@ class Client:
 
     def alone(self, split: Split) -> Split:
         """The same continuation after nothing: the model's BOS, or its EOS."""
-        prefix = self.text.prefix()
-        return Split(np.concatenate([prefix, split.continuation]), len(prefix))
+        prefix, healing = self.text.prefix(), split.healing
+        ids = np.concatenate([prefix, split.continuation])
+        if healing is None:
+            return Split(ids, len(prefix))
+        moved = healing.moved(split.start - len(prefix))
+        bare = replace(moved, first=len(prefix), tail=b"", text=healing.text[len(healing.tail) :])
+        return Split(ids, len(prefix), bare)
 
     def admit_splits(
         self,
@@ -381,12 +423,23 @@ class Client:
         check_vocabulary(name, ids, self.engine.capabilities().vocab_size)
         return replace(params, logprob_token_ids=ids)
 
-    def as_score(self, split: Split, output: RequestOutput, alone: RequestOutput | None = None) -> Score:
-        """The score of what ended; with `alone`, the same continuation after nothing, also its PMI."""
-        record = _scored(output)
+    def as_score(
+        self, split: Split, output: RequestOutput, healed: float | None = None, alone: float | None = None
+    ) -> Score:
+        """The score of what ended.
+
+        Args:
+            split: what was scored.
+            output: of the request.
+            healed: the log-probability of its bytes, where it has healing.
+            alone: that of the same continuation after nothing, which gives the PMI.
+        """
         ids = split.continuation.tolist()
-        unconditional = None if alone is None else _scored_total(alone)
-        return Score.of(ids, record, self._scored_bytes(split), unconditional_logprob=unconditional)
+        score = Score.of(ids, scored(output), self._scored_bytes(split), unconditional_logprob=alone)
+        if split.healing is None:
+            return score
+        assert healed is not None, "its bytes were summed"
+        return replace(score, logprob=healed, boundary="bytes")
 
     async def _follow(self, request_id: str, advance: Advance | None, follow: Follow | None) -> RequestOutput:
         is_over = None if follow is None else follow()
@@ -462,17 +515,9 @@ def _record(output: RequestOutput) -> FlatLogprobs:
     return record
 
 
-def _scored(output: RequestOutput) -> FlatLogprobs:
-    """The record of what was scored: of a prompt, or of tokens taken in place of draws."""
-    record = output.prompt_logprobs
-    record = output.outputs[0].logprobs if record is None else record
-    assert record is not None, "numbers were asked for"
-    return record
-
-
-def _scored_total(output: RequestOutput) -> float:
-    """The sum over what was scored, nats; a prompt's first position, which nothing predicts, left out."""
-    return measures.total(np.ma.compressed(_scored(output).chosen_entries().logprobs))
+def _number(healed: float | LogprobeError | None) -> float | None:
+    assert not isinstance(healed, LogprobeError), "a pair that failed has no score"
+    return healed
 
 
 def _admit_scored(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,31 +11,14 @@ from logprobe.errors import ParameterError, require
 from logprobe.records import FlatLogprobs
 from logprobe.records.values import IdLists
 from logprobe.sampling.params import SamplingParams, extras_of
-from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_tokens, window_pairs
+from logprobe.scoring.windows import TRUNCATIONS, Truncation, last_of_split, window_pairs, window_splits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from logprobe.engine.request import RequestOutput
     from logprobe.records.values import IntArray
-
-
-class Split(NamedTuple):
-    """A context and its continuation as one sequence; the continuation begins at `start`."""
-
-    token_ids: IntArray  # (num_tokens,) int32
-    start: int
-    data: bytes | None = None  # UTF-8 of the text that the continuation comes from; None: it is ids
-
-    @property
-    def context(self) -> IntArray:
-        """What stands before the continuation."""
-        return self.token_ids[: self.start]
-
-    @property
-    def continuation(self) -> IntArray:
-        """What is scored."""
-        return self.token_ids[self.start :]
+    from logprobe.text.boundary import Split
 
 
 def forced_params(params: SamplingParams, num_tokens: int, reports: SamplingParams) -> SamplingParams:
@@ -94,13 +77,10 @@ def cut_pair(split: Split, truncation: Truncation, max_model_len: int) -> list[S
         return [split]
     if truncation == "left":
         try:
-            context, continuation = last_tokens(split.token_ids, split.start, limit)
-            return [Split(np.concatenate([context, continuation]), len(context), split.data)]
+            return [last_of_split(split, limit)]
         except ParameterError as error:
             raise ParameterError("continuation", str(error).removeprefix("text: ")) from error
-    pairs = window_pairs(split.token_ids, split.start, limit)
-    parts = [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
-    return parts if len(parts) > 1 else [parts[0]._replace(data=split.data)]
+    return window_splits(split, limit)
 
 
 def cut_prompt(

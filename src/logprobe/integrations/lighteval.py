@@ -23,10 +23,11 @@ from lighteval.models.model_output import ModelResponse
 from lighteval.models.utils import uses_chat_template
 from lighteval.tasks.prompt_manager import PromptManager
 
-from logprobe.engine.truncation import Split, cut_pair
+from logprobe.engine.truncation import cut_pair
 from logprobe.errors import require
 from logprobe.integrations.evaluators import open_model, prefix_token_id
 from logprobe.sampling import SamplingParams
+from logprobe.text.boundary import Split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

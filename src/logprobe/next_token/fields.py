@@ -20,7 +20,7 @@ from logprobe.scoring.fields import Spelt
 from logprobe.scoring.measures import logsumexp
 from logprobe.scoring.members import FieldDistribution, MemberSum
 from logprobe.scoring.schemas import Schema
-from logprobe.scoring.spellings import TokenIndex
+from logprobe.scoring.spellings import token_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,13 +60,11 @@ class SpellingTools:
         from logprobe.processors.interface import ModelFacts
 
         text, self.vocab_size = loaded.text, loaded.engine.capabilities().vocab_size
-        count = min(self.vocab_size, len(text.vocabulary))
-        specials = frozenset(token_id for token_id in text.special_token_ids if token_id < self.vocab_size)
-        self.index = TokenIndex(map(text.vocabulary.token_bytes, range(count)), specials)
+        self.index = token_index(text, self.vocab_size)
         self._grammars = GrammarLogitsProcessor(EngineConfig())
         facts = ModelFacts(
             vocab_size=self.vocab_size,
-            eos_token_ids=specials,
+            eos_token_ids=frozenset(self.index.special_ids.tolist()),
             text=text,
         )
         self._grammars.bind(facts)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from logprobe.errors import ParameterError, require
 from logprobe.scoring import measures
+from logprobe.text.boundary import Split, split_texts
 from logprobe.text.chat import as_conversations, read_messages
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from logprobe.records.values import IntArray
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.boundary import Boundary, Pair
     from logprobe.text.chat import Conversation
     from logprobe.text.edge import TextEdge
 
@@ -39,8 +41,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Labels: TypeAlias = "Sequence[str] | Mapping[str, str | Sequence[str]]"
 Asked: TypeAlias = "str | Conversation"
 """A text that the label goes on with, or a conversation that it answers."""
-Pair: TypeAlias = "tuple[IntArray, IntArray]"
-"""Ids of a prompt, and those of an answer to it."""
 Correction: TypeAlias = Literal["none", "length", "calibrated"]
 CORRECTIONS: Final = ("none", "length", "calibrated")
 CONTENT_FREE: Final = "N/A"
@@ -66,6 +66,7 @@ class Classification:
     labels: tuple[str, ...]
     logprobs: Floats  # (L,) of each label as it is, its texts together: log P(one of its texts | prompt)
     corrected: Floats  # (L,) what the correction makes of them; `logprobs` themselves without one
+    boundary: Boundary = "token"  # `bytes` if a token spans the end of the prompt and one of its labels
 
     @property
     def probabilities(self) -> dict[str, float]:
@@ -216,7 +217,10 @@ def classify_plan(
     def sum_up(scores: Sequence[Score]) -> list[Classification]:
         each = _in_parts(scores, laid_out)
         base = _sums(each.pop(), named) if is_calibrated else None
-        return [_classified(of_prompt, named, correction, base) for of_prompt in each]
+        return [
+            _classified(of_prompt, named, correction, base, _boundary(pairs))
+            for pairs, of_prompt in zip(laid_out[: len(each)], each, strict=True)
+        ]
 
     return Plan([pair for pairs in laid_out for pair in pairs], sum_up)
 
@@ -257,14 +261,18 @@ def calibrated(found: Classification, base: Classification) -> Classification:
 
 
 def _classified(
-    scores: Sequence[Score], named: Mapping[str, list[str]], correction: Correction, base: Floats | None
+    scores: Sequence[Score],
+    named: Mapping[str, list[str]],
+    correction: Correction,
+    base: Floats | None,
+    boundary: Boundary,
 ) -> Classification:
     logprobs = corrected = _sums(scores, named)
     if correction == "length":
         corrected = _sums(scores, named, per_token=True)
     elif base is not None:
         corrected = logprobs - base
-    return Classification(tuple(named), logprobs, corrected)
+    return Classification(tuple(named), logprobs, corrected, boundary)
 
 
 def _sums(scores: Sequence[Score], named: Mapping[str, list[str]], *, per_token: bool = False) -> Floats:
@@ -341,12 +349,16 @@ Key: TypeAlias = tuple[int, bytes]
 """Where an answer begins, and all ids up to its end."""
 
 
+TokenPair: TypeAlias = "tuple[IntArray, IntArray]"
+"""Ids of a prompt, and those of an answer to it."""
+
+
 class Spelling(NamedTuple):
     """A way to write a grade after a prompt."""
 
     grade: int  # its place on the scale
     pair: Pair
-    begun_by: int | None  # the place of the longest other spelling whose ids it goes on from
+    begun_by: int | None  # the place of the longest other spelling that it goes on from
 
 
 def judge_plan(
@@ -365,12 +377,13 @@ def judge_plan(
     laid_out = [_spellings(edge, _pairs(edge, prompt, texts, read), texts) for prompt in _as_many(prompts)]
 
     def sum_up(scores: Sequence[Score]) -> list[Judgement]:
-        each = zip(laid_out, _in_parts(scores, laid_out), strict=True)
-        found = [_grade_logprobs(spellings, of_prompt, len(texts)) for spellings, of_prompt in each]
-        return [
-            Judgement(Classification(tuple(texts), logprobs, logprobs), tuple(grades.values()))
-            for logprobs in found
-        ]
+        judged = []
+        for spellings, of_prompt in zip(laid_out, _in_parts(scores, laid_out), strict=True):
+            logprobs = _grade_logprobs(spellings, of_prompt, len(texts))
+            boundary = _boundary([spelling.pair for spelling in spellings])
+            found = Classification(tuple(texts), logprobs, logprobs, boundary)
+            judged.append(Judgement(found, tuple(grades.values())))
+        return judged
 
     return Plan([spelling.pair for spellings in laid_out for spelling in spellings], sum_up)
 
@@ -398,17 +411,29 @@ def grades_of(scale: Sequence[float]) -> dict[str, float]:
 def _spellings(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> list[Spelling]:
     """Each grade in its usual spelling, then those that go on from a shorter grade's where that one does not.
 
-    Of 10 after 1: the tokenizer's own ids, and the ids of 1 with those of 0, where they are others.
+    Of 10 after 1: the tokenizer's own ids, and the ids of 1 with those of 0, where they are others. A grade
+    whose bytes are summed has all its spellings at once.
     """
-    ways: dict[Key, tuple[int, Pair]] = {}
-    for grade, pair in (*enumerate(pairs), *_further_ways(edge, pairs, texts)):
+    by_tokens = [pair for pair in pairs if not isinstance(pair, Split)]
+    if len(by_tokens) < len(pairs):
+        return [Spelling(place, pair, _begun_by_text(place, texts)) for place, pair in enumerate(pairs)]
+    ways: dict[Key, tuple[int, TokenPair]] = {}
+    for grade, pair in (*enumerate(by_tokens), *_further_ways(edge, by_tokens, texts)):
         ways.setdefault(_key(pair), (grade, pair))
     places = {key: place for place, key in enumerate(ways)}
     return [Spelling(grade, pair, _begun_by(pair, places)) for grade, pair in ways.values()]
 
 
-def _further_ways(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -> list[tuple[int, Pair]]:
-    ways: list[tuple[int, Pair]] = []
+def _begun_by_text(place: int, texts: Sequence[str]) -> int | None:
+    """The place of the longest other text that begins one."""
+    begun = [other for other, text in enumerate(texts) if other != place and texts[place].startswith(text)]
+    return max(begun, key=lambda other: len(texts[other]), default=None)
+
+
+def _further_ways(
+    edge: TextEdge, pairs: Sequence[TokenPair], texts: Sequence[str]
+) -> list[tuple[int, TokenPair]]:
+    ways: list[tuple[int, TokenPair]] = []
     grades = {text: grade for grade, text in enumerate(texts)}
     for longer, text in enumerate(texts):
         for size in range(1, len(text)):
@@ -423,19 +448,19 @@ def _further_ways(edge: TextEdge, pairs: Sequence[Pair], texts: Sequence[str]) -
     return ways
 
 
-def _goes_on(longer: Pair, shorter: Pair) -> bool:
+def _goes_on(longer: TokenPair, shorter: TokenPair) -> bool:
     """Whether the ids of an answer begin with those of another one, after the same prompt."""
     size = len(shorter[1])
     return np.array_equal(longer[0], shorter[0]) and np.array_equal(longer[1][:size], shorter[1])
 
 
-def _begun_by(pair: Pair, places: Mapping[Key, int]) -> int | None:
+def _begun_by(pair: TokenPair, places: Mapping[Key, int]) -> int | None:
     before, after = pair
     begun = (places.get(_key((before, after[:size]))) for size in range(len(after) - 1, 0, -1))
     return next((place for place in begun if place is not None), None)
 
 
-def _key(pair: Pair) -> Key:
+def _key(pair: TokenPair) -> Key:
     return len(pair[0]), np.concatenate(pair).astype(np.int32).tobytes()
 
 
@@ -448,13 +473,20 @@ def _grade_logprobs(spellings: Sequence[Spelling], scores: Sequence[Score], num_
     goes_on = np.zeros(len(spellings))
     for spelling, score in zip(spellings, scores, strict=True):
         if spelling.begun_by is not None:
-            start = len(spellings[spelling.begun_by].pair[1])
-            goes_on[spelling.begun_by] += np.exp(measures.total(score.token_logprobs[start:]))
+            further = _further_logprob(score, scores[spelling.begun_by], spellings[spelling.begun_by].pair)
+            goes_on[spelling.begun_by] += np.exp(further)
     with np.errstate(divide="ignore"):
         alone = np.array([score.logprob for score in scores]) + np.log1p(-np.minimum(goes_on, 1.0))
     logprobs = np.full(num_grades, -np.inf)
     np.logaddexp.at(logprobs, [spelling.grade for spelling in spellings], alone)
     return logprobs
+
+
+def _further_logprob(longer: Score, shorter: Score, shorter_pair: Pair) -> float:
+    """Log P(the rest of the longer answer | the shorter one), nats."""
+    if not isinstance(shorter_pair, Split):
+        return measures.total(longer.token_logprobs[len(shorter_pair[1]) :])
+    return -np.inf if shorter.logprob == -np.inf else longer.logprob - shorter.logprob
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
@@ -477,15 +509,28 @@ def _as_many(prompts: Asked | Sequence[Asked]) -> list[Asked]:
 
 
 def _pairs(edge: TextEdge, prompt: Asked, texts: Sequence[str], read: ReadMessages | None) -> list[Pair]:
-    """A prompt with each of the texts; its ids are run once for all of them."""
+    """A prompt with each of the texts, all measured in the same way; its ids are run once for all of them.
+
+    Raises:
+        ParameterError: a text that they cannot be measured after, or no text or conversation.
+    """
     if isinstance(prompt, str):
-        wholes = [edge.encode_pair(prompt, text) for text in texts]
-        return [(whole[:start], whole[start:]) for whole, start in wholes]
+        try:
+            return [split.pair for split in split_texts(edge, prompt, texts)]
+        except ParameterError as error:
+            if error.parameter != "context":
+                raise
+            raise ParameterError("prompts", str(error).removeprefix("context: ")) from error
     conversations = as_conversations(prompt)
     require(len(conversations) == 1, "prompts", "must be texts or conversations", got=prompt)
     [conversation] = conversations
     before = read_messages(conversation, edge) if read is None else read(conversation)
     return [(before, edge.encode(text, add_special_tokens=False)) for text in texts]
+
+
+def _boundary(pairs: Sequence[Pair]) -> Boundary:
+    """How all of them are measured."""
+    return "bytes" if any(isinstance(pair, Split) for pair in pairs) else "token"
 
 
 def _in_parts(scores: Sequence[Score], parts: Sequence[Sequence[Any]]) -> list[list[Score]]:

@@ -14,21 +14,28 @@ from logprobe.records.forms.html import shaded
 from logprobe.scoring import measures
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from logprobe.errors import LogprobeError
     from logprobe.records import FlatLogprobs
+    from logprobe.text.boundary import Boundary
 
 COLUMNS = ("entropy", "varentropy", "margin")  # fields that a record has where they were asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a model gives a continuation after its context; nats, -inf where a token is impossible."""
+    """What a model gives a continuation after its context; nats, -inf where a token is impossible.
 
-    logprob: float  # sum over the continuation's tokens
+    Where a token spans the end of the context, `boundary` is `bytes`: `logprob`, and what is computed from
+    it, is that of the continuation's bytes after the context's. The tokens are then those of the joined text
+    that reach into the continuation, the first of which may hold bytes of the context, too; `token_logprobs`,
+    `ranks`, `is_greedy`, `entropy` and `record` are theirs, and do not sum to `logprob`.
+    """
+
+    logprob: float  # sum over the continuation's tokens, or over all that spell its bytes (`boundary`)
     token_logprobs: list[float]  # (num_tokens,)
     token_ids: list[int]  # (num_tokens,)
     ranks: list[int]  # (num_tokens,), 1 + number of strictly more likely tokens
@@ -41,6 +48,7 @@ class Score:
     margin: list[float] | None = None  # (num_tokens,), nats between the two likeliest; likewise
     unconditional_logprob: float | None = None  # the same tokens after nothing; None where not asked for
     record: FlatLogprobs | None = field(default=None, repr=False, compare=False)  # with the alternatives
+    boundary: Boundary = "token"  # whether `logprob` is a sum over these tokens, or over bytes
     error: LogprobeError | None = None  # why there are no numbers; every sum is NaN then
 
     @classmethod
@@ -129,8 +137,17 @@ class Score:
         return measures.pmi(self.logprob, self.unconditional_logprob)
 
 
-def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
-    """The scores of the windows of a continuation whose bytes are `data`; without their records."""
+def joined(
+    scores: Sequence[Score],
+    bytes_of: Callable[[Sequence[int]], bytes],
+    *,
+    unconditional_logprob: float | None = None,
+) -> Score:
+    """The scores of the windows of a continuation as one, without their records; `bytes_of` reads tokens."""
+    token_ids = [token_id for score in scores for token_id in score.token_ids]
+    whole = bytes_of(token_ids)
+    # The first token may hold bytes of the context, too.
+    data = whole[len(whole) - sum(score.num_bytes for score in scores) :]
     parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
     columns: dict[str, Any] = {
         name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
@@ -138,7 +155,7 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
     return Score(
         logprob=measures.total([score.logprob for score in scores]),
         token_logprobs=[value for score in scores for value in score.token_logprobs],
-        token_ids=[token_id for score in scores for token_id in score.token_ids],
+        token_ids=token_ids,
         ranks=[rank for score in scores for rank in score.ranks],
         is_greedy=all(score.is_greedy for score in scores),
         num_tokens=sum(score.num_tokens for score in scores),
@@ -146,6 +163,7 @@ def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float
         num_chars=len(data.decode("utf-8", "replace")),
         **columns,
         unconditional_logprob=unconditional_logprob,
+        boundary=scores[0].boundary,
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from logprobe.records.values import IntArray
     from logprobe.scoring.score import Score
+    from logprobe.text.boundary import Split
     from logprobe.text.edge import TextEdge
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Scorer(Protocol):
 
     def score(
         self,
-        pairs: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[Any, Any] | Split],
         *,
         progress: bool = False,
         entropy: bool = False,

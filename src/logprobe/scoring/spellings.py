@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from logprobe.scoring.measures import logsumexp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+
+    from logprobe.models import Vocabulary
+    from logprobe.text.edge import TextEdge
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -46,13 +50,31 @@ class TokenIndex:
         stop = bisect_right(self._pieces, data, lo=start, key=lambda piece: piece[:size])
         return self._ids[start:stop]
 
+    def exactly(self, data: bytes) -> Ids:
+        """The tokens whose bytes are these."""
+        start = bisect_left(self._pieces, data)
+        return self._ids[start : bisect_right(self._pieces, data, lo=start)]
+
     def within(self, data: bytes) -> Iterator[tuple[bytes, Ids]]:
         """The beginnings of these bytes, without the whole, that are tokens."""
         for size in range(1, min(len(data), self._longest + 1)):
             piece = data[:size]
-            start = bisect_left(self._pieces, piece)
-            if start < len(self._pieces) and self._pieces[start] == piece:
-                yield piece, self._ids[start : bisect_right(self._pieces, piece, lo=start)]
+            ids = self.exactly(piece)
+            if len(ids):
+                yield piece, ids
+
+
+_INDEXES: WeakKeyDictionary[Vocabulary, dict[int, TokenIndex]] = WeakKeyDictionary()
+
+
+def token_index(edge: TextEdge, vocab_size: int) -> TokenIndex:
+    """The tokens of a tokenizer that a model of `vocab_size` has, by their bytes; made once."""
+    known = _INDEXES.setdefault(edge.vocabulary, {})
+    if vocab_size not in known:
+        count = min(vocab_size, len(edge.vocabulary))
+        specials = (token_id for token_id in edge.special_token_ids if token_id < vocab_size)
+        known[vocab_size] = TokenIndex(map(edge.vocabulary.token_bytes, range(count)), specials)
+    return known[vocab_size]
 
 
 class Ends(NamedTuple):

@@ -13,7 +13,7 @@ model of fixed length (Hugging Face's guide to perplexity), over ids that come p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from logprobe.errors import WeightsReplacedError, require
 from logprobe.scoring import measures
 from logprobe.scoring.score import Score
 from logprobe.scoring.scorer import in_flight, prefix_of
+from logprobe.text.boundary import Split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -104,6 +105,40 @@ def last_tokens(ids: IntArray, start: int, limit: int) -> tuple[IntArray, IntArr
     require(num_scored < limit, "text", f"has {num_scored} tokens without its context, but {limit - 1} fit")
     first = max(len(ids) - limit, 0)
     return ids[first:start], ids[start:]
+
+
+def last_of_split(split: Split, limit: int) -> Split:
+    """A continuation after as much of its context as `limit` tokens hold.
+
+    Raises:
+        ParameterError: it does not fit after even one token.
+    """
+    ids, start, healing, data = split
+    if healing is None:
+        context, continuation = last_tokens(ids, start, limit)
+        return Split(np.concatenate([context, continuation]), len(context), data=data)
+    last_tokens(ids, healing.first, limit)  # what follows the given tokens fits
+    # Other tokens that spell the bytes are more of them, at most one a byte.
+    num_more = len(healing.text) - (healing.stop - healing.first)
+    num_cut = min(max(len(ids) + num_more - limit, 0), healing.first - 1)
+    return Split(ids[num_cut:], start - num_cut, healing.moved(num_cut), data)
+
+
+def window_splits(split: Split, window: int, stride: int | None = None) -> list[Split]:
+    """A continuation by window; what is summed over bytes comes first, after as much as one window holds.
+
+    Raises:
+        ParameterError: that does not fit.
+    """
+    ids, start, healing, data = split
+    parts = []
+    if healing is not None:
+        region = replace(healing, num_bytes=len(healing.text) - len(healing.tail))
+        parts.append(last_of_split(Split(ids[: healing.stop], start, region), window))
+        start = healing.stop
+    pairs = window_pairs(ids, start, window, stride)
+    parts += [Split(np.concatenate(pair), len(pair[0])) for pair in pairs]
+    return parts if len(parts) > 1 else [parts[0]._replace(data=data)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ import secrets
 import time
 from collections import deque
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
 from logprobe.engine.client import Client
-from logprobe.errors import require, shortened
+from logprobe.errors import LogprobeError, require, shortened
 from logprobe.next_token.fields import SpellingTools
 from logprobe.next_token.rows import row_params
 from logprobe.records.forms.json import ChatEncoder, IdTexts
@@ -39,9 +39,13 @@ if TYPE_CHECKING:
     from logprobe.server.limits import Ticket
     from logprobe.server.models import Models
     from logprobe.server.settings import ServerSettings
+    from logprobe.text.boundary import Split
     from logprobe.text.channels import ResponseForm
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Request
+
+    SplitResult: TypeAlias = tuple[RequestOutput, float | None]
+    """What a split came to, and the sum over its bytes where it has healing, nats."""
 
 
 def _max_token_bytes(text: TextEdge) -> int:
@@ -291,6 +295,27 @@ class Service:
             first = errors.exceptions[0]
             raise first from first.__cause__  # which says whose mistake it was
         return [task.result() for task in tasks]
+
+    async def run_splits(
+        self,
+        splits: Sequence[Split],
+        admitted: Sequence[Admitted],
+        requests: Requests,
+        sampling: SamplingParams | None = None,
+    ) -> list[SplitResult]:
+        """`run_all` of what was admitted of some splits, each with the sum over its bytes if it has healing.
+
+        Raises:
+            LogprobeError: one failed; the others were given up.
+        """
+        outputs = await self.run_all(admitted)
+        healed = await self.client.heal(splits, admitted[0].request.params.lora, requests, sampling)
+        results: list[SplitResult] = []
+        for output, number in zip(outputs, healed, strict=True):
+            if isinstance(number, LogprobeError):
+                raise number
+            results.append((output, number))
+        return results
 
     async def run_until(self, admitted: Sequence[Admitted], follow: Follow) -> list[RequestOutput]:
         """`run_all` of requests of one sample each, any of which `follow` may end early.

@@ -16,6 +16,7 @@ import numpy as np
 from logprobe.errors import ParameterError, require
 from logprobe.models import Vocabulary
 from logprobe.models.stored.tokenizer import TokenizerFacts
+from logprobe.text.boundary import split_texts
 from logprobe.text.spans import byte_spans
 
 if TYPE_CHECKING:
@@ -137,31 +138,17 @@ class TextEdge:
         return self._encoding(text, add_special_tokens=False).ids
 
     def encode_pair(self, context: str, continuation: str) -> tuple[IntArray, int]:
-        """Ids of context and continuation together, and how many of them are the context's.
+        """Encode context and continuation together; return the ids, and how many of them are the context's.
 
-        They are the tokens of the joined text; spaces that end the context count to the continuation, and an
-        empty context becomes the model's BOS, or its EOS where it has none (lm-evaluation-harness's rule).
+        This is lm-evaluation-harness's rule: they are the tokens of the joined text, of which the
+        continuation has what the number of the context's own tokens leaves. White space that ends the context
+        counts to the continuation, and an empty context becomes the model's BOS, or its EOS if it has none.
+
+        Raises:
+            ParameterError: an empty continuation, or both are one token, which nothing predicts.
         """
-        if not continuation:
-            raise ParameterError("continuation", "is empty; there is nothing to score")
-        stripped = context.rstrip()
-        context, continuation = stripped, context[len(stripped) :] + continuation
-        if not context:
-            return np.concatenate([self.prefix(), self.encode(continuation, add_special_tokens=False)]), 1
-        whole = self.encode(context + continuation)
-        num_context = min(len(self.encode(context)), len(whole) - 1)
-        return whole, num_context
-
-    def scored_bytes(self, context: str, continuation: str, token_ids: IntArray, start: int) -> bytes:
-        """The UTF-8 of the part of both texts that the tokens of `encode_pair` from `start` on come from."""
-        stripped = context.rstrip()
-        return self.bytes_from(
-            context + continuation,
-            token_ids,
-            start,
-            expected=context[len(stripped) :] + continuation,
-            add_special_tokens=bool(stripped),
-        )
+        (split,) = split_texts(self, context, [continuation], rule="token")
+        return split.token_ids, split.start
 
     @property
     def bos_token_id(self) -> int | None:

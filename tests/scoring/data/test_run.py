@@ -218,6 +218,39 @@ def test_a_long_continuation_is_scored_in_windows_with_its_context(
     assert score_dataset(tiny_llm, source, tmp_path / "l.parquet", settings=left).num_bad == 1
 
 
+def test_choices_that_no_token_begins_with_are_all_measured_by_bytes(
+    tiny_llm: LLM, write: Any, tmp_path: Path
+) -> None:
+    source = write([{"q": "the ca", "choices": ["t and", "r"], "answer": 0}], "jsonl")
+    settings = DataSettings(
+        context_column="q", choices_column="choices", answer_column="answer", delimiter=""
+    )
+    score_dataset(tiny_llm, source, tmp_path / "bytes.parquet", settings=settings)
+    (row,) = rows_of(tmp_path / "bytes.parquet")
+    want: Any = tiny_llm.classify("the ca", ["t and", "r"])
+    assert (row["boundary"], want.boundary) == ("bytes", "bytes")
+    assert row["choice_logprobs"] == pytest.approx(want.logprobs.tolist(), abs=1e-4)
+    score_dataset(tiny_llm, source, tmp_path / "t.parquet", settings=replace(settings, boundary="token"))
+    (row,) = rows_of(tmp_path / "t.parquet")
+    scores = tiny_llm.score([("the ca", "t and"), ("the ca", "r")], boundary="token")
+    assert row["boundary"] == "token"
+    assert row["choice_logprobs"] == pytest.approx([score.logprob for score in scores], abs=1e-4)
+
+
+def test_a_continuation_that_no_token_begins_with_goes_through_windows(
+    tiny_llm: LLM, write: Any, tmp_path: Path
+) -> None:
+    text = "t and the dog" * 40
+    source = write([{"c": "the ca", "text": text}], "jsonl")
+    settings = DataSettings(context_column="c", truncation="window")
+    score_dataset(tiny_llm, source, tmp_path / "w.parquet", settings=settings)
+    (row,) = rows_of(tmp_path / "w.parquet")
+    (want,) = tiny_llm.score([("the ca", text)], truncation="window")
+    assert (row["boundary"], row["num_bytes"], row["num_tokens"]) == ("bytes", len(text), want.num_tokens)
+    left = replace(settings, truncation="left")
+    assert score_dataset(tiny_llm, source, tmp_path / "l.parquet", settings=left).num_bad == 1
+
+
 def test_a_file_that_cannot_be_used_ends_the_run(tiny_llm: LLM, write: Any, tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 nothing")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))

@@ -27,14 +27,16 @@ from logprobe.scoring.labels import (
     judge_plan,
     rerank_plan,
 )
+from logprobe.text.boundary import Split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from logprobe.scoring.data.rows import Asked, Question
-    from logprobe.scoring.labels import Correction, Judgement, Pair, Plan
+    from logprobe.scoring.labels import Correction, Judgement, Plan
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.boundary import Pair
 
     AnswerSettings: TypeAlias = LabelSettings | JudgeSettings | RerankSettings
     LayOut: TypeAlias = Callable[[Question], Plan[list[Any]]]
@@ -46,8 +48,9 @@ def label_columns(settings: AnswerSettings) -> dict[str, pa.DataType]:
     if isinstance(settings, RerankSettings):
         return dict.fromkeys(RERANK_COLUMNS, real)
     if isinstance(settings, JudgeSettings):
-        return dict(zip(GRADE_COLUMNS, (real, real, real, lists, lists), strict=True))
-    return dict(zip(LABEL_COLUMNS, (pa.string(), lists, lists, lists, real, real), strict=True))
+        return dict(zip(GRADE_COLUMNS, (real, real, real, lists, lists, pa.string()), strict=True))
+    kinds = (pa.string(), lists, lists, lists, real, real, pa.string())
+    return dict(zip(LABEL_COLUMNS, kinds, strict=True))
 
 
 def label_values(found: Classification) -> dict[str, Any]:
@@ -59,6 +62,7 @@ def label_values(found: Classification) -> dict[str, Any]:
         "corrected": found.corrected.tolist(),
         "mass": found.mass,
         "margin": found.margin,
+        "boundary": found.boundary,
     }
 
 
@@ -70,6 +74,7 @@ def grade_values(found: Judgement) -> dict[str, Any]:
         "off_scale": found.off_scale,
         "probs": list(found.grades.probabilities.values()),
         "logprobs": found.grades.logprobs.tolist(),
+        "boundary": found.grades.boundary,
     }
 
 
@@ -148,6 +153,8 @@ def _documents(llm: Scorer, settings: RerankSettings) -> LayOut:
 
 def _check_fits(llm: Scorer, pairs: Sequence[Pair]) -> None:
     """Refuse a row that is too long by itself: among others it would end the run."""
-    num_tokens = max(len(before) + len(answer) for before, answer in pairs)
+    num_tokens = max(
+        len(pair.token_ids) if isinstance(pair, Split) else sum(map(len, pair)) for pair in pairs
+    )
     limit = llm.engine.capabilities().max_model_len + 1  # the last token is never run
     require(num_tokens <= limit, "text", f"has {num_tokens} tokens as laid out, but {limit} fit; shorten it")

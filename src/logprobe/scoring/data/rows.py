@@ -22,7 +22,8 @@ from logprobe.scoring.data.label_rows import label_columns, task_of
 from logprobe.scoring.data.settings import HITS, DataSettings
 from logprobe.scoring.score import joined
 from logprobe.scoring.scorer import prefix_of
-from logprobe.scoring.windows import WindowSettings, last_tokens, window_pairs
+from logprobe.scoring.windows import WindowSettings, last_of_split, window_pairs, window_splits
+from logprobe.text.boundary import split_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.data.sources import Row
     from logprobe.scoring.score import Score
     from logprobe.scoring.scorer import Scorer
+    from logprobe.text.boundary import Pair, Split
     from logprobe.text.spans import Spans
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -196,7 +198,6 @@ def _encodable(text: str, column: str) -> str:
 
 # -- questions → pairs of ids → numbers ----------------------------------------------------------------------
 
-Pair: TypeAlias = "tuple[IntArray, IntArray]"
 Values: TypeAlias = "Callable[[list[Score]], dict[str, Any]]"
 """What a row's scores, one a continuation, come to, by column."""
 Asked: TypeAlias = "tuple[list[list[Pair]], Values]"
@@ -249,6 +250,7 @@ def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
             "choice_logprobs": pa.list_(real),
             "choice_num_tokens": pa.list_(number),
             "choice_is_greedy": pa.list_(pa.bool_()),
+            "boundary": pa.string(),
         }
         if settings.answer_column:
             columns |= {"answer": number, "answer_logprob": real, "acc": pa.bool_(), "acc_norm": pa.bool_()}
@@ -257,6 +259,7 @@ def _columns_of(settings: DataSettings) -> dict[str, pa.DataType]:
         columns |= {"logprob": real, "num_tokens": number, "num_bytes": number, "num_chars": number}
         columns |= {"logprob_per_token": real, "logprob_per_byte": real, "logprob_per_char": real}
         columns |= {"perplexity": real, "bits_per_byte": real, "is_greedy": pa.bool_()}
+        columns |= {"boundary": pa.string()} if settings.context_column else {}
         if settings.unconditional:
             columns |= {"unconditional_logprob": real, "pmi": real}
         if settings.detect:
@@ -348,10 +351,7 @@ class RowScorer:
             return bad_row(row, str(error))
 
     def _joined(self, scores: Sequence[Score]) -> Score:
-        if len(scores) == 1:
-            return scores[0]
-        ids = [token_id for score in scores for token_id in score.token_ids]
-        return joined(scores, self._llm.text.vocabulary.bytes_of(ids))
+        return scores[0] if len(scores) == 1 else joined(scores, self._llm.text.vocabulary.bytes_of)
 
 
 class TextRows:
@@ -391,47 +391,54 @@ class TextRows:
 
     def _parts(self, question: Question) -> list[tuple[list[Pair], bytes]]:
         """The pairs of each text, and the bytes of it that they score."""
-        if self._settings.choices_column is None:
-            return [self._pairs(question.context, text) for text in question.texts]
-        delimiter, context = self._settings.delimiter, question.context or ""
-        return [self._pairs(context, delimiter + choice) for choice in question.texts]
+        settings, context = self._settings, question.context
+        if settings.choices_column is None and context is None:
+            return [self._text_pairs(text) for text in question.texts]
+        delimiter = "" if settings.choices_column is None else settings.delimiter
+        texts = [delimiter + text for text in question.texts]
+        # The choices of a question are all measured in the same way.
+        splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
+        return [(self._continuation_pairs(split), split.data or b"") for split in splits]
 
-    def _pairs(self, context: str | None, text: str) -> tuple[list[Pair], bytes]:
-        edge = self._llm.text
-        if context is None:
-            own, spans = edge.encode_with_spans(text)
-            ids, start = np.concatenate([self._prefix, own]), 1
-            require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
-        else:
-            ids, start = edge.encode_pair(context, text)
+    def _text_pairs(self, text: str) -> tuple[list[Pair], bytes]:
+        own, spans = self._llm.text.encode_with_spans(text)
+        ids = np.concatenate([self._prefix, own])
+        require(len(ids) > 1, "text", "is one token that nothing predicts; put BOS before it (--bos)")
         # Of places in `ids`, so that it is known which tokens of the text have a number.
-        cuts = list(self._cut(len(ids), start, has_context=context is not None))
-        pairs = [(ids[before], ids[scored]) for before, scored in cuts]
+        cuts = self._text_cuts(np.arange(len(ids), dtype=np.int32))
+        pairs: list[Pair] = [(ids[before], ids[scored]) for before, scored in cuts]
         scored = np.concatenate([places for _, places in cuts])
-        if context is None:
-            data = _bytes_at(text, spans, scored - len(self._prefix))
-        else:
-            # A text may lose the first token of each disjoint window; a continuation is compared with others.
-            is_whole = len(scored) == len(ids) - start
-            require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
-            data = edge.scored_bytes(context, text, ids, start)
-        return pairs, data
+        return pairs, _bytes_at(text, spans, scored - len(self._prefix))
 
-    def _cut(self, num_tokens: int, start: int, *, has_context: bool) -> Iterator[Pair]:
-        settings, ids = self._settings, np.arange(num_tokens, dtype=np.int32)
-        limit = settings.window or self._limit
+    def _text_cuts(self, ids: IntArray) -> list[tuple[IntArray, IntArray]]:
+        settings, limit = self._settings, self._max_tokens
         if len(ids) <= limit:
-            yield ids[:start], ids[start:]
-        elif settings.truncation == "error":
-            raise ParameterError(
-                "text", f"has {len(ids)} tokens, but {limit} fit; set truncation to 'window' or 'left'"
-            )
-        elif settings.truncation == "window":
-            yield from window_pairs(ids, start, self._windows.window, self._windows.stride)
-        elif has_context:
-            yield last_tokens(ids, start, limit)
-        else:
-            yield ids[-limit:][:1], ids[-limit:][1:]
+            return [(ids[:1], ids[1:])]
+        self._check_cuts(ids)
+        if settings.truncation == "window":
+            return [*window_pairs(ids, 1, self._windows.window, self._windows.stride)]
+        return [(ids[-limit:][:1], ids[-limit:][1:])]
+
+    def _continuation_pairs(self, split: Split) -> list[Pair]:
+        if len(split.token_ids) <= self._max_tokens:
+            return [split.pair]
+        self._check_cuts(split.token_ids)
+        if self._settings.truncation != "window":
+            return [last_of_split(split, self._max_tokens).pair]
+        parts = window_splits(split, self._windows.window, self._windows.stride)
+        # A text may lose the first token of each disjoint window; a continuation is compared with others.
+        is_whole = sum(len(part.continuation) for part in parts) == len(split.continuation)
+        require(is_whole, "stride", "leaves tokens of it without a number; give less than a window")
+        return [part.pair for part in parts]
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._settings.window or self._limit
+
+    def _check_cuts(self, ids: IntArray) -> None:
+        is_cut = self._settings.truncation != "error"
+        remedy = f"has {len(ids)} tokens, but {self._max_tokens} fit; set truncation to 'window' or 'left'"
+        require(is_cut, "text", remedy)
 
     def _values(self, question: Question, texts: list[bytes], scores: list[Score]) -> dict[str, Any]:
         scores = [score.counted_by(data) for score, data in zip(scores, texts, strict=True)]
@@ -450,6 +457,8 @@ def _text_values(question: Question, score: Score, settings: DataSettings) -> di
     names = ("logprob", "num_tokens", "num_bytes", "num_chars", "logprob_per_token", "logprob_per_byte")
     more = ("logprob_per_char", "perplexity", "bits_per_byte", "is_greedy")
     values = {name: getattr(score, name) for name in names + more}
+    if settings.context_column:
+        values["boundary"] = score.boundary
     if settings.unconditional:
         values |= {"unconditional_logprob": score.unconditional_logprob, "pmi": score.pmi}
     if settings.detect:
@@ -479,6 +488,7 @@ def _choice_values(question: Question, scores: Sequence[Score]) -> dict[str, Any
         "choice_logprobs": logprobs.tolist(),
         "choice_num_tokens": [score.num_tokens for score in scores],
         "choice_is_greedy": [score.is_greedy for score in scores],
+        "boundary": scores[0].boundary,
     }
     if question.answer is not None:
         hits = {name: choice == question.answer for name, choice in zip(HITS, best, strict=True)}

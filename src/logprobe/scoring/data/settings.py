@@ -21,6 +21,7 @@ from logprobe.scoring.labels import (
     texts_of,
 )
 from logprobe.scoring.windows import TRUNCATIONS, Truncation
+from logprobe.text.boundary import BoundaryRule, check_rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from logprobe.scoring.labels import Asked
 
 HITS = ("acc", "acc_norm", "acc_bytes")
-LABEL_COLUMNS = ("predicted", "probs", "logprobs", "corrected", "mass", "margin")
-GRADE_COLUMNS = ("expectation", "spread", "off_scale", "probs", "logprobs")
+LABEL_COLUMNS = ("predicted", "probs", "logprobs", "corrected", "mass", "margin", "boundary")
+GRADE_COLUMNS = ("expectation", "spread", "off_scale", "probs", "logprobs", "boundary")
 RERANK_COLUMNS = ("relevance_score",)
 
 
@@ -54,6 +55,8 @@ class DataSettings:
         window: tokens a window; None: the model's context.
         stride: tokens from one window to the next; None: half a window. A whole one makes them disjoint,
             and the first token of each has no number.
+        boundary: how a continuation or choice is measured where a token spans the end of its context: auto,
+            by its bytes, or token, as lm-evaluation-harness does.
     """
 
     text_column: str = "text"
@@ -70,8 +73,10 @@ class DataSettings:
     truncation: Truncation = "error"
     window: int | None = None
     stride: int | None = None
+    boundary: BoundaryRule = "auto"
 
     def __post_init__(self) -> None:
+        check_rule(self.boundary)
         known = f"must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"
         require(self.truncation in TRUNCATIONS, "truncation", known)
         has_choices = self.choices_column is not None

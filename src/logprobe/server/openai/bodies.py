@@ -184,6 +184,9 @@ class ScoreBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     unconditional: bool = False
     token_ids: list[NamedIds] | None = None  # for each continuation
     temperature: Annotated[float, Meta(gt=0)] | None = None  # of the numbers
+    boundary: Literal["auto", "token"] = (
+        "auto"  # how a continuation is measured where a token spans its start
+    )
     lora: str | None = None
 
 

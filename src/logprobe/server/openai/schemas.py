@@ -405,6 +405,7 @@ class Score(msgspec.Struct, kw_only=True):
 
     index: int
     logprob: float
+    boundary: Literal["token", "bytes"]  # whether `logprob` is a sum over the tokens, or over bytes
     is_greedy: bool
     num_tokens: int
     token_ids: Ids
@@ -447,6 +448,7 @@ class Classified(Shape, kw_only=True):
     corrected: list[float | None]  # nats
     mass: float
     margin: float | None  # nats
+    boundary: Literal["token", "bytes"]  # whether the labels were measured by their tokens, or by their bytes
 
 
 class Classifications(_Answers, kw_only=True):
@@ -465,6 +467,7 @@ class Judged(Shape, kw_only=True):
     scale: list[float]
     probs: list[float | None]
     logprobs: list[float]  # nats
+    boundary: Literal["token", "bytes"]  # as of labels
 
 
 class Judgements(_Answers, kw_only=True):

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.engine.request import RequestOutput
-    from logprobe.engine.truncation import Split
+    from logprobe.engine.request import Requests
     from logprobe.records.values import IntArray
     from logprobe.scoring.labels import Asked, Classification, Judgement, Plan
     from logprobe.scoring.score import Score
-    from logprobe.server.service import ChoosesWeights, Service
+    from logprobe.server.service import ChoosesWeights, Service, SplitResult
+    from logprobe.text.boundary import Split
     from logprobe.text.chat import Conversation
     from logprobe.transport.messages import Admitted
 
@@ -63,9 +63,10 @@ async def _answered(
     request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], AnswerRequest]
 ) -> Response:
     asked = await read(request, service, body_type, prepare)
-    outputs = await while_connected(request.receive, service.run_all(asked.admitted), service.check_engine)
+    work = service.run_splits(asked.splits, asked.admitted, asked.requests)
+    results = await while_connected(request.receive, work, service.check_engine)
     num_entries = sum(SCORE_ENTRIES + len(split.continuation) for split in asked.splits)
-    return await service.workers.write(lambda: _reply(service, asked, outputs), num_entries)
+    return await service.workers.write(lambda: _reply(service, asked, results), num_entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,16 @@ class AnswerRequest:
 
     splits: list[Split]
     admitted: list[Admitted]
+    requests: Requests
     fields: Callable[[Sequence[Score], dict[str, Any]], dict[str, Any]]  # of the scores and the usage
 
 
-def _reply(service: Service, asked: AnswerRequest, outputs: Sequence[RequestOutput]) -> Response:
+def _reply(service: Service, asked: AnswerRequest, results: Sequence[SplitResult]) -> Response:
     scores = [
-        service.client.as_score(split, output) for split, output in zip(asked.splits, outputs, strict=True)
+        service.client.as_score(split, *result) for split, result in zip(asked.splits, results, strict=True)
     ]
     num_tokens = sum(len(split.token_ids) for split in asked.splits)
-    reply = asked.fields(scores, usage_of(num_tokens, 0, num_cached(outputs)))
+    reply = asked.fields(scores, usage_of(num_tokens, 0, num_cached(output for output, _ in results)))
     return Response(encode(service, reply), media_type=JSON_TYPE)
 
 
@@ -96,9 +98,10 @@ def _admit(
     splits = [service.client.split(pair) for pair in plan.pairs]
     params = service.params_for(body, max_tokens=0, prompt_logprobs=0)
     names = [f"{base}-{number}" for number in range(len(splits))]
-    admitted = service.client.admit_splits(splits, params, service.of_one_call(), names)
+    requests = service.of_one_call()
+    admitted = service.client.admit_splits(splits, params, requests, names)
     service.admit([request.request for request in admitted])
-    return AnswerRequest(splits, admitted, lambda scores, usage: fields(plan.sum_up(scores), usage))
+    return AnswerRequest(splits, admitted, requests, lambda scores, usage: fields(plan.sum_up(scores), usage))
 
 
 # -- labels and grades ---------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def _admit_answers(
         return _admit(lay_out(), body, service, base, reply)
     except ParameterError as error:
         field = "input" if body.messages is None else "messages"
-        raise as_api_error(error, {"prompt": field}) from error
+        raise as_api_error(error, {"prompt": field, "prompts": field}) from error
 
 
 def _classified(one: Classification) -> dict[str, Any]:
@@ -200,6 +203,7 @@ def _classified(one: Classification) -> dict[str, Any]:
         "corrected": one.corrected.tolist(),
         "mass": one.mass,
         "margin": None if len(one.labels) == 1 else one.margin,
+        "boundary": one.boundary,
     }
 
 
@@ -211,6 +215,7 @@ def _judged(one: Judgement) -> dict[str, Any]:
         "scale": list(one.scale),
         "probs": list(one.grades.probabilities.values()),
         "logprobs": one.grades.logprobs.tolist(),
+        "boundary": one.grades.boundary,
     }
 
 

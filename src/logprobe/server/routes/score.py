@@ -12,28 +12,31 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from starlette.responses import Response
 
-from logprobe.engine.truncation import Split
+from logprobe.engine.healing import scored_total
+from logprobe.errors import ParameterError
 from logprobe.records.forms.json import finite_fields
 from logprobe.server.http.decode import read
-from logprobe.server.http.errors import bad_request
+from logprobe.server.http.errors import as_api_error, bad_request
 from logprobe.server.http.replies import JSON_TYPE, while_connected
 from logprobe.server.limits import row_entries
 from logprobe.server.openai.bodies import ScoreBody
 from logprobe.server.openai.prompts import as_ids, check_texts, layout_of, render_messages
 from logprobe.server.openai.tools import functions_of
 from logprobe.server.reply import encode, num_cached, usage_of
+from logprobe.text.boundary import Split, split_texts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request as HttpRequest
 
-    from logprobe.engine.request import RequestOutput
+    from logprobe.engine.request import Requests
     from logprobe.records import LogprobsInfo
     from logprobe.records.values import IntArray, TokenTable
     from logprobe.sampling import SamplingParams
     from logprobe.scoring import Score
-    from logprobe.server.service import Service
+    from logprobe.server.service import Service, SplitResult
+    from logprobe.text.boundary import BoundaryRule
     from logprobe.transport.messages import Admitted
 
 ARROW_TYPE = "application/vnd.apache.arrow.stream"
@@ -45,27 +48,29 @@ async def score(request: HttpRequest, service: Service) -> Response:
     """Score each continuation: its tokens' logprobs, their sum, and the usual normalised forms; nats."""
     prepared = await read(request, service, ScoreBody, prepare)
     admitted = prepared.admitted
-    outputs = await while_connected(request.receive, service.run_all(admitted), service.check_engine)
+    work = service.run_splits(prepared.splits, admitted, prepared.requests, prepared.sampling)
+    results = await while_connected(request.receive, work, service.check_engine)
     num_entries = None  # the first Arrow reply imports pyarrow
     if not _wants_arrow(request):
         num_entries = sum(
             SCORE_ENTRIES + len(pair.continuation) * row_entries(one.request.params, 0, 0)
             for pair, one in zip(prepared.pairs, admitted, strict=False)
         )
-    return await service.workers.write(lambda: _reply(request, service, prepared, outputs), num_entries)
+    return await service.workers.write(lambda: _reply(request, service, prepared, results), num_entries)
 
 
 def _reply(
-    request: HttpRequest, service: Service, prepared: ScoreRequest, outputs: Sequence[RequestOutput]
+    request: HttpRequest, service: Service, prepared: ScoreRequest, results: Sequence[SplitResult]
 ) -> Response:
     pairs = prepared.pairs
-    bare: list[RequestOutput | None] = [*outputs[len(pairs) :]] or [None] * len(pairs)
+    bare = results[len(pairs) :]
+    totals = [scored_total(*result) for result in bare] if bare else [None] * len(pairs)
     rows = [
-        fields_of(service.client.as_score(*parts), service.text.vocabulary)
-        for parts in zip(pairs, outputs, bare, strict=False)
+        fields_of(service.client.as_score(pair, *result, total), service.text.vocabulary)
+        for pair, result, total in zip(pairs, results, totals, strict=False)
     ]
     num_tokens = sum(len(pair.token_ids) for pair in pairs)
-    info = outputs[0].info
+    info = results[0][0].info
     assert info is not None, "numbers were asked for"
     if _wants_arrow(request):
         return Response(_as_arrow(rows, info), media_type=ARROW_TYPE)
@@ -75,7 +80,7 @@ def _reply(
         "model": prepared.model,
         "unit": "nats",
         "data": [{"index": index, **finite_fields(fields)} for index, fields in enumerate(rows)],
-        "usage": usage_of(num_tokens, 0, num_cached(outputs[: len(pairs)])),
+        "usage": usage_of(num_tokens, 0, num_cached(output for output, _ in results[: len(pairs)])),
     }
     if "processed" in info.stages:
         reply["logprobs_info"] = info.to_dict()
@@ -93,7 +98,10 @@ class ScoreRequest:
     reply_id: str
     model: str  # as replies name it
     pairs: list[Split]
-    admitted: list[Admitted]
+    splits: list[Split]  # the pairs, then the continuations by themselves
+    admitted: list[Admitted]  # of the splits
+    requests: Requests
+    sampling: SamplingParams | None
 
 
 def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
@@ -105,21 +113,23 @@ def prepare(body: ScoreBody, service: Service) -> ScoreRequest:
     # A context is tokenised with each continuation.
     check_texts(contexts * max(len(continuations), 1) + continuations, "continuations", service)
     laid_out, before = _read_context(body, len(continuations), service)
-    pairs = [_split(laid_out, before, continuation, service) for continuation in body.continuations]
+    pairs = [
+        _split(laid_out, before, continuation, body.boundary, service) for continuation in body.continuations
+    ]
     alone = [service.client.alone(pair) for pair in pairs] if body.unconditional else []
     base, params = service.new_id("score"), service.params_for(body, max_tokens=0, prompt_logprobs=0)
     sampling = None if body.temperature is None else replace(params, temperature=body.temperature)
     asked = [*_with_named_ids(body, params, pairs, service), *[params] * len(alone)]
-    requests = service.of_one_call()
+    requests, splits = service.of_one_call(), [*pairs, *alone]
     admitted = [
         one
-        for number, (split, own) in enumerate(zip([*pairs, *alone], asked, strict=True))
+        for number, (split, own) in enumerate(zip(splits, asked, strict=True))
         for one in service.client.admit_splits(
             [split], own, requests, [f"{base}-{number}"], sampling=sampling
         )
     ]
     service.admit([request.request for request in admitted])
-    return ScoreRequest(base, service.name_of(body), pairs, admitted)
+    return ScoreRequest(base, service.name_of(body), pairs, splits, admitted, requests, sampling)
 
 
 def _with_named_ids(
@@ -158,7 +168,11 @@ def _read_context(body: ScoreBody, num_times: int, service: Service) -> tuple[st
 
 
 def _split(
-    laid_out: str | None, before: str | IntArray, continuation: str | list[int], service: Service
+    laid_out: str | None,
+    before: str | IntArray,
+    continuation: str | list[int],
+    rule: BoundaryRule,
+    service: Service,
 ) -> Split:
     if not continuation:
         raise bad_request("continuations", "one is empty; there is nothing to score")
@@ -167,21 +181,13 @@ def _split(
         if not isinstance(before, str):
             return Split(np.concatenate([before, ids]), len(before))
     elif laid_out is not None:
-        whole = service.text.encode(laid_out + continuation, add_special_tokens=False)
-        assert not isinstance(before, str)
-        start = min(_num_shared(before, whole), len(whole) - 1)
-        data = service.text.bytes_from(laid_out + continuation, whole, start, expected=continuation)
-        return Split(whole, start, data)
+        try:
+            return split_texts(service.text, laid_out, [continuation], rule=rule, is_laid_out=True)[0]
+        except ParameterError as error:
+            raise as_api_error(error, {"context": "messages", "continuation": "continuations"}) from error
     elif isinstance(before, str):
-        return service.client.split((before, continuation))
+        return service.client.split((before, continuation), rule)
     raise bad_request("continuations", "context and continuations must both be texts or both be ids")
-
-
-def _num_shared(before: IntArray, whole: IntArray) -> int:
-    """How many tokens both begin with: the last of a conversation may reach into what follows it."""
-    num = min(len(before), len(whole))
-    is_same = before[:num] == whole[:num]
-    return num if is_same.all() else int(is_same.argmin())
 
 
 def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
@@ -191,6 +197,7 @@ def fields_of(score: Score, table: TokenTable) -> dict[str, Any]:
         "logprob_per_token": score.logprob_per_token,
         "logprob_per_byte": score.logprob_per_byte,
         "logprob_per_char": score.logprob_per_char,
+        "boundary": score.boundary,
         "is_greedy": score.is_greedy,
         "num_tokens": score.num_tokens,
         "num_bytes": score.num_bytes,

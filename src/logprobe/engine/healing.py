@@ -1,0 +1,154 @@
+"""Run the sums over bytes of continuations that no token begins with: `scoring.covers` by engine requests.
+
+Each row that a sum asks for is a request with named ids after the given tokens and some that spell the bytes;
+the engine keeps the given tokens, so that it runs one token a row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from logprobe.errors import LogprobeError, WeightsReplacedError
+from logprobe.records.values import IdLists
+from logprobe.sampling import SamplingParams
+from logprobe.scoring import measures
+from logprobe.scoring.covers import SpanSum, group_splits
+from logprobe.scoring.spellings import token_index
+from logprobe.text.boundary import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from logprobe.engine.client import Client
+    from logprobe.engine.request import RequestOutput, Requests
+    from logprobe.records import FlatLogprobs
+    from logprobe.records.values import IntArray
+    from logprobe.scoring.covers import Ask, Cover
+    from logprobe.scoring.spellings import Floats, Ids
+
+GROUPS_AT_ONCE: Final = 8
+
+
+class Healer:
+    """Sums the bytes of splits with healing, by requests of one call.
+
+    Args:
+        client: sends the requests.
+        lora: LoRA weights that answer; None: the model's own.
+        requests: makes the requests.
+        sampling: sum under the distribution that these would draw from; None: the model's own.
+    """
+
+    def __init__(
+        self, client: Client, lora: str | None, requests: Requests, sampling: SamplingParams | None
+    ) -> None:
+        self._client, self._requests, self._sampling = client, requests, sampling
+        self._params = SamplingParams(max_tokens=0, prompt_logprobs=0, lora=lora)
+        self._limit = client.engine.capabilities().max_model_len + 1  # the last token is never run
+        self._turns = asyncio.Semaphore(GROUPS_AT_ONCE)
+
+    async def logprobs(self, splits: Sequence[Split]) -> list[float | LogprobeError | None]:
+        """Log-probabilities of continuations, nats, or why there is none; None for a split without healing.
+
+        Splits after the same tokens and bytes of a context share their rows.
+        """
+        numbers: list[float | LogprobeError | None] = [None] * len(splits)
+        groups = group_splits(splits)
+        if groups:
+            found = await asyncio.gather(*(self._sums([splits[place] for place in own]) for own in groups))
+            for place, number in zip(chain.from_iterable(groups), chain.from_iterable(found), strict=True):
+                numbers[place] = number
+        return numbers
+
+    async def _sums(self, splits: list[Split]) -> Sequence[float | LogprobeError]:
+        async with self._turns:
+            try:
+                return await self._sum_up(splits)
+            except LogprobeError as error:
+                return [error] * len(splits)
+
+    async def _sum_up(self, splits: list[Split]) -> list[float]:
+        vocab_size = self._client.engine.capabilities().vocab_size
+        index = await asyncio.to_thread(token_index, self._client.text, vocab_size)
+        span, loads = SpanSum(splits, index), set[int]()
+        while asks := await asyncio.to_thread(span.next_asks):
+            wanted = [(_before_row(span.given, ask), ask.wanted) for ask in asks]
+            outputs = await self._run(wanted, loads)
+            rows = [None if output is None else _named(output) for output in outputs]
+            await asyncio.to_thread(span.take, zip(asks, rows, strict=True))
+        rests = span.rests()
+        parts = [(_after_cover(span.given, *rest), None) for rest in chain.from_iterable(rests)]
+        outputs = await self._run(parts, loads)
+        totals = iter([-np.inf if output is None else scored_total(output) for output in outputs])
+        return span.logprobs([[next(totals) for _ in rest] for rest in rests])
+
+    async def _run(
+        self, parts: Sequence[tuple[Split, Ids | None]], loads: set[int]
+    ) -> list[RequestOutput | None]:
+        """The outputs of some splits, with the numbers of named ids; None for one that is too long.
+
+        Raises:
+            LogprobeError: one failed, or other weights took over.
+        """
+        fitting = [(split, ids) for split, ids in parts if len(split.token_ids) <= self._limit]
+        admitted = [
+            one
+            for split, ids in fitting
+            for one in self._client.admit_splits(
+                [split], self._naming(ids), self._requests, sampling=self._sampling
+            )
+        ]
+        outputs = await self._client.run(admitted)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            loads.add(output.weights_number)
+        if len(loads) > 1:
+            raise WeightsReplacedError("the model's weights were replaced while a pair was scored; ask again")
+        remaining = iter(outputs)
+        return [next(remaining) if len(split.token_ids) <= self._limit else None for split, _ in parts]
+
+    def _naming(self, ids: Ids | None) -> SamplingParams:
+        return self._params if ids is None else replace(self._params, logprob_token_ids=IdLists.of([ids]))
+
+
+def _before_row(given: IntArray, ask: Ask) -> Split:
+    """A sequence whose last position has the row; the token there is not run, and may be any."""
+    ids = np.concatenate([given, np.array(ask.token_ids, np.int32), ask.wanted[:1].astype(np.int32)])
+    return Split(ids, len(ids) - 1)
+
+
+def _after_cover(given: IntArray, cover: Cover, rest: IntArray) -> Split:
+    ids = np.concatenate([given, np.array(cover.token_ids, np.int32)])
+    return Split(np.concatenate([ids, rest]), len(ids))
+
+
+def _named(output: RequestOutput) -> Floats:
+    """The log-probabilities of the ids that were named at the last position, by ascending id."""
+    given = scored(output).given
+    assert given is not None, "ids were named"
+    entries = given[len(given) - 1 :].entries()
+    return entries.logprobs[np.argsort(entries.token_ids)].astype(np.float64)
+
+
+def scored(output: RequestOutput) -> FlatLogprobs:
+    """The record of what was scored: of a prompt, or of tokens taken in place of draws."""
+    record = output.prompt_logprobs
+    record = output.outputs[0].logprobs if record is None else record
+    assert record is not None, "numbers were asked for"
+    return record
+
+
+def scored_total(output: RequestOutput, healed: float | None = None) -> float:
+    """The log-probability of what was scored, nats: over its bytes, or the sum over its tokens.
+
+    A prompt's first position, which nothing predicts, is left out.
+    """
+    if healed is not None:
+        return healed
+    return measures.total(np.ma.compressed(scored(output).chosen_entries().logprobs))
