@@ -81,6 +81,12 @@ Pair: TypeAlias = "tuple[IntArray, IntArray] | Split"
 """Ids of a context and of its continuation, or a split whose bytes are summed."""
 
 
+def given_bytes(split: Split) -> bytes:
+    """Return the UTF-8 of the text that the continuation of a split of texts comes from."""
+    assert split.data is not None, "texts were split"
+    return split.data
+
+
 def check_rule(rule: BoundaryRule) -> None:
     """Raise `ParameterError` for a rule other than `BOUNDARY_RULES`."""
     require(rule in BOUNDARY_RULES, "boundary", f"must be one of {', '.join(BOUNDARY_RULES)}", got=rule)
@@ -134,10 +140,8 @@ def split_texts(
             splits = [Split(whole, len(before)) for whole in wholes]
             return _with_data(edge, splits, context, len(text), continuations, add_special_tokens=add)
     splits = [_by_bytes(edge, before, whole, min(shared)) for whole in wholes]
-    end = context[len(stripped) :]
-    return [
-        split._replace(data=(end + text).encode()) for split, text in zip(splits, continuations, strict=True)
-    ]
+    given = [(context[len(stripped) :] + text).encode() for text in continuations]
+    return [split._replace(data=data) for split, data in zip(splits, given, strict=True)]
 
 
 def _with_data(

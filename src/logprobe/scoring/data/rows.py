@@ -23,7 +23,7 @@ from logprobe.scoring.data.settings import HITS, DataSettings
 from logprobe.scoring.score import joined
 from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.windows import WindowSettings, last_of_split, window_pairs, window_splits
-from logprobe.text.boundary import split_texts
+from logprobe.text.boundary import given_bytes, split_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -398,7 +398,7 @@ class TextRows:
         texts = [delimiter + text for text in question.texts]
         # The choices of a question are all measured in the same way.
         splits = split_texts(self._llm.text, context or "", texts, rule=settings.boundary)
-        return [(self._continuation_pairs(split), split.data or b"") for split in splits]
+        return [(self._continuation_pairs(split), given_bytes(split)) for split in splits]
 
     def _text_pairs(self, text: str) -> tuple[list[Pair], bytes]:
         own, spans = self._llm.text.encode_with_spans(text)
