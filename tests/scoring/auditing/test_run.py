@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def url(tiny_llm: LLM, new_serving: Any) -> Iterator[str]:
-    with new_serving(tiny_llm, ServerSettings()) as (address, _):
+    # An invented field is among the trials: ignored, it would be noted.
+    with new_serving(tiny_llm, ServerSettings(strict_fields=True)) as (address, _):
         yield address
 
 
