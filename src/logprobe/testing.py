@@ -94,7 +94,11 @@ class FakeForward:
         """The states of the prefixes that end in these slots, (len(slots), 1) float32."""
         return self._states[torch.from_numpy(slots.astype(np.int64))]
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(
+        self,
+        hidden: torch.Tensor,
+        lora: LoraWeights | None = None,  # noqa: ARG002 - the interface
+    ) -> torch.Tensor:
         """(rows, 1) → (rows, vocabulary) float32 logits."""
         rows = [self._logits_of(int(state)) for state in hidden[:, 0].tolist()]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty((0, self.vocab_size))

@@ -350,10 +350,26 @@ class Engine:
         """A row for each draw after the tokens in `slots`."""
         drawn: list[Drawn] = []
         for chunk in self.drawing.chunks(draws):
-            logits = self.forward.head(self.forward.hidden_rows(slots[chunk]))
+            logits = self._logits(draws[chunk], slots[chunk])
             rows = self.drawing.draw(draws[chunk], logits)
             drawn += [Drawn(draw, rows, row) for row, draw in enumerate(draws[chunk])]
         return drawn
+
+    def _logits(self, draws: list[Draw], slots: IntArray) -> torch.Tensor:
+        """The logits after the tokens in `slots`, each row under the LoRA weights of its draw."""
+        hidden = self.forward.hidden_rows(slots)
+        loras = [draw.sample.head_lora for draw in draws]
+        if not any(loras):
+            return self.forward.head(hidden)
+        logits: torch.Tensor | None = None
+        for lora in dict.fromkeys(loras):
+            rows = torch.tensor([row for row, own in enumerate(loras) if own is lora], device=hidden.device)
+            made = self.forward.head(hidden.index_select(0, rows), lora)
+            if logits is None:
+                logits = made.new_empty(len(loras), made.shape[1])
+            logits.index_copy_(0, rows, made)
+        assert logits is not None
+        return logits
 
     def _retire(self, samples: set[Sample]) -> None:
         for sample in samples:

@@ -6,6 +6,7 @@ same prompt scored again costs neither the model nor the head.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,10 +19,11 @@ from logprobe.sampling import Sampler
 from logprobe.sampling.params import extras_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from logprobe.engine.plan.scheduler import Span
     from logprobe.engine.protocol import ForwardBackend
+    from logprobe.models.lora import LoraWeights
     from logprobe.records.store.columns import Array
     from logprobe.records.values import IntArray
     from logprobe.sampling.params import NamedIds, SamplingParams
@@ -89,9 +91,15 @@ class PromptScorer:
     def score(self, spans: Sequence[Span]) -> list[HostRows]:
         """The numbers of each span; all raw ones that must be computed share the head's chunks."""
         answers = [self._recall(span) for span in spans]
-        missing = [span for span, answer in zip(spans, answers, strict=True) if answer is None]
-        computed = iter(self._compute(missing) if missing else ())
-        return [next(computed) if answer is None else answer for answer in answers]
+        missing = [index for index, answer in enumerate(answers) if answer is None]
+        heads = [spans[index].sample.head_lora for index in missing]
+        for lora in dict.fromkeys(heads):
+            alike = [index for index, own in zip(missing, heads, strict=True) if own is lora]
+            for index, rows in zip(
+                alike, self._compute([spans[index] for index in alike], lora), strict=True
+            ):
+                answers[index] = rows
+        return [answer for answer in answers if answer is not None]
 
     def _recall(self, span: Span) -> HostRows | None:
         request = span.sample.request
@@ -112,7 +120,8 @@ class PromptScorer:
         slots, next_ids, named = _slots(span), _next_ids(span).tolist(), _named_ids(span)
         parts = []
         for start in range(0, len(slots), size):
-            logits = self._forward.head(self._forward.hidden_rows(slots[start : start + size]))
+            hidden = self._forward.hidden_rows(slots[start : start + size])
+            logits = _head(self._forward, span.sample.head_lora)(hidden)
             count = len(logits)
             forced = next_ids[start : start + size]
             ids = named[start : start + size]
@@ -121,14 +130,15 @@ class PromptScorer:
             parts.append(output.processed_logprobs)
         return HostRows.joined(parts)
 
-    def _compute(self, spans: Sequence[Span]) -> list[HostRows]:
+    def _compute(self, spans: Sequence[Span], lora: LoraWeights | None) -> list[HostRows]:
+        """The numbers of spans whose output head runs under the same LoRA weights."""
         slots = np.concatenate([_slots(span) for span in spans])
         widths = [_num_logprobs(span, self._forward.vocab_size) for span in spans]
         lengths = [len(span) for span in spans]
         named_ids = [ids for span in spans for ids in _named_ids(span)]
         tensors = head_extract(
             self._forward.hidden_rows(slots),
-            self._forward.head,
+            _head(self._forward, lora),
             np.concatenate([_next_ids(span) for span in spans]),
             np.repeat(widths, lengths),
             given_ids=None if all(ids is None for ids in named_ids) else named_ids,
@@ -143,6 +153,10 @@ class PromptScorer:
         for span, scored in zip(spans, rows, strict=True):
             self._known.remember(_slots(span), scored)
         return rows
+
+
+def _head(forward: ForwardBackend, lora: LoraWeights | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return forward.head if lora is None else partial(forward.head, lora=lora)
 
 
 def _slots(span: Span) -> IntArray:

@@ -258,8 +258,8 @@ class ForwardBackend(Protocol):
     def hidden_rows(self, slots: IntArray) -> torch.Tensor:
         """The last hidden states of the tokens in `slots`, (len(slots), hidden size)."""
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
+    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
 
     def close(self) -> None:
         """Let weights and slots go; nothing runs after it."""

@@ -50,6 +50,12 @@ def as_name(model: Any, tokenizer: Any = None) -> Iterator[str]:
         return
     if not hasattr(model, "save_pretrained"):
         raise ParameterError("model", f"must be a name, a path or a loaded model, got {model!r:.60}")
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    require(
+        not is_peft,
+        "model",
+        "is a PeftModel; give model.merge_and_unload(), or load its base and its folder by add_lora",
+    )
     is_fast = getattr(tokenizer, "is_fast", False) is True
     require(is_fast, "tokenizer", "of a loaded model must be given, a fast one (a PreTrainedTokenizerFast)")
     with tempfile.TemporaryDirectory(prefix="logprobe-") as parent:

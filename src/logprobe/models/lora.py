@@ -1,7 +1,8 @@
-"""A folder of LoRA weights → their matrices by the module that each belongs to (Hu et al. 2021).
+"""Read a folder of LoRA weights: matrices by module (Hu et al. 2021), DoRA (Liu et al. 2024), biases.
 
-peft reads the configuration, matches names, patterns and shapes against an empty copy of the model, and loads
-the weights; the engine takes the matrices from here.
+peft reads the configuration and matches names, patterns and shapes against an empty copy of the model. What
+depends on the model's own weights (norms of DoRA, biases that are replaced) is computed by `bound`, once the
+decoder that runs them is known.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from logprobe.errors import ModelNotFoundError, UnsupportedModelError
 from logprobe.kernels.layers.forms import pack_floats
 from logprobe.models.cache import checksums_of, listed_version
+from logprobe.models.lazy import empty_model
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.resolution import looks_like_hub_id
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from transformers import PreTrainedConfig
 
     from logprobe.kernels.layers.forms import PanelWeights
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."  # that peft writes before the names of modules
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 PATTERN_LIMIT_S = 10
+PIECE_NUMBERS = 1 << 22  # of a matrix that are in memory at a time as float64
 MOST_ID = 2**31 - 1  # that a signed 32-bit number holds
 # A pattern that is none is peft's to tell.
 TRY_PATTERNS = """
@@ -43,29 +48,92 @@ for pattern in patterns:
         for name in names:
             re.fullmatch(pattern, name), re.match(rf"(.*\\.)?({pattern})$", name)
 """
-# Options of peft that change more than the linear layers' products, with their neutral values.
+# Options of peft that are not supported, with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "modules_to_save": (None, []),
-    "bias": ("none",),
-    "use_dora": (False,),
     "trainable_token_indices": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
+    "ensure_weight_tying": (False,),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
 }
+MATRICES = (".lora_A.weight", ".lora_B.weight")
+EMBEDDING_MATRICES = (".lora_embedding_A", ".lora_embedding_B")
+SUFFIXES = (
+    *MATRICES,
+    *EMBEDDING_MATRICES,
+    ".lora_B.bias",
+    ".lora_magnitude_vector",
+    ".base_layer.weight",
+    ".base_layer.bias",
+    ".weight",
+    ".bias",
+)
+LORA_KINDS = ("lora_A", "lora_embedding_A")  # of a module that is targeted
+MERGE = "merge it into the model instead (merge_and_unload)"
+MAX_NAMES = 3  # of a file's tensors in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A matrix that takes the place of a module's own."""
+
+    values: torch.Tensor  # (inputs, outputs)
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """The factors of its product, in their order."""
+        return (self.values,)
+
+    @cached_property
+    def panels(self) -> tuple[PanelWeights, ...]:
+        """The factors for the kernels of a CPU, packed when first asked for; none without inputs."""
+        return _packed(self.matrices)
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What LoRA weights add to one linear layer: `x @ down @ up`, the scale already in `up`."""
+    """What LoRA weights make of one linear layer's product P + b with x.
+
+    They add `x @ down @ up + gain * (P + b) + shift`. Of an embedding, x is one row of the identity a token.
+    """
 
     down: torch.Tensor  # (in_features, rank)
-    up: torch.Tensor  # (rank, out_features)
+    up: torch.Tensor  # (rank, out_features), with the scale in it
+    gain: torch.Tensor | None = None  # (out_features,): DoRA's magnitude by the norm, less 1
+    shift: torch.Tensor | None = None  # (out_features,)
+    weight: Dense | None = None  # takes the place of the layer's own matrix, and P + b is x @ weight
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """The factors of its product, in their order."""
+        return (self.down, self.up)
 
     @cached_property
-    def panels(self) -> tuple[PanelWeights, PanelWeights]:
-        """Both for the kernels of a CPU, made when they are first asked for."""
-        return pack_floats(self.down.T), pack_floats(self.up.T)
+    def panels(self) -> tuple[PanelWeights, ...]:
+        """The factors for the kernels of a CPU, packed when first asked for; none at rank 0."""
+        return _packed(self.matrices)
+
+    @cached_property
+    def last(self) -> Dense:
+        """`up` alone, for an embedding, whose rows of `down` are looked up."""
+        return Dense(self.up)
+
+
+def _packed(matrices: tuple[torch.Tensor, ...]) -> tuple[PanelWeights, ...]:
+    return tuple(pack_floats(matrix.T) for matrix in matrices) if matrices[-1].shape[0] else ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnValues:
+    """What LoRA weights hold beside two matrices for a module; its effect depends on the module's own."""
+
+    bias: torch.Tensor | None = None  # (out_features,): takes the place of the module's
+    magnitude: torch.Tensor | None = None  # (out_features,): DoRA's
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -75,7 +143,85 @@ class LoraWeights:
     name: str
     path: str  # resolved
     number: int  # of the load: a name that is loaded again has another, for the caches to tell
-    parts: dict[str, LowRank]  # by the full name of the linear layer
+    parts: dict[str, LowRank]  # by the full name of the module
+    own_values: dict[str, OwnValues] = field(default_factory=dict)  # of the modules that have any
+    embedding: str | None = None  # the name of the model's input embedding
+    head: str | None = None  # the name of its output head
+
+    @property
+    def changes_head(self) -> bool:
+        """Whether the output head runs under them."""
+        return self.head in self.parts
+
+
+class OwnLayer(Protocol):
+    """A module's own weights, in a decoder that runs LoRA weights."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(out_features,)."""
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Some rows of its matrix, (rows, columns): of a linear layer by output, of an embedding by token."""
+
+
+def bound(lora: LoraWeights, own_layer: Callable[[str], OwnLayer]) -> dict[str, LowRank]:
+    """The parts of LoRA weights on a model's own: norms and biases are those of the layers that run."""
+    parts = dict(lora.parts)
+    for name, values in lora.own_values.items():
+        parts[name] = _bound_part(parts[name], values, own_layer(name), is_embedding=name == lora.embedding)
+    return parts
+
+
+def _bound_part(part: LowRank, values: OwnValues, own: OwnLayer, *, is_embedding: bool) -> LowRank:
+    if part.weight is not None and _is_same(part.weight, own, is_embedding=is_embedding):
+        part = replace(part, weight=None)
+    factor = None
+    if values.magnitude is not None:
+        factor = (values.magnitude.double() / _norms(part, own, is_embedding=is_embedding)).to(part.up.dtype)
+    old, new = own.bias, values.bias
+    if new is None:
+        new = old
+    shift = part.shift
+    if new is not None:
+        shift = new if shift is None else shift + new
+    if old is not None and part.weight is None:
+        assert shift is not None
+        shift = shift - (old if factor is None else factor * old)
+    if factor is None:
+        return replace(part, shift=shift)
+    return replace(part, up=part.up * factor, gain=factor - 1, shift=shift)
+
+
+def _is_same(weight: Dense, own: OwnLayer, *, is_embedding: bool) -> bool:
+    """Whether a matrix that takes the place of a module's own is the same; peft saves copies of some."""
+    values = weight.values if is_embedding else weight.values.T
+    step = max(1, PIECE_NUMBERS // values.shape[1])
+    starts = range(0, len(values), step)
+    return all(
+        torch.equal(own.rows(start, min(start + step, len(values))), values[start : start + step])
+        for start in starts
+    )
+
+
+def _norms(part: LowRank, own: OwnLayer, *, is_embedding: bool) -> torch.Tensor:
+    """Norms of the merged matrix by output, (out_features,) float64."""
+    num_rows = len(part.down) if is_embedding else part.up.shape[1]
+    step = max(1, PIECE_NUMBERS // (part.up.shape[1] if is_embedding else len(part.down)))
+    squares = torch.zeros(part.up.shape[1], dtype=torch.float64, device=part.up.device)
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        added = part.down[rows] @ part.up if is_embedding else (part.down @ part.up[:, rows]).T
+        if part.weight is None:
+            base = own.rows(rows.start, rows.stop)
+        else:
+            base = part.weight.values[rows] if is_embedding else part.weight.values[:, rows].T
+        merged = base.double() + added.double()
+        if is_embedding:
+            squares += merged.square().sum(0)
+        else:
+            squares[rows] = merged.square().sum(1)
+    return squares.sqrt()
 
 
 def stable_id(name: str) -> int:
@@ -138,51 +284,160 @@ def load_lora(
 
     Raises:
         ModelNotFoundError: no such folder, or a file is missing.
-        UnsupportedModelError: peft is not installed, or they are no plain LoRA or do not fit.
+        UnsupportedModelError: peft is not installed, or they use what is not supported, or do not fit.
     """
     folder = resolved_folder(path)
     check_files(name, folder)
     with quiet_transformers():
-        skeleton, weights = _loaded_skeleton(name, folder, config)
-    head = skeleton.get_output_embeddings()
-    for module_name, module in skeleton.named_modules():
-        if hasattr(module, "lora_A"):
-            _check_layer(name, module_name, module, head)
-    parts = {
-        module_name: _part(name, module_name, module, weights, dtype=dtype, device=device)
-        for module_name, module in skeleton.named_modules()
-        if hasattr(module, "lora_A")
-    }
-    placed = {
-        f"{PREFIX}{module_name}.{half}.weight" for module_name in parts for half in ("lora_A", "lora_B")
-    }
-    for key in weights.keys() - placed:
-        raise UnsupportedModelError(f"lora {name!r} does not fit the model: it has no place for {key}")
-    return LoraWeights(name, str(folder), number, parts)
+        skeleton, weights, is_tied = _loaded_skeleton(name, folder, config)
+    file = _File(name, weights, dtype, torch.device(device))
+    modules = dict(skeleton.named_modules())
+    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    embedding, head = (
+        next((own_name for own_name, module in modules.items() if module is end), None) for end in ends
+    )
+    lora = LoraWeights(name, str(folder), number, {}, {}, embedding, head)
+    for module_name, module in modules.items():
+        if file.has_any(module_name) or any(getattr(module, kind, None) for kind in LORA_KINDS):
+            file.add_part_(lora, module_name, module)
+    file.check_used()
+    if is_tied:
+        _tie_(lora, modules)
+    return lora
 
 
-def _loaded_skeleton(name: str, folder: Path, own: PreTrainedConfig) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model without weights of its own, into which peft has put the LoRA layers, and their weights."""
+def _tie_(lora: LoraWeights, modules: dict[str, Any]) -> None:
+    """Let a base matrix that is saved for one of two tied modules be the other's, too."""
+    if lora.embedding is None or lora.head is None:
+        return
+    for name, other in ((lora.embedding, lora.head), (lora.head, lora.embedding)):
+        part = lora.parts.get(name)
+        is_base = not hasattr(modules[name], "modules_to_save")
+        if part is not None and part.weight is not None and is_base and other not in lora.parts:
+            values = part.weight.values.T.contiguous()
+            lora.parts[other] = LowRank(values[:, :0], values[:0], weight=Dense(values))
+            lora.own_values[other] = OwnValues()
+
+
+class _File:
+    """The tensors of a file of LoRA weights; each belongs to one module."""
+
+    def __init__(
+        self, name: str, weights: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._name, self._weights = name, weights
+        self._dtype, self._device = dtype, device
+        self._unused = set(weights)
+        self._owners = {_owner(key.removeprefix(PREFIX)) for key in weights}
+
+    def has_any(self, module_name: str) -> bool:
+        """Whether the file has a tensor of a module."""
+        return module_name in self._owners
+
+    def add_part_(self, lora: LoraWeights, module_name: str, module: Any) -> None:
+        """Add what it holds for a module to LoRA weights."""
+        is_embedding = module_name == lora.embedding
+        is_wrapped = hasattr(module, "get_base_layer")
+        base = module.get_base_layer() if is_wrapped else getattr(module, "original_module", module)
+        is_linear = type(base) is torch.nn.Linear
+        if not (is_linear or (is_embedding and isinstance(base, torch.nn.Embedding))):
+            raise UnsupportedModelError(
+                f"lora {self._name!r} changes {module_name}; only linear layers, the input embedding and the "
+                f"output head can be changed; {MERGE}"
+            )
+        down, up, shift = self._low_rank(module_name, module, is_embedding=is_embedding)
+        if down is None or up is None:
+            num_outputs, num_inputs = reversed(base.weight.shape) if is_embedding else base.weight.shape
+            down, up = self._place(torch.zeros(num_inputs, 0)), self._place(torch.zeros(0, num_outputs))
+        inner = f"{module_name}.base_layer" if is_wrapped else module_name
+        bias = self._take(f"{inner}.bias") if is_linear and base.bias is not None else None
+        magnitude = self._take(f"{module_name}.lora_magnitude_vector")
+        is_end = is_embedding or module_name == lora.head
+        weight = self._take(f"{inner}.weight") if is_end else None
+        if weight is not None and not is_embedding:
+            weight = weight.T.contiguous()
+        dense = None if weight is None else Dense(weight)
+        lora.parts[module_name] = LowRank(down, up, shift=shift, weight=dense)
+        if bias is not None or magnitude is not None or dense is not None:
+            lora.own_values[module_name] = OwnValues(bias, magnitude)
+
+    def _low_rank(
+        self, module_name: str, module: Any, *, is_embedding: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Both matrices, the scale in the second, and the bias of `lora_bias`."""
+        names = EMBEDDING_MATRICES if is_embedding else MATRICES
+        [key] = getattr(module, LORA_KINDS[is_embedding], None) or [None]
+        if key is None:
+            return None, None, None
+        down, up = (self._take(f"{module_name}{name}") for name in names)
+        shift = self._take(f"{module_name}.lora_B.bias") if module.lora_bias[key] else None
+        lacks_shift = module.lora_bias[key] and shift is None
+        lacks_magnitude = module.use_dora[key] and not self._has(f"{module_name}.lora_magnitude_vector")
+        if down is None or up is None or lacks_shift or lacks_magnitude:
+            raise UnsupportedModelError(
+                f"lora {self._name!r} lacks weights of {module_name}; {listed_names(self._weights)}; save "
+                "it again with peft"
+            )
+        scale = module.scaling[key]
+        return down.T.contiguous(), (up.T * scale).contiguous(), None if shift is None else shift * scale
+
+    def check_used(self) -> None:
+        """Refuse tensors that belong to no module that can be changed."""
+        for key in sorted(self._unused):
+            raise UnsupportedModelError(
+                f"lora {self._name!r} does not fit the model: it has no place for {key}; {MERGE}"
+            )
+
+    def _take(self, *names: str) -> torch.Tensor | None:
+        for name in names:
+            if (weight := self._weights.get(f"{PREFIX}{name}")) is not None:
+                self._unused.discard(f"{PREFIX}{name}")
+                return self._place(weight)
+        return None
+
+    def _place(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.to(self._device, self._dtype)
+
+    def _has(self, name: str) -> bool:
+        return f"{PREFIX}{name}" in self._weights
+
+
+def _owner(key: str) -> str:
+    """The module that a tensor of a file belongs to."""
+    suffix = next((suffix for suffix in SUFFIXES if key.endswith(suffix)), "")
+    return key.removesuffix(suffix)
+
+
+def listed_names(names: Iterable[str]) -> str:
+    """Some names of a file's tensors, for a message."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
+    return f"the file has {', '.join(ordered[:MAX_NAMES]) or 'no tensors'}{more}"
+
+
+def _loaded_skeleton(
+    name: str, folder: Path, own: PreTrainedConfig
+) -> tuple[Any, dict[str, torch.Tensor], bool]:
+    """An empty model with peft's LoRA layers, the file's tensors, and whether the model's head is tied."""
     try:
         from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
     except ImportError as error:
         raise UnsupportedModelError("LoRA weights need peft; pip install 'logprobe[peft]'") from error
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
-    config = copy.deepcopy(own)
-    auto: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        skeleton = auto.from_config(config, attn_implementation="eager")
+    skeleton = empty_model(copy.deepcopy(own), attn_implementation="eager")
     _check_kind(name, folder)
+    is_tied = skeleton.get_input_embeddings().weight is skeleton.get_output_embeddings().weight
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         _check_config(name, settings, LoraConfig)
         _check_patterns(name, settings, [module_name for module_name, _ in skeleton.named_modules()])
+        weights = load_peft_weights(str(folder), device="cpu")
+        _check_names(name, weights, skeleton)
         wrapped = PeftModel.from_pretrained(
             skeleton, str(folder), config=settings, low_cpu_mem_usage=True, torch_device="cpu"
         )
-        return wrapped.get_base_model(), load_peft_weights(str(folder), device="cpu")
+        return wrapped.get_base_model(), weights, is_tied
     except UnsupportedModelError:
         raise
     except (
@@ -214,10 +469,27 @@ def _check_config(name: str, config: Any, lora: type) -> None:
         raise UnsupportedModelError(f"lora {name!r} is {config.peft_type}; only LoRA is known")
     for option, neutral in NEUTRAL.items():
         if getattr(config, option, neutral[0]) not in neutral:
-            raise UnsupportedModelError(
-                f"lora {name!r} uses {option}, which is more than a product of two matrices; merge it "
-                "into the model instead"
-            )
+            raise UnsupportedModelError(f"lora {name!r} uses {option}, which is not supported; {MERGE}")
+
+
+def _check_names(name: str, weights: dict[str, torch.Tensor], skeleton: Any) -> None:
+    """Refuse tensors of another tool's names, and those of a resized vocabulary."""
+    if not all(key.startswith(PREFIX) for key in weights):
+        foreign = [key for key in weights if not key.startswith(PREFIX)]
+        raise UnsupportedModelError(
+            f"lora {name!r}: tensors are not named as peft names them ({PREFIX}...); "
+            f"{listed_names(foreign)}; save the weights with peft, or rename them"
+        )
+    for module_name, module in skeleton.named_modules():
+        if module not in {skeleton.get_input_embeddings(), skeleton.get_output_embeddings()}:
+            continue
+        for inner in ("", ".base_layer"):
+            weight = weights.get(f"{PREFIX}{module_name}{inner}.weight")
+            if weight is not None and len(weight) != len(module.weight):
+                raise UnsupportedModelError(
+                    f"lora {name!r} has a resized vocabulary: {module_name} has {len(weight)} rows, the "
+                    f"model's {len(module.weight)}; resize the model (resize_token_embeddings), and load that"
+                )
 
 
 def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
@@ -243,30 +515,3 @@ def _check_patterns(name: str, config: Any, module_names: list[str]) -> None:
         raise UnsupportedModelError(
             f"lora {name!r}: its patterns take longer than {PATTERN_LIMIT_S} s to match; name the modules"
         ) from error
-
-
-def _check_layer(name: str, module_name: str, module: Any, head: Any) -> None:
-    is_linear = type(module.get_base_layer()) is torch.nn.Linear
-    if not is_linear or module is head:
-        raise UnsupportedModelError(
-            f"lora {name!r} changes {module_name}; only linear layers before the head can be changed"
-        )
-
-
-def _part(
-    name: str,
-    module_name: str,
-    module: Any,
-    weights: dict[str, torch.Tensor],
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> LowRank:
-    [key] = module.lora_A
-    prefix = f"{PREFIX}{module_name}"
-    down, up = weights.get(f"{prefix}.lora_A.weight"), weights.get(f"{prefix}.lora_B.weight")
-    if down is None or up is None:
-        raise UnsupportedModelError(f"lora {name!r} has no weights for {module_name}")
-    with torch.no_grad():
-        scaled = up.T * module.scaling[key]
-        return LowRank(down.T.to(device, dtype).contiguous(), scaled.to(device, dtype).contiguous())

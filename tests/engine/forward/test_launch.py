@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from decoders import EXPERTS, OWN, loaded
 from logprobe.engine.forward.launch import MOST_ROWS, Launches
 from logprobe.engine.plan.scheduler import Span, StepPlan
+from logprobe.models.lora import LoraWeights
 from placed import Placed
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_a_step_with_lora_weights_runs_stage_by_stage(
     prompts = Prompts(forward_of("Llama"), 2)
     prompts.step(0, 15)
     runs = count_runs(monkeypatch)
-    prompts.sequences[1].lora = SimpleNamespace(number=7, parts={})
+    prompts.sequences[1].lora = LoraWeights("x", "", 7, {})
     prompts.step(15, 16)
     assert runs == []
     prompts.sequences[1].lora = None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.threads.parallel import Stage
-    from logprobe.models.lora import LoraWeights
+    from logprobe.models.lora import Dense, LoraWeights, LowRank
     from logprobe.models.stored.record import DecoderSpec
 
     Tensors = Mapping[str, torch.Tensor]
@@ -103,6 +103,24 @@ class Layer:
         return (*self.projections, self.output_name, *mlp, *shared)
 
 
+@dataclass(frozen=True, slots=True)
+class PanelLayer:
+    """The weights of a layer on panels, as `bound` reads them."""
+
+    parts: list[PanelWeights]  # one after another by output
+    bias: torch.Tensor | None
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Some rows of the matrix, (end - start, inputs)."""
+        found = []
+        for part in self.parts:
+            if start < part.num_outputs and end > 0:
+                outputs = np.arange(max(start, 0), min(end, part.num_outputs))
+                found.append(torch.from_numpy(part.rows(outputs)))
+            start, end = start - part.num_outputs, end - part.num_outputs
+        return torch.cat(found)
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
     """What the stages of a step of M rows read and write."""
@@ -143,7 +161,8 @@ class Decoder:
         self.loras = LoraRows(by_panels)
         self.names = {f"{spec.head}.weight"}  # of the module's tensors that have a place here
         self.launches: Launches | None = None  # of a few rows, once there is a pool to record them on
-        self.embedding = self._panels_of(f"{spec.path}.{self.family.embedding}")
+        self.embedding_name = f"{spec.path}.{self.family.embedding}"
+        self.embedding = self._panels_of(self.embedding_name)
         self.positions = (
             None if self.family.positions is None else self._panels_of(f"{spec.path}.{self.family.positions}")
         )
@@ -181,7 +200,7 @@ class Decoder:
         Raises:
             UnsupportedModelError: one does not.
         """
-        taken = {name for layer in self.layers for name in layer.names}
+        taken = {name for layer in self.layers for name in layer.names} | {self.embedding_name}
         for name in lora.parts:
             if name.startswith(f"{self.spec.path}.") and name not in taken:
                 raise UnsupportedModelError(f"lora {lora.name!r} changes {name}, which takes no weights here")
@@ -189,8 +208,20 @@ class Decoder:
 
     def make_room(self, lora: LoraWeights) -> None:
         """Let steps name such weights; none of them waits for their panels, nor for a kernel of these."""
-        for form in {panels.form.name for part in lora.parts.values() for panels in part.panels}:
+        parts = self.loras.bind(lora, self._own_layer)
+        factors: list[Dense | LowRank] = [
+            part.last if name == lora.embedding else part for name, part in parts.items()
+        ]
+        factors += [part.weight for name, part in parts.items() if part.weight and name != lora.embedding]
+        for form in {panels.form.name for factor in factors for panels in factor.panels}:
             kernel_of(form)()
+
+    def _own_layer(self, name: str) -> PanelLayer:
+        """The weights of a module, as LoRA weights are bound to them."""
+        if name == self.spec.head:
+            return PanelLayer([self.lm_head.parts[0]], self.tensors.get(f"{name}.bias"))
+        names = [name] if name in self._panels else [f"{name}{half}" for half in HALVES]
+        return PanelLayer([self._panels[own] for own in names], self.tensors.get(f"{name}.bias"))
 
     def record_on(self, pool: KVPool, max_len: int) -> None:
         """Run steps of a few rows of texts of at most `max_len` tokens on one pool as one launch each.
@@ -214,9 +245,12 @@ class Decoder:
             stage.run()
         return step.normed
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
+    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
         logits = self.lm_head(hidden)
+        if lora is not None:
+            with self.loras.only(lora, len(hidden), self.device):
+                self.loras.add_(self.spec.head, logits, hidden)
         factors = self.spec.factors
         if factors.logits != 1.0:
             logits *= factors.logits
@@ -251,6 +285,8 @@ class Decoder:
     def fill(self, step: Step, ids: torch.Tensor, places: torch.Tensor, *, is_long: bool) -> None:
         """Lay a step's embeddings and rotary angles out, of (M,) ids and positions int64."""
         rows = embedded(self.embedding, ids)
+        if step.loras is not None:
+            step.loras.embed_(self.embedding_name, rows, ids)
         factors = self.spec.factors
         if factors.embedding != 1.0:
             rows *= factors.embedding
@@ -324,7 +360,7 @@ class Decoder:
         if norm is None:
             factor = self.spec.factors.residual
             yield from linear.stages(x, step.hidden, step.hidden, factor)
-            step.add_loras_(name, step.hidden, x, factor=factor)
+            step.add_loras_(name, step.hidden, x, factor=factor, linear=linear)
         else:
             yield from linear.stages(x, step.branch)
             step.add_loras_(name, step.branch, x)

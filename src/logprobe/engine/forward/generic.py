@@ -98,11 +98,11 @@ class GenericDecoder:
         self.model = model
         self.step = step
         self.loras = LoraRows()
-        self._room = LoraRoom(model, self.loras)
         self._place = place
         model.set_attn_implementation(NAME)
         self._decoder = model.get_submodule(place.path)
         self._head = OutputHead(model, place)
+        self._room = LoraRoom(model, self.loras, self._head.model)
 
     @property
     def hidden_size(self) -> int:
@@ -139,9 +139,10 @@ class GenericDecoder:
         )
         return self._place.rows(out)[0]
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
-        return self._head(hidden)
+    def head(self, hidden: Tensor, lora: LoraWeights | None = None) -> Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        with self.loras.only(lora, len(hidden), hidden.device):
+            return self._head(hidden)
 
     def _row(self, numbers: NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers.astype(np.int64))[None].to(self.device)
@@ -170,7 +171,7 @@ class OutputHead:
 
     def __init__(self, model: Any, place: DecoderPlace) -> None:
         *parents, name = place.path.split(".")
-        self._model = inner = _own_children(model)
+        self.model = inner = _own_children(model)
         for parent in parents:
             inner._modules[parent] = _own_children(inner._modules[parent])  # noqa: SLF001
             inner = inner._modules[parent]  # noqa: SLF001
@@ -178,7 +179,7 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Give (rows, vocabulary) float32 logits for (rows, hidden size)."""
-        logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
+        logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
 

@@ -113,6 +113,10 @@ class PanelLinear(nn.Module):
         """(outputs, inputs) float32, for the few modules that read it themselves."""
         return dense(self._linear.parts[0])
 
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Some rows of the weight, (end - start, inputs) float32."""
+        return torch.from_numpy(self._linear.parts[0].rows(np.arange(start, end)))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) → (..., out_features)."""
         return self._linear(x)
@@ -132,6 +136,10 @@ class PanelEmbedding(nn.Module):
     def weight(self) -> torch.Tensor:
         """(num_embeddings, embedding_dim) float32, for the few modules that read it themselves."""
         return dense(self._panels)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Some rows of the weight, (end - start, embedding_dim) float32."""
+        return torch.from_numpy(self._panels.rows(np.arange(start, end)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(...) ids → (..., embedding_dim) float32."""

@@ -193,9 +193,9 @@ class NativeForward:
         return self.hidden.index_select(0, torch.from_numpy(slots.astype(np.int64)).to(self.device))
 
     @torch.inference_mode()
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(rows, hidden size) → (rows, vocabulary) float32 logits."""
-        logits: torch.Tensor = self.decoder.head(hidden)
+    def head(self, hidden: torch.Tensor, lora: LoraWeights | None = None) -> torch.Tensor:
+        """(rows, hidden size) → (rows, vocabulary) float32 logits, all under the same LoRA weights."""
+        logits: torch.Tensor = self.decoder.head(hidden, lora)
         return logits
 
 

@@ -55,6 +55,8 @@ class Sample:
     ) -> None:
         self.request = request
         self.lora = lora  # the weights that it runs on, `LoraWeights` or None
+        # The same where they change the output head, whose rows are computed apart.
+        self.head_lora: Any = lora if lora is not None and lora.changes_head else None
         self.weights_number = weights_number  # the load of the model's own that it runs on, from end to end
         self.admitted_s = admitted_s  # by the monotonic clock; None once it has run
         self.index = index  # which of its request's samples
