@@ -236,19 +236,22 @@ class Service:
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
-        """Settle the LoRA weights of a body: a name that stands as `model` is noted as `lora`.
+        """Set the LoRA weights of a body, which `model` may name, too, and note in `call` what answers.
 
         Raises:
             ApiError: 404 for a model that is not served, 400 where `model` and `lora` name different ones.
+            ParameterError: no such LoRA weights are loaded.
         """
         self.check_model(body.model)
-        self.call.model = self.model_name if body.lora is None else body.lora
-        if body.model is None or body.model in self.own_names:
-            return
-        if body.lora not in {None, body.model}:
-            message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
-            raise bad_request("lora", message)
-        body.lora = self.call.model = body.model
+        if body.model is not None and body.model not in self.own_names:
+            if body.lora not in {None, body.model}:
+                message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
+                raise bad_request("lora", message)
+            body.lora = body.model
+        if body.lora is not None:
+            self.engine.lora_number(body.lora)
+        # Only now: it labels figures and stands in the log, where no name that a client invents may go.
+        self.call.model = self.name_of(body)
 
     def check_engine(self) -> None:
         """Notice an engine that has stopped, or that hangs in a step, and that the server has ended.
