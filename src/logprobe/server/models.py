@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,11 +43,14 @@ logger = logging.getLogger("logprobe.server")
 
 
 class _Named(msgspec.Struct):
-    """What of a body tells which model answers; its route reads the rest."""
+    """Fields of a body that name the model that answers; its route reads the rest.
 
-    model: Any = None
-    lora: Any = None
-    lora_name: Any = None  # which an operator gives
+    Names alone are read: a value of another type is skipped in the bytes, and never built.
+    """
+
+    model: str | None = None
+    lora: str | None = None
+    lora_name: str | None = None  # of operators' routes
 
 
 class Models:
@@ -201,8 +204,8 @@ class Models:
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
-        named = await self.workers.read(lambda: _named_in(data), len(data))
-        return next((name for name in named if isinstance(name, str)), None)
+        named = await self.workers.read(lambda: named_in(data), len(data))
+        return next((name for name in named if name is not None), None)
 
     def _owner_of(self, name: str | None) -> str:
         """The model that a name means, or the first one, which tells who asks that there is none."""
@@ -267,7 +270,8 @@ class Models:
         return service
 
 
-def _named_in(data: bytes) -> tuple[Any, ...]:
+def named_in(data: bytes) -> tuple[str | None, ...]:
+    """Return what a body calls its model; nothing where it is not JSON, or a name is not a string."""
     try:
         named = msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
