@@ -11,6 +11,7 @@ import math
 import re
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +26,7 @@ from logprobe.server.http.errors import ApiError, bad_request, server_full
 from logprobe.server.openai.bodies import GUIDED, AnswersBody, ScoreBody
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
@@ -297,7 +298,8 @@ class Limits:
         with self._lock:
             for name, (_, most) in self._max.items():
                 amount = getattr(cost, name)
-                if self._in_use[name] + amount > self._max_for(caller, name, amount):
+                holds = self._by_caller.get(caller, Counter())[name] + amount
+                if self._in_use[name] + amount > _max_for(most, holds):
                     raise server_full(f"{name}: {self._in_use[name]} of {most} in use")
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
@@ -319,28 +321,38 @@ class Limits:
             self._in_use[name] += sign * getattr(cost, name)
             own[name] += sign * getattr(cost, name)
 
-    def _max_for(self, caller: str, name: str, amount: int) -> int:
-        """What all together may come to with this: a little more for a caller who holds little."""
-        most = self._max[name][1]
-        reserve = most // RESERVE_PART
-        holds = self._by_caller.get(caller, Counter())[name] + amount
-        return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
-
 
 class InProgress:
-    """Counts what is in progress of one route, on the event loop."""
+    """Counts what callers have in progress of one kind, with a reserve as `Limits` has; on the event loop."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str) -> None:
         self._max = most
-        self._count = 0
+        self._what = what
+        self._by_caller = Counter[str]()
 
-    def __enter__(self) -> None:
-        if self._count >= self._max:
-            raise server_full(f"requests of this route: {self._count} of {self._max} in use")
-        self._count += 1
+    @contextmanager
+    def hold(self, caller: str) -> Iterator[None]:
+        """Count one more of a caller's until the block ends.
 
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
+        Raises:
+            ApiError: 429, there is no room now.
+        """
+        total = self._by_caller.total()
+        if total >= _max_for(self._max, self._by_caller[caller] + 1):
+            raise server_full(f"{self._what}: {total} of {self._max} in use")
+        self._by_caller[caller] += 1
+        try:
+            yield
+        finally:
+            self._by_caller[caller] -= 1
+            if not self._by_caller[caller]:
+                del self._by_caller[caller]
+
+
+def _max_for(most: int, holds: int) -> int:
+    """Return what all callers together may hold where one of them holds so much: a little more for little."""
+    reserve = most // RESERVE_PART
+    return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
 class Lifetime:

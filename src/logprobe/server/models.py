@@ -166,8 +166,8 @@ class Models:
 
     # -- the one that a request means ------------------------------------------------------------------------
 
-    async def enter(self, request: HttpRequest) -> Service:
-        """The model that a request names, loaded if need be; it stays until `leave`.
+    async def enter(self, request: HttpRequest, caller: str) -> Service:
+        """The model that a caller's request names, loaded if need be; it stays until `leave`.
 
         Raises:
             ApiError: 413, 408 for its body; 429 no room for the model now; 503 it cannot be loaded.
@@ -175,7 +175,7 @@ class Models:
         """
         if not self._further:
             return self.first
-        name = self._owner_of(await self._named_by(request))
+        name = self._owner_of(await self._named_by(request, caller))
         self._num_users[name] += 1
         try:
             service = self._services.get(name)
@@ -199,12 +199,12 @@ class Models:
         self._num_users[name] -= 1
         self._left_s[name] = time.monotonic()
 
-    async def _named_by(self, request: HttpRequest) -> str | None:
+    async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
         """What a request's query or body names; a body that cannot be read is its route's to refuse."""
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
-        named = await self.workers.read(lambda: named_in(data), len(data))
+        named = await self.workers.read(lambda: named_in(data), len(data), caller)
         return next((name for name in named if name is not None), None)
 
     def _owner_of(self, name: str | None) -> str:

@@ -101,7 +101,7 @@ class Service:
         self.reply_form()  # one that cannot be used is told at the start
         self.limits = Limits(settings)
         # Of one request: who asks, what it comes to, and what it was admitted for.
-        self._caller = ""
+        self.caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
 
@@ -141,7 +141,8 @@ class Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
         scoped = copy.copy(self)
         scoped.call = call
-        scoped._caller, scoped._tickets = caller, []  # noqa: SLF001 - of the same class
+        scoped.caller = caller
+        scoped._tickets = []  # noqa: SLF001 - of the same class
         return scoped
 
     def write_ids(self) -> None:
@@ -150,7 +151,7 @@ class Service:
 
     def of_one_call(self) -> Requests:
         """A maker of engine requests that count as one call of whoever asks."""
-        return self.client.requests.of_one_call(self._caller)
+        return self.client.requests.of_one_call(self.caller)
 
     def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
         """Take requests, whose reply has each prompt so often, into the server's limits; any thread may ask.
@@ -161,7 +162,7 @@ class Service:
             ApiError: 400 beyond a limit, 429 no room now.
         """
         cost = Cost.of(requests, self.vocab_size, num_echoes)
-        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self._caller))
+        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self.caller))
 
     def hold(self, num_bytes: int) -> None:
         """Take a reply of so many bytes into the limits, where nothing else of its request counts.
@@ -171,7 +172,7 @@ class Service:
         """
         if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
-            self._tickets.append(self.limits.admit(cost, self._caller))
+            self._tickets.append(self.limits.admit(cost, self.caller))
 
     def release(self) -> None:
         """Give back all that this request has taken."""
