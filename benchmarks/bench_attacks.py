@@ -87,6 +87,25 @@ def rules(length: int) -> str:
     return f'start: r0\n{chain}r{length}: "a"\n'
 
 
+def alternatives(num_ways: int, num_keys: int) -> Body:
+    """A schema of so many values, each of which may have so many parts."""
+    parts: Body = {f"p{number}": True for number in range(num_keys)}
+    return {"properties": parts, "anyOf": [{"enum": [number]} for number in range(num_ways)]}
+
+
+def begun_call(depth: int) -> tuple[str, Body]:
+    """A chat that goes on with a call within so many others, in 64 choices."""
+    call = '{"function":' * depth + '{"name":"now","arguments":{}}' + "}" * depth
+    return chat(
+        messages=[*MESSAGES, {"role": "assistant", "content": f"<tool_call>{call}"}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+        tools=[{"type": "function", "function": {"name": "now"}}],
+        n=64,
+        stream=True,
+    )
+
+
 def chat(**more: Any) -> tuple[str, Body]:
     """A short chat request."""
     return CHAT, {"messages": MESSAGES, "max_tokens": 4, **more}
@@ -159,6 +178,15 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     ),
     "an echo of 2,000 tokens with 20 alternatives": lambda: completion(
         prompt=[5, 6, 7, 8] * 500, echo=True, logprobs=20, max_tokens=1
+    ),
+    "a name of LoRA weights of 7,900,000 letters": lambda: completion(lora="x" * 7_900_000),
+    "a name of a model of 1,900,000 lists": lambda: completion(model=[[]] * 1_900_000),
+    "64 choices that go on with a call within 900 others": lambda: begun_call(900),
+    "64 choices that go on with a call within 90 others": lambda: begun_call(90),
+    "the members of 1,900 alternatives with 250 parts each": lambda: completion(
+        logprobs=0,
+        field_logprobs="members",
+        response_format={"type": "json_schema", "json_schema": {"schema": alternatives(1_900, 250)}},
     ),
 }
 
@@ -303,7 +331,9 @@ class Layout:
 def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
     """Send every attack in every round, to one server."""
     options = arena.options
-    program = our_program(arena.model_folder, "--max-logprobs", "20", "--kv-bytes", KV_BYTES, *flags)
+    # Never asked for: where there are several models, what a body names is read before the rest of it.
+    also = ("--also-model", f"unused={arena.model_folder}")
+    program = our_program(arena.model_folder, "--max-logprobs", "20", "--kv-bytes", KV_BYTES, *also, *flags)
     with serving(program) as served:
         for name in names:  # a first time, so that what is kept is there
             attack(served, name, Felt())

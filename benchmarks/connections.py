@@ -50,6 +50,15 @@ def blank_lines(port: int) -> None:
             time.sleep(0.1)
 
 
+def half_bodies(port: int, count: int) -> None:
+    """Keep requests open of which half a body has come."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connected(port, count) as links:
+        for link in links:
+            link.sendall(head + b'Content-Length: 1000\r\n\r\n{"prompt":')
+        time.sleep(HOLD_S)
+
+
 def unread(port: int, count: int, request: bytes) -> None:
     """Ask, read one byte of each reply, and hold the rest."""
     with connected(port, count) as links:
@@ -69,6 +78,7 @@ CONNECTIONS: dict[str, Callable[[int], None]] = {
     "trailers without end": lambda port: without_end(port, b"", b"X-More: 1\r\n"),
     "a trailer's value without end": lambda port: without_end(port, b"X-More: ", b"a"),
     "50 connections kept by blank lines": blank_lines,
+    "512 requests with half a body": lambda port: half_bodies(port, 512),
     "25 unread replies of 512 whole rows": lambda port: unread(port, 25, ROWS),
     "4 unread streams of 128 long completions": lambda port: unread(port, 4, LONG),
 }

@@ -25,6 +25,7 @@ from logprobe.server.limits import limit_table
 from logprobe.server.members import ROWS_AT_ONCE
 from logprobe.server.openai.bodies import MAX_LISTED
 from logprobe.server.routes.score import SCORE_ENTRIES
+from logprobe.text.channels.calls import MAX_DEPTH as MAX_CALL_DEPTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,9 +83,10 @@ is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`
 - A server's clients are told apart by their keys, or else by their addresses. Places and slots are shared
   between them first, then what each has between its calls; in a step the prompts of a client that has less to
   run come first. So hundreds of calls of one client are to another one as a single call is.
-- A client may have all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` in progress. An
-  eighth comes on top for clients that hold no more than an eighth of that
-  (`tests/server/attacks/test_monopoly.py`).
+- A client may have all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` in progress, all
+  requests of a route (`max_requests`, those whose bodies are still to come too), and all jobs that wait for a
+  worker to read them. An eighth of each comes on top for clients that hold no more than an eighth of that
+  (`tests/server/test_limits.py`, `tests/server/attacks/test_monopoly.py`).
 
 A grammar takes at most {items} items of the parser for a token; one that can be read in too many ways to be
 followed within that fails its own request (400).
@@ -112,8 +114,8 @@ An audit of every route, and of what comes before one: what a request takes (tim
 worker, memory, what is kept after it), what bounds that, and which test shows it (from `{TESTS}`). JSON that
 is read or written in one call holds the interpreter, on whichever thread; Python code in a worker takes turns
 with the event loop; tokenising and compiling grammars let it run. Workers are {NUM_THREADS} threads
-that read, with {MAX_JOBS} jobs, running and waiting, for all routes together (a job too many is a 429), and
-{NUM_THREADS} that write.
+that read, with {MAX_JOBS} jobs, running and waiting, for all routes together, and a few more for clients that
+have few (a job too many is a 429), and {NUM_THREADS} that write.
 
 """
 
@@ -280,6 +282,7 @@ AUDIT = (
             "attacks/test_gets.py::test_as_many_gets_as_one_likes_hold_nobody_up",
             "attacks/test_words.py::test_invented_fields_are_counted_as_other",
             "test_unknown_fields.py::test_a_clients_words_are_bounded_and_stay_out_of_metrics_and_the_log",
+            "attacks/test_words.py::test_names_of_weights_that_are_not_loaded_are_kept_nowhere",
             "test_metrics_port.py::test_nothing_else_is_there",
         ),
     ),
@@ -292,6 +295,9 @@ AUDIT = (
         "a route `max_requests` at once, those whose bodies are still to come too",
         (
             "attacks/test_gets.py::test_bodies_that_do_not_come_count_as_work",
+            "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_half_sent_all_its_bodies",
+            "attacks/test_monopoly.py::test_bodies_that_wait_to_be_read_have_a_reserve_too",
+            "attacks/test_sizes.py::test_a_name_that_is_no_text_is_not_built_to_choose_the_model",
             "attacks/test_slow.py::test_a_body_that_does_not_come_is_a_408",
             "test_behaviour.py::test_a_body_that_is_too_large_is_refused",
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
@@ -338,14 +344,27 @@ AUDIT = (
         ),
     ),
     Audited(
+        ("POST /v1/chat/completions", "POST /v1/responses"),
+        "calls of tools, read once their last mark or the end of a choice is there: in time linear in their "
+        f"text; in a worker where what the choices have held back comes to {QUICK_ENTRIES:,} tokens",
+        f"a call is nested {MAX_CALL_DEPTH} deep at most, what is deeper is content; the model's context",
+        (
+            "attacks/test_calls.py::test_a_nested_call_is_read_in_linear_time",
+            "attacks/test_calls.py::test_a_call_that_the_prompt_has_begun_is_read_beside_the_event_loop",
+        ),
+    ),
+    Audited(
         ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses"),
         'with `field_logprobs: "members"`, once a choice has ended: the values that its schema names, looked '
         "up in a worker, and a next-token row, as wide as the vocabulary, for each way to spell them",
         f"`max_field_rows` of all choices and values of a reply, {ROWS_AT_ONCE} of them at once, "
         f"{MEMBERS_A_ROW} members looked at for each; they count in `max_requests`, `max_tokens_in_flight` "
         f"and `max_logprob_bytes` before the reply begins; {MOST_WAYS:,} alternatives of a place of the "
-        f"schema, {MOST_WAYS_IN_ALL:,} in all; a client that leaves ends them",
+        f"schema, {MOST_WAYS_IN_ALL:,} in all, counted before they are laid out; a client that leaves ends "
+        "them",
         (
+            "attacks/test_grammars.py::test_alternatives_are_counted_before_they_are_laid_out",
+            "attacks/test_grammars.py::test_a_value_is_read_of_many_alternatives_once",
             "test_fields.py::test_rows_of_a_reply_are_capped_for_all_of_its_values_and_choices",
             "test_fields.py::test_rows_are_counted_before_the_reply_begins",
             "test_fields.py::test_members_need_raw_rows_and_a_schema_that_can_be_followed",

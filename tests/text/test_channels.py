@@ -47,6 +47,11 @@ def cut(reply: Reply, text: str, seed: int, longest: int = 6) -> tuple[TextEdge,
     return edge_of(pieces, reply.special, reply.template), ids
 
 
+def nested(call: str, depth: int) -> str:
+    """A call within so many others' `function`."""
+    return '{"function": ' * depth + call + "}" * depth
+
+
 def said(parts: Iterable[Part]) -> dict[str, str]:
     return {channel: part.text for (channel, _), part in joined(parts).items() if channel != "tool_call"}
 
@@ -184,6 +189,8 @@ BROKEN = [
     '<tool_call>{"arguments": {}}</tool_call>',
     '<tool_call>[{"name": "now"}, 3]</tool_call>',
     "<tool_call>now</tool_call>",
+    "<tool_call>" + nested('{"name": "now", "arguments": {"a": 1}}', 98) + "</tool_call>",
+    "<tool_call>" + nested('{"name": "now", "arguments": {"a": 1}}', 900) + "</tool_call>",
     "<tool_call>" + "[" * 20_000 + "</tool_call>",
     "<tool_call></tool_call>",
     "<tool_call>",
@@ -215,6 +222,11 @@ def test_what_is_no_call_is_content_as_it_stands(broken: str) -> None:
             '{"type": "function", "function": {"name": "now", "arguments": {"é":"\\u00e9"}}}',
             ToolCall("now", '{"é":"\\u00e9"}'),
         ),
+        (
+            '{"function": 1, "function": {"name": "now", "arguments":{"a" : "]}"}}}',
+            ToolCall("now", '{"a" : "]}"}'),
+        ),
+        (nested('{"name": "now", "arguments": {"a":1e2}}', 97), ToolCall("now", '{"a":1e2}')),
     ],
 )
 def test_the_arguments_of_a_call_are_as_the_model_wrote_them(body: str, call: ToolCall) -> None:

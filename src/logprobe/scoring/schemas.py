@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from logprobe.errors import ParameterError, require, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 MOST_WAYS: Final = 2_000  # to read a place of a schema: its alternatives, each with each
 MOST_WAYS_IN_ALL: Final = 10_000  # to read all places of one that is checked
+MOST_PARTS: Final = 100_000  # schemas of ways, as often as one is laid out
 MOST_DEPTH: Final = 100  # of references and alternatives within each other
 MOST_INTEGERS: Final = 1_000  # between two bounds
+_TOO_MANY: Final = f"has more than {MOST_WAYS_IN_ALL:,} alternatives in all; name fewer, or nest them less"
+_TELLING: Final = frozenset(
+    {"const", "enum", "type", "properties", "additionalProperties", "items", "prefixItems"}
+)
+"""Words of a schema that say something of its values, or of those within them."""
 _TYPES: Final[dict[str, list[Any]]] = {"boolean": [True, False], "null": [None]}
 
 Way: TypeAlias = "tuple[Mapping[str, Any], ...]"
-"""Schemas that all hold at a place, none of which is a reference or a choice."""
+"""Schemas that all hold at a place, and say something of it themselves."""
 
 
 def json_text(value: Any) -> str:
@@ -45,6 +51,7 @@ class Schema:
     def __init__(self, root: Any) -> None:
         require(isinstance(root, dict), "schema", "must be a JSON schema, an object", got=root)
         self._root: Mapping[str, Any] = root
+        self._known: dict[str, list[Way]] = {}  # by pointer
 
     def has_members(self) -> bool:
         """Whether any part of it names values one by one."""
@@ -58,20 +65,25 @@ class Schema:
     def check(self) -> None:
         """Follow the schema to all of its places, so that `members` can go to each.
 
+        A place is laid out only after what it takes has been counted.
+
         Raises:
             ParameterError: as `members`, or too many alternatives in all.
         """
-        pending, count, seen = [self._ways(self._root)], 0, set[frozenset[tuple[int, ...]]]()
+        layout = _Layout(self._root)
+        pending, count, seen = [iter([layout.ways(self._root)])], 0, set[frozenset[tuple[int, ...]]]()
         while pending:
-            ways = pending.pop()
-            own_parts = frozenset(tuple(id(part) for part in way if part.keys() != {"allOf"}) for way in ways)
+            ways = next(pending[-1], None)
+            if ways is None:
+                pending.pop()
+                continue
+            own_parts = frozenset(map(_ids, ways))
             if own_parts in seen:  # a reference led there before
                 continue
             seen.add(own_parts)
             count += len(ways)
-            what = f"has more than {MOST_WAYS_IN_ALL:,} alternatives in all"
-            require(count <= MOST_WAYS_IN_ALL, "schema", what)
-            pending += [self._further(ways, key) for key in _keys(ways)]
+            require(count <= MOST_WAYS_IN_ALL, "schema", _TOO_MANY)
+            pending.append(layout.all_further(ways))
 
     def members(self, pointer: str) -> list[Any] | None:
         """The values that may stand at a place (RFC 6901), in the schema's order; None: it names none.
@@ -79,40 +91,84 @@ class Schema:
         Raises:
             ParameterError: a reference that leads nowhere or in a circle, or too many alternatives.
         """
-        ways = self._ways(self._root)
-        for part in pointer.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            ways = self._further(ways, key)
+        own: dict[int, list[Any] | None] = {}  # what each schema names itself
         found: dict[str, Any] = {}
-        for way in ways:
-            members = _members_of_all(way)
-            if members is None:
+        seen = set[tuple[int, ...]]()
+        for way in self._ways_at(pointer):
+            own |= {id(schema): _own_members(schema) for schema in way if id(schema) not in own}
+            named = {key: members for key in _ids(way) if (members := own[key]) is not None}
+            if not named:
                 return None
-            for member in members:
-                found.setdefault(json_text(member), member)
+            if tuple(named) not in seen:  # else its values are those of another one
+                seen.add(tuple(named))
+                for member in _in_all([*named.values()]):
+                    found.setdefault(json_text(member), member)
         return list(found.values()) or None
 
-    def _further(self, ways: list[Way], key: str) -> list[Way]:
-        """The ways to read a value within one that may be read in these."""
-        found: list[Way] = []
-        for way in ways:
-            found += self._ways({"allOf": list(_children(way, key))})
-            _check_ways(len(found))
-        return found
+    def _ways_at(self, pointer: str) -> list[Way]:
+        """The ways to read a place, laid out once."""
+        if pointer not in self._known:
+            parent, is_below, part = pointer.rpartition("/")
+            layout = _Layout(self._root)
+            self._known[pointer] = (
+                layout.further(self._ways_at(parent), part.replace("~1", "/").replace("~0", "~"))
+                if is_below
+                else layout.ways(self._root)
+            )
+        return self._known[pointer]
 
-    def _ways(self, schema: Any, depth: int = 0) -> list[Way]:
+
+class _Layout:
+    """The ways to read places of a schema; beyond `MOST_PARTS` it refuses before it begins."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = MOST_PARTS
+
+    def all_further(self, ways: list[Way]) -> Iterator[list[Way]]:
+        """The ways to read each value within one that may be read in these, value by value."""
+        keys = _keys(ways)
+        require(len(keys) * _num_parts(ways) <= self._left, "schema", _TOO_MANY)
+        for key in keys:
+            yield self.further(ways, key)
+
+    def further(self, ways: list[Way], key: str) -> list[Way]:
+        """The ways to read a value within one that may be read in these, each of them once."""
+        self._spend(_num_parts(ways))
+        found: dict[tuple[int, ...], Way] = {}
+        seen = set[tuple[int, ...]]()
+        for way in ways:
+            children = list(_children(way, key))
+            if _ids(children) in seen:
+                continue
+            seen.add(_ids(children))
+            found |= {_ids(below): below for below in self.ways({"allOf": children})}
+            _check_ways(len(found))
+        return list(found.values())
+
+    def ways(self, schema: Any, depth: int = 0) -> list[Way]:
         """The ways to satisfy a schema."""
         require(depth <= MOST_DEPTH, "schema", "refers to itself before any value; end the circle of $ref")
+        self._spend(1)
         if schema is False:
             return []
         if not isinstance(schema, dict):  # it lets any value through
             return [()]
-        ways: list[Way] = [(schema,)]
+        ways: list[Way] = [(schema,) if _TELLING & schema.keys() else ()]
         for choices in self._choices(schema):
-            further = [way for choice in choices for way in self._ways(choice, depth + 1)]
-            _check_ways(len(ways) * len(further))
+            further: list[Way] = []
+            for choice in choices:
+                further += self.ways(choice, depth + 1)
+                _check_ways(len(ways) * len(further))
+            self._spend(len(further) * _num_parts(ways) + len(ways) * _num_parts(further))
             ways = [way + more for way in ways for more in further]
+            if not ways:
+                break
         return ways
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        require(self._left >= 0, "schema", _TOO_MANY)
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
         """What must hold beside a schema's own words: of each list one."""
@@ -141,6 +197,16 @@ def _check_ways(count: int) -> None:
     require(count <= MOST_WAYS, "schema", f"has a place of more than {MOST_WAYS:,} alternatives")
 
 
+def _ids(parts: Iterable[Any]) -> tuple[int, ...]:
+    """Parts of a schema by which they are told apart; they live as long as it does."""
+    return tuple(map(id, parts))
+
+
+def _num_parts(ways: list[Way]) -> int:
+    """What ways take to go through: their schemas, and themselves."""
+    return len(ways) + sum(map(len, ways))
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -166,7 +232,7 @@ def _children(way: Way, key: str) -> Iterator[Any]:
 
 def _keys(ways: list[Way]) -> set[str]:
     """Names of values within one that may be read in these ways, and one of those that it does not name."""
-    schemas = [schema for way in ways for schema in way]
+    schemas = list({id(schema): schema for way in ways for schema in way}.values())
     named = {
         key
         for schema in schemas
@@ -183,11 +249,8 @@ def _keys(ways: list[Way]) -> set[str]:
     return named | places | further
 
 
-def _members_of_all(way: Way) -> list[Any] | None:
-    """The values that each schema of a way which names any names."""
-    named = [members for schema in way if (members := _own_members(schema)) is not None]
-    if not named:
-        return None
+def _in_all(named: list[list[Any]]) -> list[Any]:
+    """The values of the first list that all others have, too."""
     texts = [set(map(json_text, members)) for members in named[1:]]
     return [member for member in named[0] if all(json_text(member) in others for others in texts)]
 

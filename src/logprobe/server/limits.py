@@ -8,8 +8,10 @@ waits here. One caller may fill all there is; a little more is kept for those wh
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +26,7 @@ from logprobe.server.http.errors import ApiError, bad_request, server_full
 from logprobe.server.openai.bodies import GUIDED, AnswersBody, ScoreBody
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.sampling import SamplingParams
     from logprobe.server.settings import ServerSettings
@@ -38,6 +40,8 @@ WHOLE_ROW_BYTES: Final = 2 * 4  # of one id of a whole distribution: the engine'
 CHARS_A_VALUE: Final = 16
 RESERVE_PART: Final = 8
 """One in this many of what all may have comes on top, for callers who hold one in as many of that at most."""
+_ESCAPED_MARK: Final = re.compile(rb"\\u00(?:[57][bB]|3[aA])")  # [ { :
+_ESCAPED_COMMA: Final = re.compile(rb"\\u002[cC]")
 MAX_DEPTH: Final = MAX_GRAMMAR_DEPTH  # of values in a body
 
 
@@ -93,6 +97,8 @@ def check_values(settings: ServerSettings, data: bytes) -> None:
         ApiError: 400.
     """
     num_values = data.count(b",") + 8 * sum(map(data.count, (b"[", b"{", b":")))
+    if b"\\u00" in data:  # text may be JSON that is read later: its marks count where they are escaped, too
+        num_values += 8 * len(_ESCAPED_MARK.findall(data)) + len(_ESCAPED_COMMA.findall(data))
     if num_values > settings.max_body_values:
         most = settings.max_body_values
         raise bad_request(None, f"the body holds up to {num_values} values; at most {most} (max_body_values)")
@@ -292,7 +298,8 @@ class Limits:
         with self._lock:
             for name, (_, most) in self._max.items():
                 amount = getattr(cost, name)
-                if self._in_use[name] + amount > self._max_for(caller, name, amount):
+                holds = self._by_caller.get(caller, Counter())[name] + amount
+                if self._in_use[name] + amount > _max_for(most, holds):
                     raise server_full(f"{name}: {self._in_use[name]} of {most} in use")
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
@@ -314,28 +321,38 @@ class Limits:
             self._in_use[name] += sign * getattr(cost, name)
             own[name] += sign * getattr(cost, name)
 
-    def _max_for(self, caller: str, name: str, amount: int) -> int:
-        """What all together may come to with this: a little more for a caller who holds little."""
-        most = self._max[name][1]
-        reserve = most // RESERVE_PART
-        holds = self._by_caller.get(caller, Counter())[name] + amount
-        return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
-
 
 class InProgress:
-    """Counts what is in progress of one route, on the event loop."""
+    """Counts what callers have in progress of one kind, with a reserve as `Limits` has; on the event loop."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str) -> None:
         self._max = most
-        self._count = 0
+        self._what = what
+        self._by_caller = Counter[str]()
 
-    def __enter__(self) -> None:
-        if self._count >= self._max:
-            raise server_full(f"requests of this route: {self._count} of {self._max} in use")
-        self._count += 1
+    @contextmanager
+    def hold(self, caller: str) -> Iterator[None]:
+        """Count one more of a caller's until the block ends.
 
-    def __exit__(self, *_: object) -> None:
-        self._count -= 1
+        Raises:
+            ApiError: 429, there is no room now.
+        """
+        total = self._by_caller.total()
+        if total >= _max_for(self._max, self._by_caller[caller] + 1):
+            raise server_full(f"{self._what}: {total} of {self._max} in use")
+        self._by_caller[caller] += 1
+        try:
+            yield
+        finally:
+            self._by_caller[caller] -= 1
+            if not self._by_caller[caller]:
+                del self._by_caller[caller]
+
+
+def _max_for(most: int, holds: int) -> int:
+    """Return what all callers together may hold where one of them holds so much: a little more for little."""
+    reserve = most // RESERVE_PART
+    return most + reserve if holds <= max(reserve // RESERVE_PART, 1) else most
 
 
 class Lifetime:

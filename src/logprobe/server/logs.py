@@ -61,4 +61,6 @@ def configure(settings: ServerSettings) -> None:
 
 
 def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
     return "".join(part if part.isprintable() else repr(part)[1:-1] for part in text)

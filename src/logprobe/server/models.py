@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,11 +43,14 @@ logger = logging.getLogger("logprobe.server")
 
 
 class _Named(msgspec.Struct):
-    """What of a body tells which model answers; its route reads the rest."""
+    """Fields of a body that name the model that answers; its route reads the rest.
 
-    model: Any = None
-    lora: Any = None
-    lora_name: Any = None  # which an operator gives
+    Names alone are read: a value of another type is skipped in the bytes, and never built.
+    """
+
+    model: str | None = None
+    lora: str | None = None
+    lora_name: str | None = None  # of operators' routes
 
 
 class Models:
@@ -163,8 +166,8 @@ class Models:
 
     # -- the one that a request means ------------------------------------------------------------------------
 
-    async def enter(self, request: HttpRequest) -> Service:
-        """The model that a request names, loaded if need be; it stays until `leave`.
+    async def enter(self, request: HttpRequest, caller: str) -> Service:
+        """The model that a caller's request names, loaded if need be; it stays until `leave`.
 
         Raises:
             ApiError: 413, 408 for its body; 429 no room for the model now; 503 it cannot be loaded.
@@ -172,7 +175,7 @@ class Models:
         """
         if not self._further:
             return self.first
-        name = self._owner_of(await self._named_by(request))
+        name = self._owner_of(await self._named_by(request, caller))
         self._num_users[name] += 1
         try:
             service = self._services.get(name)
@@ -196,13 +199,13 @@ class Models:
         self._num_users[name] -= 1
         self._left_s[name] = time.monotonic()
 
-    async def _named_by(self, request: HttpRequest) -> str | None:
+    async def _named_by(self, request: HttpRequest, caller: str) -> str | None:
         """What a request's query or body names; a body that cannot be read is its route's to refuse."""
         if request.method != "POST":
             return request.query_params.get("model")
         request.scope[BODY] = data = await read_bytes(request, self.settings)
-        named = await self.workers.read(lambda: _named_in(data), len(data))
-        return next((name for name in named if isinstance(name, str)), None)
+        named = await self.workers.read(lambda: named_in(data), len(data), caller)
+        return next((name for name in named if name is not None), None)
 
     def _owner_of(self, name: str | None) -> str:
         """The model that a name means, or the first one, which tells who asks that there is none."""
@@ -267,7 +270,8 @@ class Models:
         return service
 
 
-def _named_in(data: bytes) -> tuple[Any, ...]:
+def named_in(data: bytes) -> tuple[str | None, ...]:
+    """Return what a body calls its model; nothing where it is not JSON, or a name is not a string."""
     try:
         named = msgspec.json.decode(data, type=_Named)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -82,6 +82,11 @@ class Generation:
         service.admit(self.requests, self._num_echoes, None if self._members is None else self._members.cost)
 
     @property
+    def num_choices(self) -> int:
+        """Choices of all prompts."""
+        return len(self.requests) * self.params.n
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(request.prompt_token_ids) for request in self.requests)
@@ -233,6 +238,13 @@ class Shape(Protocol):
     closing_repeats_all: bool
     """Whether those say everything once more."""
 
+    def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Return what increments cost beside their own rows, as entries of a reply."""
+
+    @property
+    def begun_entries(self) -> int:
+        """What each choice of a whole reply costs beside its own rows, as entries."""
+
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The chunk in which a stream says that it failed."""
 
@@ -259,7 +271,8 @@ async def answer(
         )
     await while_connected(request.receive, generation.run(), service.check_engine)
     write = partial(_whole, service, generation, shape)
-    data = await service.workers.write(write, generation.num_entries)
+    num_entries = generation.num_entries + generation.num_choices * shape.begun_entries
+    data = await service.workers.write(write, num_entries)
     return Response(data, media_type=JSON_TYPE)
 
 
@@ -273,7 +286,8 @@ async def _events(service: Service, generation: Generation, shape: Shape) -> Asy
         async with aclosing(generation.stream()) as batches:
             async for pieces in batches:
                 write = partial(_pieces, service, shape, pieces)
-                if data := await service.workers.write(write, generation.num_entries_of(pieces)):
+                num_entries = generation.num_entries_of(pieces) + shape.num_entries(pieces)
+                if data := await service.workers.write(write, num_entries):
                     yield data
         num_entries = generation.num_entries if shape.closing_repeats_all else 0
         closing = await service.workers.write(lambda: _joined(service, shape.closing()), num_entries)

@@ -175,6 +175,13 @@ def ending_extensions(
     return fields
 
 
+def num_field_tokens(body: GenerationBody | ResponsesBody, pieces: Sequence[CompletionPiece]) -> int:
+    """Return the tokens that are read once more for the values of the completions which have ended."""
+    if not body.field_logprobs:
+        return 0
+    return sum(len(piece.completion.token_ids) for piece in pieces if piece.finish_reason is not None)
+
+
 def said_fields(
     completion: CompletionOutput, said: Sequence[Said], found: FoundFields | None = None
 ) -> list[dict[str, Any]] | None:

@@ -17,6 +17,7 @@ import msgspec
 
 from logprobe.errors import ParameterError, require
 from logprobe.text.channels import Channels
+from logprobe.text.channels.split import begun_reply
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MOST_BEGUN_CHARS: Final = 1 << 14
 """Of a prompt's end, in which it is looked for what the prompt has begun of its reply."""
+
+
+CHARS_A_TOKEN: Final = 4  # at least, of text that takes as long to split as a token takes to write
 
 
 def end_of(prompt: str) -> str:
@@ -70,6 +74,7 @@ class Splitter:
         self._form = form if form is not None and (form.has_reasoning or may_call) else None
         self._text = service.text
         self._prompt = "" if is_formed else end_of(prompt)
+        self._num_begun_chars = 0 if self._form is None else len(begun_reply(self._form, self._prompt))
         self._functions = functions
         self._channels: dict[int, Channels] = {}  # by choice
         self._said: defaultdict[int, list[Said]] = defaultdict(list)
@@ -92,6 +97,23 @@ class Splitter:
     def num_calls(self, index: int) -> int:
         """Calls that a choice has made so far."""
         return self._num_calls[index]
+
+    def num_entries(self, piece: CompletionPiece) -> int:
+        """Return what a piece costs beside its own tokens, as tokens: what its choice has held back so far.
+
+        The last piece of a choice has all that the choice has said gone through once more.
+        """
+        if self._form is None:
+            return 0
+        channels = self._channels.get(piece.index)
+        num_chars = self._num_begun_chars if channels is None else channels.num_held_chars
+        num_said = len(self._said[piece.index]) if piece.finish_reason is not None else 0
+        return num_said + num_chars // CHARS_A_TOKEN
+
+    @property
+    def begun_entries(self) -> int:
+        """What the prompt has begun of a reply costs each choice, as tokens."""
+        return self._num_begun_chars // CHARS_A_TOKEN
 
     def all_of(self, index: int) -> Sequence[Said]:
         """What a choice has said so far, of a reply that is split."""

@@ -105,7 +105,7 @@ class Service:
         self.reply_form()  # one that cannot be used is told at the start
         self.limits = Limits(settings)
         # Of one request: who asks, what it comes to, and what it was admitted for.
-        self._caller = ""
+        self.caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
 
@@ -145,7 +145,8 @@ class Service:
         """This service as one HTTP request sees it: what it admits counts for its caller until `release`."""
         scoped = copy.copy(self)
         scoped.call = call
-        scoped._caller, scoped._tickets = caller, []  # noqa: SLF001 - of the same class
+        scoped.caller = caller
+        scoped._tickets = []  # noqa: SLF001 - of the same class
         return scoped
 
     def write_ids(self) -> None:
@@ -154,7 +155,7 @@ class Service:
 
     def of_one_call(self) -> Requests:
         """A maker of engine requests that count as one call of whoever asks."""
-        return self.client.requests.of_one_call(self._caller)
+        return self.client.requests.of_one_call(self.caller)
 
     def admit(self, requests: Sequence[Request], num_echoes: int = 1, beside: Cost | None = None) -> None:
         """Take requests, whose reply has each prompt so often, into the server's limits; any thread may ask.
@@ -165,7 +166,7 @@ class Service:
             ApiError: 400 beyond a limit, 429 no room now.
         """
         cost = Cost.of(requests, self.vocab_size, num_echoes)
-        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self._caller))
+        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self.caller))
 
     def hold(self, num_bytes: int) -> None:
         """Take a reply of so many bytes into the limits, where nothing else of its request counts.
@@ -175,7 +176,7 @@ class Service:
         """
         if not self._tickets:
             cost = Cost(requests=0, tokens=0, logprob_bytes=num_bytes)
-            self._tickets.append(self.limits.admit(cost, self._caller))
+            self._tickets.append(self.limits.admit(cost, self.caller))
 
     def release(self) -> None:
         """Give back all that this request has taken."""
@@ -240,19 +241,22 @@ class Service:
         return [*((name, None) for name in own), *self.engine.list_loras().items()]
 
     def choose_weights(self, body: ChoosesWeights) -> None:
-        """Settle the LoRA weights of a body: a name that stands as `model` is noted as `lora`.
+        """Set the LoRA weights of a body, which `model` may name, too, and note in `call` what answers.
 
         Raises:
             ApiError: 404 for a model that is not served, 400 where `model` and `lora` name different ones.
+            ParameterError: no such LoRA weights are loaded.
         """
         self.check_model(body.model)
-        self.call.model = self.model_name if body.lora is None else body.lora
-        if body.model is None or body.model in self.own_names:
-            return
-        if body.lora not in {None, body.model}:
-            message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
-            raise bad_request("lora", message)
-        body.lora = self.call.model = body.model
+        if body.model is not None and body.model not in self.own_names:
+            if body.lora not in {None, body.model}:
+                message = f"is {shortened(body.lora or '')!r}, but model names the lora {body.model!r}"
+                raise bad_request("lora", message)
+            body.lora = body.model
+        if body.lora is not None:
+            self.engine.lora_number(body.lora)
+        # Only now: it labels figures and stands in the log, where no name that a client invents may go.
+        self.call.model = self.name_of(body)
 
     def check_engine(self) -> None:
         """Notice an engine that has stopped, or that hangs in a step, and that the server has ended.

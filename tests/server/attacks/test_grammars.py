@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
+
+from logprobe.errors import ParameterError
+from logprobe.scoring.schemas import Schema, json_text
+from refusals import raises
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 
@@ -74,3 +80,54 @@ def test_a_schema_that_is_nested_deeply_is_a_400(attacked: Any) -> None:
     body = f'{{"prompt":"a","response_format":{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}}}'
     assert attacked.send("/v1/completions", body.encode()).status == 400
     attacked.check_alive()
+
+
+def alternatives(num_ways: int, num_keys: int) -> dict[str, Any]:
+    """A schema that is one of so many values, each of which may have so many parts."""
+    parts: dict[str, Any] = {f"p{number}": True for number in range(num_keys)}
+    return {"properties": parts, "anyOf": [{"enum": [number]} for number in range(num_ways)]}
+
+
+def doubled(word: str, last: Any) -> dict[str, Any]:
+    """A schema of which each definition is the next one, twice."""
+    steps: dict[str, Any] = {f"a{i}": {word: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(90)}
+    return {"$ref": "#/$defs/a0", "$defs": steps | {"a90": last}, "enum": [1]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        alternatives(1_900, 250),
+        alternatives(1_900, 20_000),
+        {"properties": {f"p{i}": alternatives(1_900, 3) for i in range(30)}},
+        {"anyOf": [{"$ref": "#/$defs/a"}] * 2_000, "$defs": {"a": alternatives(1_900, 0)}},
+        doubled("anyOf", False),
+        doubled("allOf", {"enum": [1]}),
+    ],
+    ids=range(6),
+)
+def test_alternatives_are_counted_before_they_are_laid_out(schema: dict[str, Any]) -> None:
+    schema = json.loads(json.dumps(schema))  # as a body has it: no part is another one
+    tracemalloc.start()
+    try:
+        with raises(ParameterError, parameter="schema"):
+            Schema(schema).check()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20_000_000
+
+
+def test_a_value_is_read_of_many_alternatives_once() -> None:
+    names = [f"value {number}" for number in range(20_000)]
+    schema = Schema({"enum": names, "anyOf": [{"required": [name]} for name in names[:1_900]]})
+    start = time.thread_time()
+    assert json_texts(names) == len(names)
+    control = time.thread_time() - start
+    start = time.thread_time()
+    assert schema.members("") == names
+    assert time.thread_time() - start < 100 * control  # each alternative alone takes as long
+
+
+def json_texts(values: list[str]) -> int:
+    return len({json_text(value) for value in values})

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
+import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from logprobe.server.http.errors import ApiError
+from logprobe.server.http.workers import MAX_JOBS, Workers
+from logprobe.server.limits import InProgress
 from server_process import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
@@ -76,3 +81,60 @@ def test_a_client_alone_has_all_there_is_and_no_more(keyed: Attacked) -> None:
         assert asked(keyed, "other", n=9) == 429  # more than a little
         assert asked(keyed, "hog") == 429
     eventually(lambda: in_use(keyed) == 0, "its requests go on")
+
+
+def half_sent(server: Attacked, stack: ExitStack) -> None:
+    """Open a connection of the hog's on which half a body has come."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer hog\r\n"
+    link = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), PATIENCE_S))
+    link.sendall(f'{head}Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"prompt":'.encode())
+
+
+def test_another_client_is_served_while_one_has_half_sent_all_its_bodies(
+    serve_process: Callable[..., Any],
+) -> None:
+    with (
+        serve_process(*KEYS, "--max-requests", "16", "--body-timeout-s", "600") as server,
+        ExitStack() as stack,
+    ):
+        for _ in range(16):
+            half_sent(server, stack)
+        eventually(lambda: asked(server, "hog") == 429, "it has not begun all there may be")
+        for _ in range(3):
+            assert asked(server, "other") == 200
+        assert asked(server, "hog") == 429
+
+
+def test_what_is_in_progress_has_a_reserve_for_callers_that_hold_little() -> None:
+    in_progress = InProgress(512, "requests")
+    with ExitStack() as stack:
+        for _ in range(512):
+            stack.enter_context(in_progress.hold("hog"))
+        for caller in ("hog", "hog"):
+            with pytest.raises(ApiError, match="512 of 512"):
+                stack.enter_context(in_progress.hold(caller))
+        with ExitStack() as others:
+            for number in range(8):
+                for _ in range(8):
+                    others.enter_context(in_progress.hold(f"other{number}"))
+            with pytest.raises(ApiError, match="576 of 512"):
+                others.enter_context(in_progress.hold("one more"))
+        stack.enter_context(in_progress.hold("one more"))
+    with in_progress.hold("hog"):
+        pass
+
+
+def test_bodies_that_wait_to_be_read_have_a_reserve_too() -> None:
+    async def fill() -> list[str]:
+        workers, is_over = Workers(), threading.Event()
+        jobs = [asyncio.ensure_future(workers.read(is_over.wait, None, "hog")) for _ in range(MAX_JOBS)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="wait to be read"):
+            await workers.read(str, None, "hog")
+        other = asyncio.ensure_future(workers.read(lambda: "read", None, "other"))
+        await asyncio.sleep(0)
+        is_over.set()
+        await asyncio.gather(*jobs)
+        return [await other]
+
+    assert asyncio.run(fill()) == ["read"]

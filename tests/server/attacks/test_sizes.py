@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from logprobe.server.models import named_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 MANY = 1_600_000
+MANY_LISTS = rb"\u002c\u005b\u005d" * 100_000  # escaped, in JSON within a text
 
 
 def chat(**more: Any) -> bytes:
@@ -174,6 +178,11 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "bad words": ("/v1/completions", lambda: completion(bad_words=["ab"] * 200_000), "max_bad_words"),
     "stops": ("/v1/completions", lambda: completion(stop=["ab"] * 200_000), "max_stop"),
     "a long stop": ("/v1/completions", lambda: completion(stop="a" * 1_000_000), "max_stop_bytes"),
+    "JSON in a text, its marks escaped": (
+        "/v1/completions",
+        lambda: completion(guided_json="X").replace(b"X", rb"\u005b\u005B\u005d" + MANY_LISTS + rb"\u005d"),
+        "max_body_values",
+    ),
     "lists in lists": (
         "/v1/chat/completions",
         lambda: chat(messages=[{"role": "user", "content": [[]] * 1_000_000}]),
@@ -190,6 +199,18 @@ def test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up(attack
         reply = attacked.send(path, data)
     assert reply.status == 400, reply.data[:300]
     assert told in reply.error["message"]
+
+
+@pytest.mark.parametrize("field", ["model", "lora", "lora_name"])
+def test_a_name_that_is_no_text_is_not_built_to_choose_the_model(field: str) -> None:
+    data = b'{"model": "other", "%s": [[]%s]}' % (field.encode(), b",[]" * 1_000_000)
+    tracemalloc.start()
+    try:
+        assert named_in(data) == ()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1_000_000  # of a million lists, tens of millions of bytes
 
 
 def test_what_a_long_text_took_is_returned(attacked: Any) -> None:

@@ -69,6 +69,21 @@ def test_a_field_of_eight_megabytes_holds_nobody_up(attacked: Attacked) -> None:
     assert all(len(reply.data) < MOST_BYTES for reply in replies)
 
 
+@pytest.mark.parametrize("name", ["model", "lora"])
+def test_names_of_weights_that_are_not_loaded_are_kept_nowhere(attacked: Attacked, name: str) -> None:
+    begin, size = len(attacked.log), len(attacked.get("/metrics").data)
+    invented = [LONG, *(f"invented-{number}" for number in range(20))]
+    for path, body in BODIES.items():
+        for word in invented:
+            assert attacked.post(path, **body | {name: word}).status in {400, 404}
+    num_sent = len(BODIES) * len(invented)
+    eventually(lambda: len(attacked.log) >= begin + num_sent, "requests are not logged")
+    assert not [line for line in attacked.log[begin:] if len(line) > MOST_BYTES or "invented-" in line]
+    figures = attacked.get("/metrics").data
+    assert b"invented-" not in figures
+    assert len(figures) < size + 10_000  # refusals by route and field, once each
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [

@@ -54,7 +54,7 @@ async def read(
     if len(data) <= QUICK_BYTES:
         body = _decode_checked(data, body_type, service)
         num_bytes = len(data) if is_bounded(body) else None
-        return await service.workers.read(lambda: prepare(body, service), num_bytes)
+        return await service.workers.read(lambda: prepare(body, service), num_bytes, service.caller)
 
     def read_large() -> T:
         try:
@@ -63,7 +63,7 @@ async def read(
             if len(data) > LARGE_BYTES:
                 return_freed()
 
-    return await service.workers.read(read_large, len(data))
+    return await service.workers.read(read_large, len(data), service.caller)
 
 
 def check_media_type(media_type: str | None) -> None:

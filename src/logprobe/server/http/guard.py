@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -87,7 +87,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
     One that asks for none is no work; of every other route, requests in progress are bounded, which they are
     until their reply is sent.
     """
-    bound = nullcontext() if keys is None else InProgress(models.settings.max_requests)
+    in_progress = InProgress(models.settings.max_requests, "requests of this route")
 
     async def serve(request: HttpRequest) -> HeldReply:
         resources, call = ExitStack(), request.scope[CALL]
@@ -96,12 +96,12 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             key = None if keys is None else keys.check(request.headers.get("authorization"))
             if request.method == "POST":
                 models.lifetime.check_open()
-            resources.enter_context(bound)
-            service = models.first
+            service, caller = models.first, caller_of(request, key)
             if keys is not None:  # who brings none has no model loaded
-                service = await models.enter(request)
+                resources.enter_context(in_progress.hold(caller))
+                service = await models.enter(request, caller)
                 resources.callback(models.leave, service)
-            scoped = service.for_one_request(caller_of(request, key), call)
+            scoped = service.for_one_request(caller, call)
             resources.callback(scoped.release)
             response = await handler(request, scoped)
             num_bytes = len(getattr(response, "body", b""))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from logprobe.server.http.errors import server_full
+from logprobe.server.limits import InProgress
 from logprobe.server.openai.bodies import (
     GUIDED,
     ClassifyBody,
@@ -81,10 +82,10 @@ class Workers:
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
-        self._num_jobs = 0
+        self._in_progress = InProgress(MAX_JOBS, "requests that wait to be read")
 
-    async def read(self, job: Callable[[], T], num_bytes: int | None) -> T:
-        """The result of a job that reads so many bytes; None: they do not bound its time.
+    async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
+        """The result of a caller's job that reads so many bytes; None: they do not bound its time.
 
         A client that leaves does not end it.
 
@@ -93,11 +94,11 @@ class Workers:
         """
         if num_bytes is not None and num_bytes <= QUICK_BYTES:
             return job()
-        if self._num_jobs >= MAX_JOBS:
-            raise server_full(f"{self._num_jobs} requests wait to be read")
-        self._num_jobs += 1
-        future = asyncio.get_running_loop().run_in_executor(self._readers, job)
-        future.add_done_callback(self._count_end)
+        with ExitStack() as held:
+            held.enter_context(self._in_progress.hold(caller))
+            future = asyncio.get_running_loop().run_in_executor(self._readers, job)
+            end = held.pop_all().close  # once the job has ended, whatever becomes of who waits for it
+        future.add_done_callback(lambda _: end())
         return await future
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
@@ -108,6 +109,3 @@ class Workers:
         if num_entries is not None and num_entries <= QUICK_ENTRIES:
             return job()
         return await asyncio.get_running_loop().run_in_executor(self._writers, job)
-
-    def _count_end(self, _: asyncio.Future[T]) -> None:
-        self._num_jobs -= 1

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from logprobe.server.rows import call_fields, chat_rows, num_top, reply_extensions, said_fields
+from logprobe.server.rows import (
+    call_fields,
+    chat_rows,
+    num_field_tokens,
+    num_top,
+    reply_extensions,
+    said_fields,
+)
 from logprobe.server.said import Said, Splitter, Told, segments, text_of
 
 if TYPE_CHECKING:
@@ -106,6 +113,15 @@ class ResponseShape:
             yield from self._go_on(said)
             if said.call is not None:
                 yield from self._end("completed")
+
+    @property
+    def begun_entries(self) -> int:
+        """What the prompt has begun of the reply costs, as entries."""
+        return self._splitter.begun_entries
+
+    def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Return what pieces cost beside their own rows, as entries: what was held back, ends of items."""
+        return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """The end of what is open, then everything once more, whole."""

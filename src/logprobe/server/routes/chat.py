@@ -19,6 +19,7 @@ from logprobe.server.rows import (
     chat_logprobs,
     choice_extensions,
     ending_extensions,
+    num_field_tokens,
     prompt_extensions,
     reply_extensions,
 )
@@ -115,6 +116,15 @@ class ChatShape:
         if piece.finish_reason:
             reason, ending = self._end(piece)
             yield self._chunk(piece.index, {}, finish_reason=reason, **ending) | self._prompt()
+
+    @property
+    def begun_entries(self) -> int:
+        """What the prompt has begun of each choice costs, as entries."""
+        return self._splitter.begun_entries
+
+    def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Return what pieces cost beside their own rows, as entries: what was held back, ends of choices."""
+        return sum(map(self._splitter.num_entries, pieces)) + num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Usage, where it was asked for."""

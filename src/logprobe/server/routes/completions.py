@@ -16,6 +16,7 @@ from logprobe.server.rows import (
     completion_rows,
     ending_extensions,
     legacy_logprobs,
+    num_field_tokens,
     prompt_extensions,
     reply_extensions,
 )
@@ -114,6 +115,12 @@ class CompletionShape:
         is_first = piece.index not in self._begun
         self._begun.add(piece.index)
         yield self._frame([self._begin(piece) if is_first else self._choice(piece)])
+
+    begun_entries = 0
+
+    def num_entries(self, pieces: Sequence[CompletionPiece]) -> int:
+        """Return what ends of choices cost beside their own rows, as entries."""
+        return num_field_tokens(self._body, pieces)
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Usage, where it was asked for."""

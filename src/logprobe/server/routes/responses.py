@@ -115,7 +115,9 @@ async def list_input_items(request: HttpRequest, service: Service) -> Response:
         before = stored.messages()[:-1]  # the last is the answer itself
         return msgspec.json.encode(list_items(request.path_params["response_id"], before, query))
 
-    return Response(await service.workers.read(written, len(stored.conversation)), media_type=JSON_TYPE)
+    return Response(
+        await service.workers.read(written, len(stored.conversation), service.caller), media_type=JSON_TYPE
+    )
 
 
 def list_items(response_id: str, messages: Messages, query: Mapping[str, str]) -> dict[str, Any]:

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 ARGUMENTS: Final = ("arguments", "parameters")
 """What models call the arguments of a call."""
+MAX_DEPTH: Final = 100
+"""Of values within each other in a call; what is nested deeper is content."""
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+_TOKEN: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]')  # a JSON string, or a bracket
 _read: Final = json.JSONDecoder().raw_decode
 
 
@@ -56,6 +59,7 @@ def _read_calls(
     is_json = field.content == "json"
     if not is_json:
         value = typed(value)
+    check_depth(value)
     values = value if isinstance(value, list) else [value]
     found, at, num_bytes = [], 0, 0
     for one, (start, stop) in zip(values, _spans(body, value, is_json=is_json), strict=True):
@@ -90,6 +94,7 @@ def _call(value: Any, source: str) -> ToolCall:
     arguments = next((function[key] for key in ARGUMENTS if key in function), None)
     if isinstance(arguments, str):  # JSON within JSON
         text, arguments = arguments, json.loads(arguments)
+        check_depth(arguments)
     else:
         arguments = {} if arguments is None else arguments
         text = _own_text(source, arguments) or _dumped(arguments)
@@ -102,20 +107,45 @@ def _call(value: Any, source: str) -> ToolCall:
 
 
 def _own_text(source: str, arguments: Any) -> str | None:
-    """The arguments of a call as its model wrote them; None where it wrote them otherwise than as JSON."""
+    """Return the arguments of a call as its model wrote them; None where that is not their JSON.
+
+    The text is read once; values within it are then found by the places where they end.
+    """
     try:
-        whole, _ = _read(source)
+        value, stop = _read(source)
     except ValueError:
         return None
-    if whole == arguments:
-        return source
-    found = None
-    for key, start, stop in _members(source) if isinstance(whole, dict) else ():
-        if key == "function":
-            found = _own_text(source[start:stop], arguments) or found
-        elif key in ARGUMENTS and whole[key] == arguments:
-            found = source[start:stop]  # of a key that comes twice the last counts
+    start, stops, found = 0, _stops(source[:stop]), None
+    while isinstance(value, dict):
+        if value == arguments:
+            return source[start:stop]
+        spans = {key: span for key, *span in _members(source, start, stops)}  # of equal keys the last counts
+        for key in ARGUMENTS:
+            if key in value and value[key] == arguments:
+                found = source[slice(*spans[key])]
+        if "function" not in value:
+            break
+        value, (start, stop) = value["function"], spans["function"]
     return found
+
+
+def check_depth(value: Any) -> None:
+    """Refuse a value that is nested deeper than `MAX_DEPTH`, without recursion.
+
+    Raises:
+        ValueError: it is.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for part in level
+            if isinstance(part, dict | list)
+            for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return
+    raise ValueError(f"is nested deeper than {MAX_DEPTH}")
 
 
 def _dumped(arguments: Any) -> str:
@@ -123,13 +153,26 @@ def _dumped(arguments: Any) -> str:
     return json.dumps(arguments) if _SURROGATE.search(text) else text
 
 
-def _members(source: str) -> Iterator[tuple[str, int, int]]:
-    """The keys of a JSON object, and where their values stand."""
-    at = _after_space(source, _after_space(source, 0) + 1)
+def _stops(source: str) -> dict[int, int]:
+    """Where each text, object and array of a JSON document ends, by where it begins."""
+    stops: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _TOKEN.finditer(source):
+        mark = match[0]
+        if mark in "[{":
+            opened.append(match.start())
+        else:
+            stops[opened.pop() if mark in "]}" else match.start()] = match.end()
+    return stops
+
+
+def _members(source: str, at: int, stops: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
+    """The keys of a JSON object that begins at a place, and where their values start and stop."""
+    at = _after_space(source, at + 1)
     while source[at] != "}":
         key, at = _read(source, at)
         start = _after_space(source, _after_space(source, at) + 1)
-        _, stop = _read(source, start)
+        stop = stops[start] if start in stops else _read(source, start)[1]  # a number or a word
         yield key, start, stop
         at = _after_separator(source, stop)
 

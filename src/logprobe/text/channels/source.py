@@ -46,6 +46,11 @@ class TokenText:
         """The first ordinary token of which something is not cut off."""
         return first_position(self._ordinary)
 
+    @property
+    def num_held_chars(self) -> int:
+        """Characters that are not cut off yet."""
+        return self.num_chars - self._num_cut
+
     def add_prompt(self, text: str) -> str:
         """Add what the prompt has written of a reply."""
         data = text.encode("utf-8", "replace")

@@ -50,6 +50,7 @@ class _Region:
     captures: dict[str, str]
     opening: list[Bit]
     body: list[Bit]
+    num_bytes: int = 0  # of its body
 
 
 class Channels:
@@ -96,6 +97,11 @@ class Channels:
         self._calls = []
         return parts
 
+    @property
+    def num_held_chars(self) -> int:
+        """Characters that are not given out yet, which the next piece may have read once more."""
+        return self._source.num_held_chars + (0 if self._region is None else self._region.num_bytes)
+
     def _first_undecided(self) -> int | None:
         """The first token of which bytes may still come to a channel."""
         first = [self._source.first_position, first_position(self._speech.space)]
@@ -128,6 +134,7 @@ class Channels:
                 self._end_calls(self._region, bits)
             else:
                 self._region.body += bits
+                self._region.num_bytes += sum(len(bit.data) for bit in bits)
 
     def _end_calls(self, region: _Region, closing: list[Bit]) -> None:
         """Give out the calls of a region, or take it for content."""
