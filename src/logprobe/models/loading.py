@@ -6,6 +6,7 @@ Follows `resolve`; the engine takes the module and the tokenizer from here.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -22,6 +23,7 @@ from logprobe.errors import (
     require,
 )
 from logprobe.models.cache import GGUF
+from logprobe.models.folder import check_numbers, reading_errors
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
@@ -65,16 +67,19 @@ def load_model(
     check_causal(load_config(files))
     try:
         if has_gguf(folder):
-            model: Any = _of_gguf(files, dtype, attn_implementation)
+            model = _of_gguf(files, dtype, attn_implementation)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            auto: Any = AutoModelForCausalLM
+            model, info = auto.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                output_loading_info=True,
             )
+            _check_no_missing(info["missing_keys"])
     except LogprobeError:
         raise
     except Exception as error:  # the model's own code, which may raise anything
@@ -83,6 +88,12 @@ def load_model(
         ) from error
     ready: PreTrainedModel = model.to(device).eval().requires_grad_(requires_grad=False)
     return ready
+
+
+def _check_no_missing(names: Iterable[str]) -> None:
+    """Refuse a model that lacks tensors, which transformers fills with random numbers."""
+    if missing := sorted(names):
+        raise ValueError(f"the weights lack {len(missing)} of its tensors, such as {missing[0]}")
 
 
 def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | None:
@@ -103,6 +114,27 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     if model is not None and (files.folder / "generation_config.json").is_file():
         model.module.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
     return model
+
+
+def check_sizes(files: ModelFiles) -> None:
+    """Refuse a configuration that describes a model of other sizes than its weights can have.
+
+    Raises:
+        UnsupportedModelError: its module has many more numbers than the files, or cannot be built.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from logprobe.models.sources import weight_bytes
+
+    auto: Any = AutoModelForCausalLM
+    with reading_errors(f"{files.name}: config.json"):
+        config = load_config(files)
+        with torch.device("meta"):
+            module = auto.from_config(config)
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        num_numbers = sum(tensor.numel() for tensor in tensors)
+    check_numbers(files.name, num_numbers, weight_bytes(files.folder))
 
 
 def source_of(files: ModelFiles) -> Source | None:
@@ -337,14 +369,10 @@ def load_tokenizer(files: ModelFiles) -> PreTrainedTokenizerFast:
     from logprobe.models.tokenizer import ExactTokenizer
 
     folder = checked_folder(files.folder)
-    try:
+    with reading_errors(f"{files.name}: tokenizer.json"):
         tokenizer: PreTrainedTokenizerFast = ExactTokenizer.from_pretrained(
             folder, local_files_only=True, clean_up_tokenization_spaces=False
         )
-    except (ValueError, KeyError, OSError) as error:
-        raise UnsupportedModelError(
-            f"{files.name}: tokenizer.json cannot be read ({in_one_line(error)})"
-        ) from error
     return tokenizer
 
 

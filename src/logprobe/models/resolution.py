@@ -20,6 +20,7 @@ from logprobe.models.cache import (
     new_entry,
     point_at,
 )
+from logprobe.models.folder import check_counts, check_files, check_shards
 from logprobe.models.known import KNOWN_MODELS, KnownModel
 from logprobe.models.sources import weight_files
 
@@ -115,8 +116,10 @@ def checked_folder(folder: Path) -> Path:
 
     Raises:
         ModelNotFoundError: one of the three is missing, or a linked file has been moved or changed.
-        UnsupportedModelError: the weights or the tokenizer are only there in a form that is not read.
+        UnsupportedModelError: the weights or the tokenizer are only there in a form that is not read, or a
+            file is not what its name says.
     """
+    check_files(folder)
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"{folder}: no config.json there; name the folder that holds the model's files"
@@ -131,7 +134,9 @@ def checked_folder(folder: Path) -> Path:
                 "save the weights as safetensors"
             )
         raise ModelNotFoundError(f"{folder}: no *.safetensors there; the weights are missing")
-    _check_shards(folder)
+    check_shards(folder)
+    if not has_gguf(folder):
+        check_counts(folder, weight_files(folder))
     if not (folder / "tokenizer.json").is_file():
         raise ModelNotFoundError(
             f"{folder}: no tokenizer.json there; save the fast tokenizer there (save_pretrained)"
@@ -158,17 +163,6 @@ def _check_linked(folder: Path) -> None:
         raise ModelNotFoundError(f"{folder}: its {MANIFEST} cannot be read; remove the folder") from error
     if checksum_of(path) != sha256:
         raise ModelNotFoundError(f"{path}: is another file by now; name it to read it anew")
-
-
-def _check_shards(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-        if missing:
-            raise ModelNotFoundError(
-                f"{folder}: {missing[0]} is missing ({len(missing)} of {len(shards)} weight files)"
-            )
 
 
 def _known_folder(model: KnownModel, *, download: bool) -> Path:

@@ -5,13 +5,13 @@ Before it: the folder of a model, or a `state_dict`. After it: panels, and trans
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from logprobe.errors import UnsupportedModelError
+from logprobe.models.folder import shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -138,12 +138,15 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a folder's weights: of those that transformers writes, or else all safetensors.
 
     Some repositories hold the same weights twice, in files of another program's names beside these.
+
+    Raises:
+        UnsupportedModelError: the index of its shards cannot be read.
     """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    whole = folder / "model.safetensors"
     if whole.is_file():
         return [whole]
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    if (names := shard_names(folder)) is not None:
+        return [folder / name for name in names]
     return sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")])
 
 

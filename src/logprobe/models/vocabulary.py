@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
+MAX_TOKENS: Final = 1 << 22  # sixteen times the largest published vocabulary
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -51,7 +52,8 @@ class Vocabulary:
         """Read a fast tokenizer's pieces and decode each by the rule of the tokenizer's own decoder.
 
         Raises:
-            UnsupportedModelError: the decoder's pieces have no exact bytes (WordPiece, for instance).
+            UnsupportedModelError: the decoder's pieces have no exact bytes (WordPiece, for instance), or an
+                id is not below `MAX_TOKENS`.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", tokenizer)
         to_bytes = _piece_decoder(backend)
@@ -59,11 +61,16 @@ class Vocabulary:
         added = {
             token_id: token.content.encode() for token_id, token in backend.get_added_tokens_decoder().items()
         }
-        pieces: list[bytes | None] = [None] * (max(own.values(), default=-1) + 1)
+        largest = max(*own.values(), *added, -1, -1)
+        if largest >= MAX_TOKENS:
+            raise UnsupportedModelError(
+                f"tokenizer.json: has the token id {largest}, and ids must be below {MAX_TOKENS}; "
+                "fetch the model again"
+            )
+        pieces: list[bytes | None] = [None] * (largest + 1)
         for piece, token_id in own.items():
             if token_id not in added:
                 pieces[token_id] = to_bytes(piece)
-        pieces.extend([None] * (max(added, default=-1) + 1 - len(pieces)))
         for token_id, content in added.items():
             pieces[token_id] = content
         return cls(pieces)

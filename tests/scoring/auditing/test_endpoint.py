@@ -209,6 +209,57 @@ def test_a_body_without_end(tiny_llm: LLM) -> None:
     assert "longer than" in str(error)
 
 
+def ask_once(url: str, **settings: Any) -> Any:
+    async def ask() -> Any:
+        async with Connection(Endpoint(url, api_key=KEY, **settings)) as connection:
+            return (await connection.get("/v1/models")).value
+
+    return asyncio.run(ask())
+
+
+MANY = 1 << 17
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        reply(b"[" + b"[]," * MANY + b"0]"),
+        reply(b"[" + b"{}," * MANY + b"0]"),
+        reply(b"[" + b"0," * MANY + b"0]"),
+        reply(b"[" * MANY),
+        reply(b"data: 0\n" * MANY, kind="text/event-stream"),
+        reply(b"data: 0\r" * MANY, kind="text/event-stream"),
+        reply(b"\n" * MANY, kind="text/event-stream"),
+    ],
+    ids=["lists", "objects", "numbers", "deep", "events", "events by CR", "empty lines"],
+)
+def test_a_reply_of_very_many_values_is_refused_before_it_is_parsed(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Any] = []
+    monkeypatch.setattr(json, "loads", parsed.append)
+    with answering(always(sent)) as url, pytest.raises(ServerError):
+        ask_once(url, max_bytes=1 << 21)
+    assert parsed == []
+
+
+def test_a_reply_of_a_thousand_prompt_rows_is_no_such() -> None:
+    entries = [{"token": "ab", "logprob": -1.5, "bytes": [97, 98], "token_id": 7}] * 20
+    value = [{"token": "ab", "logprob": -1.5, "bytes": [97, 98], "top_logprobs": entries}] * 1024
+    with answering(always(reply(json.dumps(value).encode()))) as url:
+        assert ask_once(url) == value
+
+
+def test_parsing_counts_as_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(json, "loads", lambda _: held.wait(60))
+    try:
+        with answering(always(reply(b"{}"))) as url, pytest.raises(ServerError):
+            ask_once(url, timeout_s=0.5)
+    finally:
+        held.set()
+
+
 def test_a_reply_that_is_compressed_unasked(tiny_llm: LLM) -> None:
     with answering(always(reply(b"xx", content_encoding="gzip"))) as url:
         assert "compressed" in str(failure(url, tiny_llm))

@@ -23,6 +23,7 @@ from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
+from logprobe.models.folder import reading_errors
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.stored.store import LoadStore
 from logprobe.processors.registry import load_processors
@@ -150,9 +151,11 @@ def text_edge(files: ModelFiles) -> TextEdge:
     """Tokenizer and exact bytes of a model; what an earlier start has kept needs no transformers."""
     store = LoadStore.of(files)
     stored = None if store is None else store.tokenizer()
-    if stored is not None:
-        return TextEdge(*stored, Vocabulary.from_tokenizer(stored[0]), _once(partial(_load_tokenizer, files)))
-    text = TextEdge.of(_load_tokenizer(files))
+    with reading_errors(f"{files.name}: its tokenizer"):
+        if stored is not None:
+            vocabulary = Vocabulary.from_tokenizer(stored[0])
+            return TextEdge(*stored, vocabulary, _once(partial(_load_tokenizer, files)))
+        text = TextEdge.of(_load_tokenizer(files))
     if store is not None:
         store.write_tokenizer(text.backend, text.facts)
     return text

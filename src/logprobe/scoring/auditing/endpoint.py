@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 FULL: Final = 429
 REFUSED_KEY: Final = (401, 403)
 MOST_BYTES: Final = 1 << 25  # of one reply: 1,024 prompt rows of 20 alternatives are some 3 MB
+# One JSON value for so many bytes of the limit, as each takes up to a hundred in memory; those rows have
+# some 200,000 values, a fifth of what a reply of the default limit may have.
+BYTES_PER_VALUE: Final = 32
+# One of them stands before, after or between values, or ends an event of a stream.
+_SEPARATORS: Final = (b"[", b"{", b",", b"\n", b"\r")
 ERROR_BYTES: Final = 1 << 16
 RETRY_AFTER_S: Final = 1.0
 LEAST_WAIT_S: Final = 0.05
@@ -139,7 +144,7 @@ class Connection:
 
         Raises:
             ParameterError: the server refuses the key.
-            ServerError: it fails to answer in time, or answers what is no JSON, or too much of it.
+            ServerError: no whole reply that can be parsed within `timeout_s`, no JSON, or too much of it.
             UnreachableError: no connection, or one that broke.
         """
         return await self._exchange("POST", path, body)
@@ -166,17 +171,26 @@ class Connection:
                 # httpx ends what it has begun where anyio gives it up.
                 with anyio.fail_after(self.settings.timeout_s):
                     status, kind, data = await self._once_not_full(method, path, body)
+                    return await anyio.to_thread.run_sync(
+                        self._answered, status, kind, data, what, abandon_on_cancel=True
+                    )
             except TimeoutError as error:
                 limit = f"{self.settings.timeout_s:g} s"
                 raise ServerError(f"{what}: no whole reply within {limit}; raise timeout_s") from error
             except self._failure as error:
                 words = self._printable(str(error) or type(error).__name__)
                 raise UnreachableError(f"{what}: {words}; is the server up?") from error
+
+    def _answered(self, status: int, kind: str, data: bytes, what: str) -> Answered:
         if status in REFUSED_KEY:
             words = _words_of(data)
             raise ParameterError("api_key", f"the server refuses it ({status}): {self._printable(words)}")
         if not 200 <= status < 300:
             return Answered(status, None, self._printable(_words_of(data)))
+        num_values = sum(map(data.count, _SEPARATORS))
+        most = max(self.settings.max_bytes // BYTES_PER_VALUE, ERROR_BYTES)
+        if num_values > most:
+            raise ServerError(f"{what}: the reply has more than {most} JSON values; raise max_bytes")
         value = self._events(data, what) if "event-stream" in kind else self._json(data, what)
         return Answered(status, value)
 

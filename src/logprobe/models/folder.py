@@ -1,0 +1,222 @@
+"""Check a model's folder before any library reads it; whoever made its files may be hostile.
+
+Files are regular and of bounded size, and the counts of config.json fit the tensors that exist, so that every
+fault ends quickly and in bounded memory as one `ModelError`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from logprobe.errors import LogprobeError, ModelNotFoundError, UnsupportedModelError, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+INDEX: Final = "model.safetensors.index.json"
+MAX_BYTES: Final = {
+    "tokenizer.json": 1 << 27,  # four times the largest of a published model
+    "config.json": 1 << 22,
+}
+MAX_OTHER_BYTES: Final = 1 << 24  # of an index, a chat template, tokenizer_config.json ...
+MAX_HEADER_BYTES: Final = 1 << 25  # names and shapes of one safetensors file
+MAX_LAYERS: Final = 1024
+FREE_LAYERS: Final = (
+    128  # whatever the weights hold: the default of a part that is not loaded, such as images
+)
+MAX_REASON_CHARS: Final = 200
+# Experts that no file holds one by one may be a config's unused default, or those of every other layer.
+FREE_EXPERTS: Final = 1024
+EXPERT_SLACK: Final = 8
+# Bits may be packed, and a configuration may describe what its weights leave out.
+NUMBERS_PER_BYTE: Final = 8
+FREE_NUMBERS: Final = 1 << 24
+_LIBRARY_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.gguf", "*token*")
+_LAYERS: Final = re.compile(r"(layers?|blocks?|depth)$")
+_EXPERTS: Final = re.compile(r"experts$")
+T = TypeVar("T")
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """A tensor of a safetensors header; `__metadata__` has no shape."""
+
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)] | None = None
+
+
+class _Held(NamedTuple):
+    """Counts over a folder's safetensors files."""
+
+    tensors: int
+    matrices: int  # a tensor of more than two dimensions counts as the matrices that it stacks
+
+
+@contextmanager
+def reading_errors(what: str) -> Iterator[None]:
+    """Raise `UnsupportedModelError` for whatever a library raises while it reads a model's files."""
+    try:
+        yield
+    except (LogprobeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(_cannot_be_read(what, error)) from error
+    except BaseException as error:
+        # pyo3 raises Rust panics outside the tree of `Exception`, by a class that cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UnsupportedModelError(_cannot_be_read(what, error)) from None
+
+
+def check_files(folder: Path) -> None:
+    """Refuse a file that a library would read and that is not a regular file of bounded size.
+
+    Raises:
+        UnsupportedModelError: a FIFO, a device, a socket, a folder, or a file that is too large.
+    """
+    for path in sorted({path for pattern in _LIBRARY_FILES for path in folder.glob(pattern)}):
+        try:
+            facts = path.stat()
+        except OSError:  # a link that leads nowhere: whoever needs the file names it
+            continue
+        is_weights = path.suffix in {".safetensors", ".gguf"}
+        if stat.S_ISDIR(facts.st_mode) and not is_weights:
+            continue
+        if not stat.S_ISREG(facts.st_mode):
+            raise UnsupportedModelError(f"{path}: is not a regular file; fetch the model again")
+        most = MAX_BYTES.get(path.name, MAX_OTHER_BYTES)
+        if not is_weights and facts.st_size > most:
+            raise UnsupportedModelError(
+                f"{path}: has {facts.st_size} bytes, more than {most}; fetch the model again"
+            )
+
+
+def shard_names(folder: Path) -> list[str] | None:
+    """Names of the weight files that a folder's index lists, ascending; None where it has no index.
+
+    Raises:
+        UnsupportedModelError: the index cannot be read, or names files outside the folder.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    names = sorted(set(_decoded(index.read_bytes(), _Index, str(index)).weight_map.values()))
+    for name in names:
+        if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+            raise UnsupportedModelError(
+                f"{index}: {shortened(name)!r} is not the name of a safetensors file in this folder; "
+                "fetch the model again"
+            )
+    return names
+
+
+def check_shards(folder: Path) -> None:
+    """Refuse a folder that lacks weight files that its index lists.
+
+    Raises:
+        ModelNotFoundError: a weight file is missing.
+        UnsupportedModelError: as `shard_names`.
+    """
+    names = shard_names(folder) or []
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelNotFoundError(
+            f"{folder}: {missing[0]} is missing ({len(missing)} of {len(names)} weight files)"
+        )
+
+
+def check_counts(folder: Path, files: list[Path]) -> None:
+    """Refuse a config.json with more layers or experts than its weights can have.
+
+    Args:
+        folder: of the model.
+        files: its safetensors files.
+
+    Raises:
+        UnsupportedModelError: a count is too large, or the file is not a JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())  # as transformers does: Infinity is a number
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModelError(_cannot_be_read(str(path), error)) from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{path}: must be a JSON object; fetch the model again")
+    held = _held(files)
+    layers = experts = 0
+    for name, value in _integers(config):
+        if _LAYERS.search(name):
+            layers = max(layers, value)
+            if value > min(max(held.tensors, FREE_LAYERS), MAX_LAYERS):
+                raise UnsupportedModelError(
+                    f"{path}: {shortened(name)} is {value}, but the weights hold {held.tensors} tensors "
+                    f"(at most {MAX_LAYERS} layers are supported); fetch the model again"
+                )
+        elif _EXPERTS.search(name):
+            experts = max(experts, value)
+    if layers * experts > EXPERT_SLACK * held.matrices + FREE_EXPERTS:
+        raise UnsupportedModelError(
+            f"{path}: has {experts} experts in {layers} layers, but the weights hold {held.matrices} "
+            "matrices; fetch the model again"
+        )
+
+
+def check_numbers(name: str, num_numbers: int, num_bytes: int) -> None:
+    """Refuse a module of many more numbers than its files can hold, before memory is taken for them.
+
+    Raises:
+        UnsupportedModelError: the sizes in config.json are not those of the weights.
+    """
+    if num_numbers > NUMBERS_PER_BYTE * num_bytes + FREE_NUMBERS:
+        raise UnsupportedModelError(
+            f"{name}: its config.json describes {num_numbers} numbers, but its weights have {num_bytes} "
+            "bytes; fetch the model again"
+        )
+
+
+def _held(files: list[Path]) -> _Held:
+    """Count tensors; a file that cannot be read counts as none, and is named when its tensors are read."""
+    tensors = matrices = 0
+    for file in files:
+        with file.open("rb") as opened:
+            num_bytes = int.from_bytes(opened.read(8), "little")
+            data = opened.read(num_bytes) if num_bytes <= MAX_HEADER_BYTES else b""
+        try:
+            header = msgspec.json.decode(data, type=dict[str, _Tensor])
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        shapes = [tensor.shape for tensor in header.values() if tensor.shape is not None]
+        tensors += len(shapes)
+        matrices += sum(prod(shape[:-2]) for shape in shapes)
+    return _Held(tensors, matrices)
+
+
+def _integers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Every whole number of a configuration and of its nested ones, with its key."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _integers(value)
+        elif isinstance(value, int):
+            yield name, value
+
+
+def _decoded(data: bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise UnsupportedModelError(_cannot_be_read(what, error)) from error
+
+
+def _cannot_be_read(what: str, error: BaseException) -> str:
+    reason = " ".join(f"{error}".split()) or type(error).__name__
+    return f"{what} cannot be read ({shortened(reason, MAX_REASON_CHARS)}); fetch the model again"
