@@ -17,7 +17,7 @@ from logprobe import LLM
 from logprobe.engine.backends.start import text_edge
 from logprobe.errors import ModelError
 from logprobe.models import ModelFiles, Vocabulary, resolve
-from logprobe.models.loading import check_sizes
+from logprobe.models.loading import check_sizes, load_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -163,7 +163,12 @@ def test_a_hostile_tokenizer_is_refused(
 @pytest.mark.parametrize("spoil", REFUSED_SIZES.values(), ids=REFUSED_SIZES.keys())
 def test_sizes_that_the_weights_do_not_have_are_refused(folder: Path, spoil: Callable[[Path], None]) -> None:
     spoil(folder)
-    refuse(lambda: check_sizes(resolve(str(folder))))
+
+    def load() -> None:
+        files = resolve(str(folder))
+        check_sizes(files, load_config(files))
+
+    refuse(load)
 
 
 @pytest.mark.usefixtures("_little_memory")

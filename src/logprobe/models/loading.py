@@ -64,7 +64,9 @@ def load_model(
     from logprobe.models.lazy import LOAD_ELSEWHERE, check_causal
 
     folder = checked_folder(files.folder)
-    check_causal(load_config(files))
+    config = load_config(files)
+    check_causal(config)
+    check_sizes(files, config)
     try:
         if has_gguf(folder):
             model = _of_gguf(files, dtype, attn_implementation)
@@ -110,28 +112,26 @@ def load_lazily(files: ModelFiles, state: State | None = None) -> LazyModel | No
     source = source_of(files) if state is None else StateSource(state)
     if source is None:
         return None
-    model = lazy_model(load_config(files), source, dtype=torch.float32)
+    config = load_config(files)
+    if state is None:
+        check_sizes(files, config)
+    model = lazy_model(config, source, dtype=torch.float32)
     if model is not None and (files.folder / "generation_config.json").is_file():
         model.module.generation_config = GenerationConfig.from_pretrained(files.folder, local_files_only=True)
     return model
 
 
-def check_sizes(files: ModelFiles) -> None:
+def check_sizes(files: ModelFiles, config: PreTrainedConfig) -> None:
     """Refuse a configuration that describes a model of other sizes than its weights can have.
 
     Raises:
         UnsupportedModelError: its module has many more numbers than the files, or cannot be built.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    from logprobe.models.lazy import empty_model
     from logprobe.models.sources import weight_bytes
 
-    auto: Any = AutoModelForCausalLM
     with reading_errors(f"{files.name}: config.json"):
-        config = load_config(files)
-        with torch.device("meta"):
-            module = auto.from_config(config)
+        module = empty_model(config)
         tensors = itertools.chain(module.parameters(), module.buffers())
         num_numbers = sum(tensor.numel() for tensor in tensors)
     check_numbers(files.name, num_numbers, weight_bytes(files.folder))

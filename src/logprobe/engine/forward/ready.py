@@ -23,7 +23,7 @@ from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.layers.layout import can_widen
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
-from logprobe.models.loading import check_sizes, load_lazily, load_state, num_weights
+from logprobe.models.loading import load_lazily, load_state, num_weights
 from logprobe.models.progress import CountedSource, LoadProgress
 from logprobe.models.quiet import quiet_transformers
 from logprobe.models.sources import weight_bytes
@@ -89,8 +89,6 @@ def make_ready(
         from logprobe.engine.forward.proof import Proof, refusing  # with all of transformers
 
         with reading_errors(files.name):
-            if state is None:
-                check_sizes(files)
             model = _loaded(files, state, dtype=dtype, device=device, is_lazy=why_plain is None)
         if state is None and model.unread:
             model = replace(model, source=CountedSource(model.source, progress))
