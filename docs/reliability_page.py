@@ -169,6 +169,7 @@ AUDIT = (
         "`header_timeout_s`, whatever bytes come that begin no request",
         (
             "attacks/test_slow.py::test_bytes_that_begin_no_request_keep_no_connection",
+            "attacks/test_slow.py::test_nor_do_they_where_silence_follows",
             "attacks/test_slow.py::test_a_client_that_closes_its_half_between_requests_gets_nothing_more",
         ),
     ),
