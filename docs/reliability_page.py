@@ -170,6 +170,7 @@ AUDIT = (
         "`header_timeout_s`, whatever bytes come that begin no request",
         (
             "attacks/test_slow.py::test_bytes_that_begin_no_request_keep_no_connection",
+            "attacks/test_slow.py::test_nor_do_they_where_silence_follows",
             "attacks/test_slow.py::test_a_client_that_closes_its_half_between_requests_gets_nothing_more",
         ),
     ),
@@ -390,12 +391,13 @@ AUDIT = (
     ),
     Audited(
         ("POST /v1/responses",),
-        "the reply and its conversation, kept as JSON until younger ones need the room; an earlier "
-        "conversation, decoded in a worker",
+        "the reply and its conversation, kept as JSON until younger ones need the room: the oldest of the "
+        "key that has most goes; an earlier conversation, decoded in a worker",
         "`max_stored`, `max_stored_bytes`, of all clients together; no conversation beyond `max_body_bytes` "
         "is kept",
         (
             "attacks/test_stored.py::test_stored_messages_are_in_the_bound_of_what_is_stored",
+            "test_stored.py::test_one_owner_pushes_out_no_others",
             "test_stored.py::test_the_conversation_counts_as_the_response_does",
             "test_stored.py::test_a_conversation_that_no_body_could_hold_is_not_kept",
             "test_responses.py::test_what_is_stored_is_bounded_in_bytes_and_the_oldest_go_first",

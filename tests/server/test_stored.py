@@ -38,6 +38,18 @@ def test_the_conversation_counts_as_the_response_does() -> None:
         stored.find(b"", "resp-3")
 
 
+@pytest.mark.parametrize(("max_responses", "max_bytes"), [(8, 100_000), (100, 1200)])
+def test_one_owner_pushes_out_no_others(max_responses: int, max_bytes: int) -> None:
+    stored = StoredResponses(max_responses, max_bytes, 1000)
+    stored.keep(b"other", RESPONSE, MESSAGES)
+    for number in range(200):
+        stored.keep(b"hog", RESPONSE | {"id": f"resp-{number + 2}"}, MESSAGES)
+    assert stored.find(b"other", "resp-1").messages() == MESSAGES
+    assert stored.find(b"hog", "resp-201").messages() == MESSAGES
+    with pytest.raises(ApiError, match="is not stored here"):
+        stored.find(b"hog", "resp-2")
+
+
 def test_a_conversation_that_no_body_could_hold_is_not_kept() -> None:
     """Turn by turn it would grow to all the room there is, and is read in one go."""
     stored = StoredResponses(4, 10_000, 250)

@@ -68,7 +68,8 @@ class ServerSettings:
         max_field_rows: next-token rows that `field_logprobs: "members"` may take for one reply, all of its
             choices and values together; what is not followed then is told as `unresolved`.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
-        max_stored: replies of `/v1/responses` kept for later; the oldest go first.
+        max_stored: replies of `/v1/responses` kept for later; for a new one the oldest of the key that has
+            most goes.
         max_stored_bytes: bytes of JSON that stored replies and their conversations may come to, together.
         header_timeout_s: how long the header of a request may take to arrive, after a reply whatever else
             comes before it.

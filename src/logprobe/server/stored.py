@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
-from cachetools import FIFOCache
 
 from logprobe.errors import shortened
 from logprobe.server.http.errors import ApiError
@@ -34,29 +34,33 @@ class StoredResponse(NamedTuple):
 
 
 class StoredResponses:
-    """The latest responses by their owner and id; the oldest go first.
+    """The latest responses by their owner and id; for a new one the oldest of the owner that has most goes.
 
     An owner is a digest of the key that a request brought. Any thread may use it: large replies are written
     by workers.
     """
 
     def __init__(self, max_responses: int, max_bytes: int, max_conversation_bytes: int) -> None:
-        self._max_responses = max_responses
+        self._max_responses, self._max_bytes = max_responses, max_bytes
         self._max_conversation_bytes = max_conversation_bytes  # which is read in one go
-        self._kept: FIFOCache[tuple[bytes, str], StoredResponse]
-        self._kept = FIFOCache(max_bytes, getsizeof=lambda stored: stored.num_bytes)
+        self._kept: dict[tuple[bytes, str], StoredResponse] = {}  # the oldest first
+        self._counts, self._bytes = Counter[bytes](), Counter[bytes]()  # by owner
         self._lock = threading.Lock()
 
     def keep(self, owner: bytes, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Keep one, unless it alone is beyond the bounds, or its conversation longer than a body may be."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         is_long = len(stored.conversation) > self._max_conversation_bytes
-        if not self._max_responses or is_long or stored.num_bytes > self._kept.maxsize:
+        if not self._max_responses or is_long or stored.num_bytes > self._max_bytes:
             return
         with self._lock:
-            while len(self._kept) >= self._max_responses:
-                self._kept.popitem()
+            most_bytes = self._max_bytes - stored.num_bytes
+            while len(self._kept) >= self._max_responses or self._bytes.total() > most_bytes:
+                largest = max(self._counts, key=self._share)
+                self._pop(next(key for key in self._kept if key[0] == largest))
             self._kept[owner, response["id"]] = stored
+            self._counts[owner] += 1
+            self._bytes[owner] += stored.num_bytes
 
     def find(self, owner: bytes, response_id: str, param: str | None = None) -> StoredResponse:
         """Get one.
@@ -75,4 +79,16 @@ class StoredResponses:
         """Forget one; raises as `find` does."""
         self.find(owner, response_id)
         with self._lock:
-            self._kept.pop((owner, response_id), None)
+            if (owner, response_id) in self._kept:
+                self._pop((owner, response_id))
+
+    def _share(self, owner: bytes) -> float:
+        """The part that an owner has of all that is kept at most."""
+        return max(self._counts[owner] / self._max_responses, self._bytes[owner] / self._max_bytes)
+
+    def _pop(self, key: tuple[bytes, str]) -> None:
+        owner = key[0]
+        self._bytes[owner] -= self._kept.pop(key).num_bytes
+        self._counts[owner] -= 1
+        if not self._counts[owner]:
+            del self._counts[owner], self._bytes[owner]

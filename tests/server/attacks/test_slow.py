@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from contextlib import suppress
@@ -142,6 +143,24 @@ def test_a_body_that_nobody_asked_for_ends_in_time(impatient: Attacked) -> None:
 def test_bytes_that_begin_no_request_keep_no_connection(impatient: Attacked) -> None:
     with sent(impatient, HEALTH) as link:
         closes_beside(link, b"\r\n")
+
+
+@pytest.mark.parametrize("ask", [HEALTH, completion(b'{"prompt": "the cat", "max_tokens": 2}')])
+@pytest.mark.parametrize("blank", [b"\r", b"\n", b"\r\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_nor_do_they_where_silence_follows(
+    impatient: Attacked, ask: bytes, blank: bytes, is_early: bool
+) -> None:
+    """The connection closes whether they come before the reply has ended or after it."""
+    with sent(impatient, ask + blank * is_early) as link:
+        if not is_early:
+            head, _, body = link.recv(1 << 16).partition(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None, head
+            while len(body) < int(length[1]):
+                body += link.recv(1 << 16)
+            link.sendall(blank)
+        rest_of(link)
 
 
 def closes_beside(link: socket.socket, more: bytes) -> None:
