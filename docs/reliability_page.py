@@ -12,10 +12,11 @@ from harness import number
 from report import machine, newest_results
 
 from logprobe.config import EngineConfig
+from logprobe.engine.healing import ROWS_AT_ONCE as HEALING_ROWS
 from logprobe.engine.plan.shares import LARGE_PART, PLACES_PART
 from logprobe.next_token.fields import MEMBERS_A_ROW
 from logprobe.processors.builtin.grammar import MAX_STEP_ITEMS
-from logprobe.scoring.covers import MAX_STEPS
+from logprobe.scoring.covers import MAX_STEPS, MIN_STEPS
 from logprobe.scoring.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
 from logprobe.server import ServerSettings
 from logprobe.server.http.gate import PIECE_BYTES
@@ -426,7 +427,8 @@ AUDIT = (
     Audited(
         ("POST /v1/score",),
         "the context tokenised with each continuation; the engine's steps, and where a token spans the "
-        f"boundary up to {MAX_STEPS:,} next-token rows a continuation; the reply, in a worker as Arrow "
+        f"boundary up to {MAX_STEPS:,} next-token rows for continuations after the same tokens, or "
+        f"{MIN_STEPS} for each, admitted {HEALING_ROWS} at a time; the reply, in a worker as Arrow "
         f"or beyond {QUICK_ENTRIES:,} tokens, each continuation as {SCORE_ENTRIES} more",
         "`max_requests` continuations, `max_messages`, `max_text_bytes` for the context or conversation "
         "times the continuations, the model's context for a context of ids; `max_requests`, "
@@ -442,7 +444,8 @@ AUDIT = (
     Audited(
         ("POST /v1/classify", "POST /v1/judge"),
         "each text tokenised with each answer, a conversation laid out once; the engine's steps, and where a "
-        f"token spans the boundary up to {MAX_STEPS:,} next-token rows an answer; the reply, "
+        f"token spans the boundary up to {MAX_STEPS:,} next-token rows a prompt, or {MIN_STEPS} an answer, "
+        f"admitted {HEALING_ROWS} at a time; the reply, "
         f"in a worker beyond {QUICK_ENTRIES:,} tokens, each answer as {SCORE_ENTRIES} more",
         "`max_requests` prompts times answers, before any is compared or tokenised; `max_messages`; "
         "`max_text_bytes` for the prompts times the answers; `max_requests`, `max_tokens_in_flight`, "

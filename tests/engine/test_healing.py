@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from logprobe import LLM, SamplingParams
-from logprobe.errors import ParameterError
+from logprobe.engine import healing
+from logprobe.errors import ParameterError, WeightsReplacedError
 from logprobe.scoring import covers
 from logprobe.scoring.score import whole_rows
 from refusals import raises
@@ -196,8 +199,35 @@ def test_with_few_rows_a_sum_is_a_lower_bound(tiny_llm: LLM, monkeypatch: pytest
     (whole,) = tiny_llm.score([("the ca", "t and")])
     for steps in (1, 3, 6):
         monkeypatch.setattr(covers, "MAX_STEPS", steps)
+        monkeypatch.setattr(covers, "MIN_STEPS", steps)
         (bound,) = tiny_llm.score([("the ca", "t and")])
         assert bound.logprob < whole.logprob
+
+
+def test_rows_are_asked_in_batches_and_give_the_same_sums(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny_llm.score([("the ca", "t and"), ("the ca", "r")])
+    sizes: list[int] = []
+    run = tiny_llm.client.run
+
+    async def counted(admitted: Any, *more: Any) -> Any:
+        sizes.append(len(admitted))
+        return await run(admitted, *more)
+
+    monkeypatch.setattr(tiny_llm.client, "run", counted)
+    monkeypatch.setattr(healing, "ROWS_AT_ONCE", 2)
+    assert tiny_llm.score([("the ca", "t and"), ("the ca", "r")]) == whole
+    assert max(sizes) == 2
+    assert sum(sizes) > 8
+
+
+def test_sums_of_other_weights_than_the_tokens_are_an_error(tiny_llm: LLM) -> None:
+    client = tiny_llm.client
+    splits = [client.split(("the ca", "t and"))]
+    before: Any = [SimpleNamespace(weights_number=-1)]
+    [error] = asyncio.run(client.heal(splits, before, None, client.requests.of_one_call()))
+    assert isinstance(error, WeightsReplacedError)
 
 
 @pytest.mark.parametrize("truncation", ["left", "window"])

@@ -45,7 +45,8 @@ def test_what_is_cut_off_ends_with_an_error_and_what_comes_late_is_sent_away(
                 assert late.status_code == 503
                 assert late.headers["retry-after"] == "2"
                 assert late.json()["error"]["code"] == "draining"
-            assert server.get("/health").json() == {"status": "draining"}
+            for probe in (server.get("/health"), server.get("/ping"), server.post("/ping")):
+                assert (probe.status_code, probe.json()) == (200, {"status": "draining"})
             assert server.get("/v1/models").status_code == 200
             server.service.lifetime.is_over = True
             for thread in threads:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from logprobe.server.openai import bodies
+from logprobe.server.openai import bodies, unknown_fields
 from logprobe.server.openai.bodies import BODIES, NESTED, ChatBody
 from logprobe.server.openai.unknown_fields import FOREIGN, MAX_NAMED, MAX_UNKNOWN, nearest_spelling, num_edits
 
@@ -212,6 +212,31 @@ def test_more_unknown_fields_than_are_looked_at_are_refused(server: Any) -> None
     assert server.post(COMPLETIONS, **ASKED[COMPLETIONS], **fields).status_code == 400
     del fields["of_a_client_0"]
     assert server.post(COMPLETIONS, **ASKED[COMPLETIONS], **fields).status_code == 200
+
+
+def test_a_field_of_many_items_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    remedy_for = unknown_fields.remedy_for
+
+    def noted(path: str, *more: Any) -> str | None:
+        looked_at.append(path)
+        return remedy_for(path, *more)
+
+    monkeypatch.setattr(unknown_fields, "remedy_for", noted)
+    names = [f"of_a_client_{n}" for n in range(MAX_UNKNOWN)]
+    body = {"query": "a", "documents": [{"text": "b", **dict.fromkeys(names, 1)}] * 100}
+    known, paths = unknown_fields.without_unknown(msgspec.json.encode(body), BODIES["/v1/rerank"])
+    assert paths == looked_at == [f"documents.{name}" for name in names]
+    assert msgspec.json.decode(known)["documents"] == [{"text": "b"}] * 100
+
+
+def test_strict_suggestions_for_a_field_of_an_item_are_of_the_item(strict: Any) -> None:
+    for name, near in (("txt", "'text'"), ("label", None)):
+        documents = [{"text": "a", name: "b"}]
+        error = strict.post("/v1/rerank", **ASKED["/v1/rerank"] | {"documents": documents}).json()["error"]
+        assert error["param"].endswith(f".{name}")
+        assert ("did you mean" in error["message"]) == (near is not None)
+        assert near is None or near in error["message"]
 
 
 def test_many_stop_strings_are_taken_up_to_the_limit(server: Any) -> None:

@@ -136,7 +136,7 @@ def _source_of(text: str | None, names: list[str]) -> TextSource:
 def _is_data(names: list[str], settings: DataSettings) -> bool:
     """Whether the files are rows: by their number, their names, or what is asked of them."""
     columns = (settings.context_column, settings.choices_column, settings.keep_columns, settings.label_column)
-    asks_for_rows = any(columns) or settings.unconditional or settings.boundary != "auto"
+    asks_for_rows = any(columns) or settings.unconditional
     return len(names) > 1 or asks_for_rows or any(map(_holds_rows, names))
 
 

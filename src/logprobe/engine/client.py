@@ -199,11 +199,13 @@ class Client:
         good = [pair for pair in admitted if not isinstance(pair, LogprobeError)]
         # One batch: what is scored after nothing joins the same steps.
         work = [pair.parts for pair in good] + [pair.alone for pair in good]
-        ended = iter(await self.run([*chain.from_iterable(work)], watch))
+        outputs = await self.run([*chain.from_iterable(work)], watch)
+        ended = iter(outputs)
         groups = [[next(ended) for _ in parts] for parts in work]
         whole = [pair.splits for pair in good] + [pair.alone_splits for pair in good]
-        healed = iter(await self.heal([*chain.from_iterable(whole)], params.lora, requests, sampling))
-        numbers = [[next(healed) for _ in splits] for splits in whole]
+        splits = [*chain.from_iterable(whole)]
+        healed = iter(await self.heal(splits, outputs, params.lora, requests, sampling))
+        numbers = [[next(healed) for _ in parts] for parts in whole]
         results = [*zip(groups, numbers, strict=True)]
         pair_results = iter(zip(good, results[: len(good)], results[len(good) :], strict=True))
         scores = [
@@ -242,14 +244,15 @@ class Client:
     async def heal(
         self,
         splits: Sequence[Split],
+        outputs: Sequence[RequestOutput],
         lora: str | None,
         requests: Requests,
         sampling: SamplingParams | None = None,
     ) -> list[float | LogprobeError | None]:
-        """Sum the bytes of splits with healing; see `Healer.logprobs`."""
+        """Sum the bytes of splits with healing, which came to `outputs`; see `Healer.logprobs`."""
         if all(split.healing is None for split in splits):
             return [None] * len(splits)
-        return await Healer(self, lora, requests, sampling).logprobs(splits)
+        return await Healer(self, lora, requests, sampling).logprobs(splits, outputs)
 
     async def draw(
         self, prompt: Prompt | Conversation, plan: DrawPlan, *, watch: Watch | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from logprobe.scoring.spellings import token_index
 from logprobe.text.boundary import Split
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from logprobe.engine.client import Client
     from logprobe.engine.request import RequestOutput, Requests
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from logprobe.scoring.covers import Ask, Cover
     from logprobe.scoring.spellings import Floats, Ids
 
+T = TypeVar("T")
 GROUPS_AT_ONCE: Final = 8
+ROWS_AT_ONCE: Final = 32  # requests that a group admits before others get their turn
 
 
 class Healer:
@@ -52,40 +54,54 @@ class Healer:
         self._limit = client.engine.capabilities().max_model_len + 1  # the last token is never run
         self._turns = asyncio.Semaphore(GROUPS_AT_ONCE)
 
-    async def logprobs(self, splits: Sequence[Split]) -> list[float | LogprobeError | None]:
+    async def logprobs(
+        self, splits: Sequence[Split], outputs: Sequence[RequestOutput]
+    ) -> list[float | LogprobeError | None]:
         """Log-probabilities of continuations, nats, or why there is none; None for a split without healing.
 
         Splits after the same tokens and bytes of a context share their rows.
+
+        Args:
+            splits: the continuations after their contexts.
+            outputs: what each came to; the sums must be of the same weights.
         """
         numbers: list[float | LogprobeError | None] = [None] * len(splits)
         groups = group_splits(splits)
         if groups:
-            found = await asyncio.gather(*(self._sums([splits[place] for place in own]) for own in groups))
+            sums = [
+                self._sums([splits[place] for place in own], {outputs[place].weights_number for place in own})
+                for own in groups
+            ]
+            found = await asyncio.gather(*sums)
             for place, number in zip(chain.from_iterable(groups), chain.from_iterable(found), strict=True):
                 numbers[place] = number
         return numbers
 
-    async def _sums(self, splits: list[Split]) -> Sequence[float | LogprobeError]:
+    async def _sums(self, splits: list[Split], loads: set[int]) -> Sequence[float | LogprobeError]:
         async with self._turns:
             try:
-                return await self._sum_up(splits)
+                return await self._sum_up(splits, loads)
             except LogprobeError as error:
                 return [error] * len(splits)
 
-    async def _sum_up(self, splits: list[Split]) -> list[float]:
+    async def _sum_up(self, splits: list[Split], loads: set[int]) -> list[float]:
         vocab_size = self._client.engine.capabilities().vocab_size
         index = await asyncio.to_thread(token_index, self._client.text, vocab_size)
-        span, loads = SpanSum(splits, index), set[int]()
+        span = SpanSum(splits, index)
         while asks := await asyncio.to_thread(span.next_asks):
-            wanted = [(_before_row(span.given, ask), ask.wanted) for ask in asks]
-            outputs = await self._run(wanted, loads)
-            rows = [None if output is None else _named(output) for output in outputs]
+            rows: list[Floats | None] = []
+            for some in _batches(asks):
+                parts = [(_before_row(span.given, ask), ask.wanted) for ask in some]
+                outputs = await self._run(parts, loads)
+                rows += [None if output is None else _named(output) for output in outputs]
             await asyncio.to_thread(span.take, zip(asks, rows, strict=True))
         rests = span.rests()
-        parts = [(_after_cover(span.given, *rest), None) for rest in chain.from_iterable(rests)]
-        outputs = await self._run(parts, loads)
-        totals = iter([-np.inf if output is None else scored_total(output) for output in outputs])
-        return span.logprobs([[next(totals) for _ in rest] for rest in rests])
+        totals: list[float] = []
+        for covers in _batches([*chain.from_iterable(rests)]):
+            outputs = await self._run([(_after_cover(span.given, *cover), None) for cover in covers], loads)
+            totals += [-np.inf if output is None else scored_total(output) for output in outputs]
+        remaining = iter(totals)
+        return span.logprobs([[next(remaining) for _ in rest] for rest in rests])
 
     async def _run(
         self, parts: Sequence[tuple[Split, Ids | None]], loads: set[int]
@@ -115,6 +131,11 @@ class Healer:
 
     def _naming(self, ids: Ids | None) -> SamplingParams:
         return self._params if ids is None else replace(self._params, logprob_token_ids=IdLists.of([ids]))
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), ROWS_AT_ONCE):
+        yield items[start : start + ROWS_AT_ONCE]
 
 
 def _before_row(given: IntArray, ask: Ask) -> Split:

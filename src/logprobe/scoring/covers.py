@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from logprobe.text.boundary import Split
 
 TOLERANCE: Final = 1e-7  # of a sum: the mass that is not followed any further
-MAX_STEPS: Final = 1024  # rows that one sum may read
+MAX_STEPS: Final = 1024  # rows that the sums after the same tokens may read, shared out evenly,
+MIN_STEPS: Final = 128  # but so many for each
 STEPS_AT_ONCE: Final = 16
 MAX_ENDS: Final = 4  # covers that are followed into the tokens after the bytes
 ENDS_TOLERANCE: Final = 1e-5  # of all covers' mass: one that is not followed there
@@ -60,14 +61,15 @@ class Covers:
         text: the bytes.
         index: of the model's tokens.
         is_open: whether the last token may reach beyond the bytes; else it must end where they end.
+        max_steps: rows that may be read.
     """
 
-    def __init__(self, text: bytes, index: TokenIndex, *, is_open: bool) -> None:
+    def __init__(self, text: bytes, index: TokenIndex, *, is_open: bool, max_steps: int) -> None:
         self.text, self._index, self._is_open = text, index, is_open
         self._open = [Cover((), 0, 0.0)] if text else []
         self._found = [] if text else [0.0]
         self._given_up: list[float] = []
-        self._steps_left = MAX_STEPS
+        self._steps_left = max_steps
         self.ends: list[Cover] = []  # covers that end where the bytes end, where that is asked
 
     @property
@@ -152,8 +154,10 @@ class SpanSum:
         healings = [split.healing for split in splits if split.healing is not None]
         assert len(healings) == len(splits), "each of them is healed"
         self.given: IntArray = splits[0].token_ids[: healings[0].first]
-        self._tail = Covers(healings[0].tail, index, is_open=True)
-        self._texts = [Covers(one.text, index, is_open=one.is_open) for one in healings]
+        max_steps = max(MAX_STEPS // len(splits), MIN_STEPS)
+        self._tail = Covers(healings[0].tail, index, is_open=True, max_steps=max_steps)
+        self._texts = [Covers(one.text, index, is_open=one.is_open, max_steps=max_steps) for one in healings]
+        self._by_beginning: dict[int, dict[bytes, list[Covers]]] = {}  # the sums by their first bytes
         self._rows: dict[TokenIds, Row] = {}
         self._waiting: list[tuple[Covers, Cover]] = []
 
@@ -174,10 +178,19 @@ class SpanSum:
         return [
             Ask(
                 token_ids,
-                np.unique(np.concatenate([other.wanted(size) for other in _alike(sums, one, size)])),
+                np.unique(np.concatenate([other.wanted(size) for other in self._alike(one, size)])),
             )
             for token_ids, (one, size) in beginnings.items()
         ]
+
+    def _alike(self, one: Covers, size: int) -> list[Covers]:
+        """Return the sums over more than `size` bytes that share the first `size` bytes of `one`."""
+        if size not in self._by_beginning:
+            sums = self._by_beginning[size] = {}
+            for other in [self._tail, *self._texts]:
+                if len(other.text) > size:
+                    sums.setdefault(other.text[:size], []).append(other)
+        return self._by_beginning[size][one.text[:size]]
 
     def take(self, rows: Iterable[tuple[Ask, Floats | None]]) -> None:
         """The rows that were asked for; None: one that is too long for the model."""
@@ -213,11 +226,6 @@ class SpanSum:
                 logprob = _log_sum([cover.logprob + total for cover, total in ends])
             found.append(min(logprob - bound, 0.0) if logprob > -np.inf else -np.inf)
         return found
-
-
-def _alike(sums: Iterable[Covers], one: Covers, size: int) -> list[Covers]:
-    """The sums whose bytes begin as those of one of them, and go on."""
-    return [other for other in sums if len(other.text) > size and other.text[:size] == one.text[:size]]
 
 
 def group_splits(splits: Sequence[Split]) -> list[list[int]]:

@@ -313,7 +313,8 @@ class Service:
             LogprobeError: one failed; the others were given up.
         """
         outputs = await self.run_all(admitted)
-        healed = await self.client.heal(splits, admitted[0].request.params.lora, requests, sampling)
+        lora = admitted[0].request.params.lora
+        healed = await self.client.heal(splits, outputs, lora, requests, sampling)
         results: list[SplitResult] = []
         for output, number in zip(outputs, healed, strict=True):
             if isinstance(number, LogprobeError):

@@ -57,8 +57,8 @@ class ServerSettings:
         max_bad_words: most texts of bad_words.
         max_stop: most stop strings.
         max_stop_bytes: most bytes of those, together.
-        strict_fields: whether a body with an unknown field is a 400; else a field that is not known, not
-            misspelt and of no other route or server that this one knows is ignored and named in `Warning`.
+        strict_fields: refuse every unknown field of a body with 400; by default, those that cannot change the
+            reply are ignored and named in the `Warning` header.
         max_requests: completions in progress or waiting, all requests together; also the most prompts,
             continuations, documents, or prompts times labels of one request, and the most HTTP requests of
             one route at once. Of this and the next two, a client (by its key, or else its address) that holds

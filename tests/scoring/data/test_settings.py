@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from logprobe.errors import ParameterError
+from logprobe.scoring import DataSettings
 from logprobe.scoring.data.settings import RaySettings, Share
+from refusals import raises
 
 SMALL, LARGE = {"CPU": 4.0}, {"CPU": 16.0, "memory": 1e9}
 GPUS = {"CPU": 8.0, "GPU": 4.0}
@@ -59,3 +61,10 @@ def test_a_number_that_means_nothing_is_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ParameterError) as caught:
         RaySettings(**asked)
     assert caught.value.parameter == next(iter(asked))
+
+
+def test_a_boundary_rule_needs_a_context_to_split() -> None:
+    with raises(ParameterError, parameter="boundary"):
+        DataSettings(boundary="token")
+    for column in ("context_column", "choices_column"):
+        assert DataSettings(boundary="token", **{column: "c"}).boundary == "token"

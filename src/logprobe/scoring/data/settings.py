@@ -77,6 +77,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_rule(self.boundary)
+        splits = self.boundary == "auto" or self.context_column or self.choices_column
+        remedy = "splits a context from what follows; give context_column or choices_column, or leave it out"
+        require(splits, "boundary", remedy)
         known = f"must be one of {', '.join(TRUNCATIONS)}, got {self.truncation!r}"
         require(self.truncation in TRUNCATIONS, "truncation", known)
         has_choices = self.choices_column is not None

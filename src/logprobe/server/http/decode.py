@@ -37,6 +37,7 @@ LARGE_BYTES: Final = 1 << 18
 BODY: Final = "logprobe.body"  # where the scope of a request holds what was read of it ahead
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
+_ITEM: Final = re.compile(r"\[[^\]]*\]")  # of a list, in a path
 _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
@@ -137,8 +138,9 @@ def _as_api_error(message: str, body_type: type[msgspec.Struct]) -> ApiError:
     message = _PATH.sub("", message)
     if unknown := _UNKNOWN.search(message):
         name = f"{path}.{unknown[1]}".lstrip(".")
-        known = NESTED[path].__struct_fields__ if path in NESTED else body_type.__struct_fields__
-        return unknown_field(name, remedy_for(name, unknown[1], known))
+        outer = _ITEM.sub("", path)
+        known = NESTED[outer].__struct_fields__ if outer in NESTED else body_type.__struct_fields__
+        return unknown_field(name, remedy_for(f"{outer}.{unknown[1]}".lstrip("."), unknown[1], known))
     if missing := _MISSING.search(message):
         name = f"{path}.{missing[1]}".lstrip(".")
         return bad_request(name, "is missing", code="missing_required_parameter")

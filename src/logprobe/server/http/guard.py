@@ -94,7 +94,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
         call.route = path
         try:
             key = None if keys is None else keys.check(request.headers.get("authorization"))
-            if request.method == "POST":
+            if request.method == "POST" and keys is not None:  # not of `/ping`
                 models.lifetime.check_open()
             service, caller = models.first, caller_of(request, key)
             if keys is not None:  # who brings none has no model loaded

@@ -99,7 +99,7 @@ class Workers:
             future = asyncio.get_running_loop().run_in_executor(self._readers, job)
             end = held.pop_all().close  # once the job has ended, whatever becomes of who waits for it
         future.add_done_callback(lambda _: end())
-        return await future
+        return await asyncio.shield(future)
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
         """The result of a job that writes so many entries of a request that has run: it waits for room.

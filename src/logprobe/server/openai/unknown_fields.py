@@ -70,6 +70,7 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "num_return_sequences": Foreign(("n",), (1,)),
     "pres_penalty": Foreign(("presence_penalty",), OFF),
     "random_seed": Foreign(("seed",)),
+    "sampling_seed": Foreign(("seed",)),
     "rep_pen": Foreign(("repetition_penalty",), (1,)),
     "repeat_penalty": Foreign(("repetition_penalty",), (1,)),
     "sampler_seed": Foreign(("seed",), (-1,)),
@@ -77,6 +78,7 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "stop_sequence": Foreign(("stop",), OFF),
     "stop_sequences": Foreign(("stop",), OFF),
     "stop_strings": Foreign(("stop",), OFF),
+    "stop_words": Foreign(("stop",), OFF),
     "suppress_tokens": Foreign(("logit_bias",), OFF),
     "temp": Foreign(("temperature",)),
     # Sampling that this server does not do.
@@ -113,6 +115,7 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "decoder_input_details": Foreign(("prompt_logprobs",), OFF),
     "logprob_start_len": Foreign(("prompt_logprobs",), (-1,)),
     "n_probs": Foreign(LOGPROBS, OFF),
+    "num_logprobs": Foreign(LOGPROBS, OFF),
     "post_sampling_probs": Foreign(("logprobs_mode",), OFF),
     "return_logprob": Foreign(("logprobs", "top_logprobs"), OFF),
     "token_ids_logprob": Foreign(("logprob_token_ids",), OFF),
@@ -135,9 +138,12 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "lora_path": Foreign(("lora",), OFF),
     "lora_request": Foreign(("lora",), OFF),
     "regex": Foreign(FORM, OFF),
+    "response_schema": Foreign(("response_format", "text"), OFF),
+    "schema": Foreign(("response_format", "text"), OFF),
     "stop_regex": Foreign(("stop",), OFF),
     "vllm_xargs": Foreign(PROCESSORS, OFF),
     # The prompt.
+    "add_bos_token": Foreign(("add_special_tokens",)),
     "chat_template": Foreign(neutral=OFF, remedy="POST /v1/completions takes a text that you have laid out"),
     "documents": Foreign(("chat_template_kwargs",), OFF),
     "images": Foreign(neutral=OFF),
@@ -153,15 +159,19 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "return_full_text": Foreign(("echo",), OFF),
     "safe_prompt": Foreign(("messages",), OFF),
     "system": Foreign(("instructions", "messages", "prompt"), OFF),
+    "system_prompt": Foreign(("instructions", "messages", "prompt"), OFF),
     "transforms": Foreign(neutral=OFF, remedy=TRUNCATION),
     "truncate": Foreign(neutral=OFF, remedy=TRUNCATION),
     "truncate_prompt_tokens": Foreign(remedy=TRUNCATION),
     # Reasoning.
+    "include_reasoning": Foreign(neutral=(True,)),
     "max_thinking_tokens": Foreign(PROCESSORS),
     "reasoning": Foreign(THINKING, OFF),
     "reasoning.enabled": Foreign(("effort",)),
     "reasoning.max_tokens": Foreign(("effort",)),
     "reasoning_budget": Foreign(PROCESSORS, (-1,)),
+    "reasoning_format": Foreign(neutral=("auto", "parsed", "deepseek")),
+    "separate_reasoning": Foreign(neutral=(True,)),
     "think": Foreign(THINKING),
     "thinking": Foreign(THINKING),
     "thinking_budget": Foreign(PROCESSORS),
@@ -189,37 +199,36 @@ def without_unknown(data: bytes, body_type: type[msgspec.Struct]) -> tuple[bytes
     """
     known = body_type.__struct_fields__
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    ignored = _take_unknown(fields, known, "")
+    ignored: dict[str, None] = {}  # an ordered set
+    _take_unknown(fields, known, "", ignored)
     for name in NESTED.keys() & fields.keys() & set(known):
         value = msgspec.json.decode(fields[name])
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
-                ignored += _take_unknown(item, NESTED[name].__struct_fields__, f"{name}.")
+                _take_unknown(item, NESTED[name].__struct_fields__, f"{name}.", ignored)
         fields[name] = msgspec.Raw(msgspec.json.encode(value))
-    ignored = list(dict.fromkeys(ignored))
-    _check_count(len(ignored))
-    return msgspec.json.encode(fields), ignored
+    return msgspec.json.encode(fields), [*ignored]
 
 
-def _take_unknown(fields: dict[str, Any], known: Collection[str], prefix: str) -> list[str]:
-    unknown = [name for name in fields if name not in known]
-    _check_count(len(unknown))
-    ignored = []
-    for name in unknown:
+def _take_unknown(
+    fields: dict[str, Any], known: Collection[str], prefix: str, ignored: dict[str, None]
+) -> None:
+    """Remove the unknown fields of an object, and add their paths to those that are ignored."""
+    for name in [name for name in fields if name not in known]:
         value = fields.pop(name)
         value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
         if value is None:
             continue  # which says that it is not given
-        remedy = remedy_for(f"{prefix}{name}", name, known, value)
+        path = f"{prefix}{name}"
+        if path in ignored and path not in FOREIGN:  # of an earlier item of the same list
+            continue
+        remedy = remedy_for(path, name, known, value)
         if remedy is not None:
-            raise unknown_field(f"{prefix}{name}", remedy)
-        ignored.append(f"{prefix}{name}")
-    return ignored
-
-
-def _check_count(count: int) -> None:
-    if count > MAX_UNKNOWN:
-        raise bad_request(None, f"the body has {count} unknown fields; at most {MAX_UNKNOWN} are ignored")
+            raise unknown_field(path, remedy)
+        ignored[path] = None
+        if len(ignored) > MAX_UNKNOWN:
+            remedy = f"the body has more than the {MAX_UNKNOWN} that are ignored, leave them out"
+            raise unknown_field(path, remedy)
 
 
 def unknown_field(path: str, remedy: str | None) -> ApiError:
@@ -251,11 +260,12 @@ def nearest_spelling(name: str, known: Collection[str]) -> str | None:
         return None
     plain = _plain(name)
     edits = {own: num_edits(plain, _plain(own)) for own in known}
-    near = min(edits, key=lambda own: (edits[own], num_edits(name, own)), default=None)
-    if near is None:
+    least = min(edits.values(), default=MAX_EDITS + 1)
+    if least > MAX_EDITS:
         return None
-    allowed = min(MAX_EDITS, len(plain) // CHARS_AN_EDIT, len(_plain(near)) // CHARS_AN_EDIT)
-    return near if edits[near] <= allowed else None
+    near = min((own for own in edits if edits[own] == least), key=lambda own: num_edits(name, own))
+    allowed = min(len(plain), len(_plain(near))) // CHARS_AN_EDIT
+    return near if least <= allowed else None
 
 
 def _plain(name: str) -> str:
