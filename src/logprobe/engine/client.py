@@ -231,8 +231,7 @@ class Client:
             unconditional = measures.total([scored_total(output, _number(one)) for output, one in totals])
         if len(scores) == 1:
             return replace(scores[0], unconditional_logprob=unconditional)
-        whole = joined(scores, self.text.vocabulary.bytes_of, unconditional_logprob=unconditional)
-        return whole.counted_by(self._scored_bytes(asked.whole))
+        return joined(scores, self._scored_bytes(asked.whole), unconditional_logprob=unconditional)
 
     def _scored_bytes(self, split: Split) -> bytes:
         """Return the bytes of a continuation: of the given text, or of its tokens where it is ids."""

@@ -150,7 +150,10 @@ class Engine:
                 return None
             case LoadWeights(number, weights):
                 state = copied(weights) if isinstance(weights, Mapping) else read_state(weights)
-                self._swap.ready[number] = forward = self.forward.with_weights(self.config, state)
+                forward = self.forward.with_weights(self.config, state)
+                for lora in list(self._loras.values()):
+                    forward.make_room(lora)  # here: no step waits for norms of the new weights
+                self._swap.ready[number] = forward
                 return forward.layout
 
     @property

@@ -6,6 +6,7 @@ fault ends quickly and in bounded memory as one `ModelError`.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import stat
@@ -39,7 +40,23 @@ EXPERT_SLACK: Final = 8
 # Bits may be packed, and a configuration may describe what its weights leave out.
 NUMBERS_PER_BYTE: Final = 8
 FREE_NUMBERS: Final = 1 << 24
-_LIBRARY_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.gguf", "*token*")
+# What transformers, tokenizers and this library read of a folder.
+_LIBRARY_FILES: Final = (
+    "config.json",
+    "generation_config.json",
+    INDEX,
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template*",
+    "*.jinja",
+    "*.model",
+    "*.safetensors",
+    "*.gguf",
+)
+# No fault of the files: whoever loads them ran out of descriptors, disk or memory.
+_OUT_OF: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM})
 _LAYERS: Final = re.compile(r"(layers?|blocks?|depth)$")
 _EXPERTS: Final = re.compile(r"experts$")
 T = TypeVar("T")
@@ -67,15 +84,26 @@ def reading_errors(what: str) -> Iterator[None]:
     """Raise `UnsupportedModelError` for whatever a library raises while it reads a model's files."""
     try:
         yield
-    except (LogprobeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (LogprobeError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except Exception as error:
+        if is_exhausted(error):
+            raise
         raise UnsupportedModelError(_cannot_be_read(what, error)) from error
     except BaseException as error:
         # pyo3 raises Rust panics outside the tree of `Exception`, by a class that cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise UnsupportedModelError(_cannot_be_read(what, error)) from None
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether this machine ran out of memory, disk or descriptors: no fault of a model's files."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        or (isinstance(error, OSError) and error.errno in _OUT_OF)
+    )
 
 
 def check_files(folder: Path) -> None:
@@ -94,10 +122,10 @@ def check_files(folder: Path) -> None:
             continue
         if not stat.S_ISREG(facts.st_mode):
             raise UnsupportedModelError(f"{path}: is not a regular file; fetch the model again")
-        most = MAX_BYTES.get(path.name, MAX_OTHER_BYTES)
-        if not is_weights and facts.st_size > most:
+        limit = MAX_BYTES.get(path.name, MAX_OTHER_BYTES)
+        if not is_weights and facts.st_size > limit:
             raise UnsupportedModelError(
-                f"{path}: has {facts.st_size} bytes, more than {most}; fetch the model again"
+                f"{path}: has {facts.st_size} bytes, more than {limit}; fetch the model again"
             )
 
 

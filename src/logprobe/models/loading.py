@@ -23,7 +23,7 @@ from logprobe.errors import (
     require,
 )
 from logprobe.models.cache import GGUF
-from logprobe.models.folder import check_numbers, reading_errors
+from logprobe.models.folder import check_numbers, is_exhausted, reading_errors
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def load_model(
     except LogprobeError:
         raise
     except Exception as error:  # the model's own code, which may raise anything
+        if is_exhausted(error):
+            raise
         raise UnsupportedModelError(
             f"{files.name}: transformers cannot load it ({in_one_line(error)}); {LOAD_ELSEWHERE}"
         ) from error

@@ -427,7 +427,8 @@ def _loaded_skeleton(
 
     skeleton = empty_model(copy.deepcopy(own), attn_implementation="eager")
     _check_kind(name, folder)
-    is_tied = skeleton.get_input_embeddings().weight is skeleton.get_output_embeddings().weight
+    head = skeleton.get_output_embeddings()
+    is_tied = head is not None and head.weight is skeleton.get_input_embeddings().weight
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         _check_config(name, settings, LoraConfig)

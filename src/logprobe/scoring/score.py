@@ -14,7 +14,7 @@ from logprobe.records.forms.html import shaded
 from logprobe.scoring import measures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -137,17 +137,8 @@ class Score:
         return measures.pmi(self.logprob, self.unconditional_logprob)
 
 
-def joined(
-    scores: Sequence[Score],
-    bytes_of: Callable[[Sequence[int]], bytes],
-    *,
-    unconditional_logprob: float | None = None,
-) -> Score:
-    """The scores of the windows of a continuation as one, without their records; `bytes_of` reads tokens."""
-    token_ids = [token_id for score in scores for token_id in score.token_ids]
-    whole = bytes_of(token_ids)
-    # The first token may hold bytes of the context, too.
-    data = whole[len(whole) - sum(score.num_bytes for score in scores) :]
+def joined(scores: Sequence[Score], data: bytes, *, unconditional_logprob: float | None = None) -> Score:
+    """Join the scores of the windows of a continuation whose bytes are `data`, without their records."""
     parts = {name: [getattr(score, name) for score in scores] for name in COLUMNS}
     columns: dict[str, Any] = {
         name: list(chain.from_iterable(lists)) for name, lists in parts.items() if None not in lists
@@ -155,7 +146,7 @@ def joined(
     return Score(
         logprob=measures.total([score.logprob for score in scores]),
         token_logprobs=[value for score in scores for value in score.token_logprobs],
-        token_ids=token_ids,
+        token_ids=[token_id for score in scores for token_id in score.token_ids],
         ranks=[rank for score in scores for rank in score.ranks],
         is_greedy=all(score.is_greedy for score in scores),
         num_tokens=sum(score.num_tokens for score in scores),

@@ -44,8 +44,7 @@ class TextEdge:
     load_tokenizer: Callable[[], Any]  # gives the same one each time, from any thread
     # Chat template → shapes of conversations of which it is known to drop nothing (`chat.lay_out`).
     sound_shapes: dict[str, set[str]] = field(default_factory=dict, compare=False, repr=False)
-    # Warnings that were logged.
-    told: set[str] = field(default_factory=set, compare=False, repr=False)
+    logged_warnings: set[str] = field(default_factory=set, compare=False, repr=False)
     # How replies are written, by chat template (`channels.template_of`).
     response_forms: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -196,9 +195,9 @@ class TextEdge:
     def _warn_of_second_bos(self, ids: Sequence[int]) -> None:
         """Log once that a text begins with BOS, and the tokenizer puts another before it."""
         bos = self.bos_token_id
-        if bos is None or self.told or list(ids[:2]) != [bos, bos]:
+        if bos is None or "two BOS" in self.logged_warnings or list(ids[:2]) != [bos, bos]:
             return
-        self.told.add("two BOS")
+        self.logged_warnings.add("two BOS")
         logger.warning(
             "prompt: begins with %s, and the tokenizer adds another; give add_special_tokens=False for the "
             "text of a chat template, or use chat",

@@ -145,7 +145,7 @@ class LoraRows:
             out[rows] = own
 
     def _part(self, lora: LoraWeights, name: str) -> LowRank | None:
-        return self._bound.get(lora, lora.parts).get(name)
+        return self._bound[lora].get(name)
 
 
 class LoraLinear(nn.Module):

@@ -76,9 +76,9 @@ class GgufFile:
         """
         from gguf import LlamaFileType
 
-        try:
-            name = LlamaFileType(self.value("general.file_type", None)).name
-        except ValueError:
+        kinds = {kind.value: kind.name for kind in LlamaFileType if kind is not LlamaFileType.GUESSED}
+        name = kinds.get(self.value("general.file_type", None))
+        if name is None:
             sizes = Counter[str]()
             for tensor in self._tensors.values():
                 sizes[tensor.type_name] += tensor.num_bytes

@@ -169,9 +169,13 @@ class BannedWordsLogitsProcessor(MaskLogitsProcessor):
 
 
 def word_sequences(model: ModelFacts, word: str) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of a text as it continues another: without a leading space, and with one."""
-    bare = word.lstrip(" ") or word  # a text of spaces alone is banned as it is
-    forms = dict.fromkeys((_continuing(model, bare), _continuing(model, " " + bare)))
+    """Return the token sequences of a text as it continues another: without a leading space, and with one.
+
+    White space alone is taken as it is.
+    """
+    bare = word.lstrip(" ")
+    texts = (bare, " " + bare) if bare.strip() else (word,)
+    forms = dict.fromkeys(_continuing(model, text) for text in texts)
     return tuple(ids for ids in forms if ids)
 
 

@@ -334,7 +334,7 @@ class RowScorer:
             num_bytes=sum(row.num_bytes for row in batch),
             rows=[
                 {"row": question.index, "source": question.source, **question.kept}
-                | values([self._joined([next(remaining) for _ in part]) for part in parts])
+                | values([_as_one([next(remaining) for _ in part]) for part in parts])
                 for question, (parts, values) in good
             ],
             bad=[row for row in asked if isinstance(row, BadRow)],
@@ -350,8 +350,10 @@ class RowScorer:
         except LogprobeError as error:
             return bad_row(row, str(error))
 
-    def _joined(self, scores: Sequence[Score]) -> Score:
-        return scores[0] if len(scores) == 1 else joined(scores, self._llm.text.vocabulary.bytes_of)
+
+def _as_one(scores: Sequence[Score]) -> Score:
+    """Join the scores of the windows of a text; the task counts its bytes (`Score.counted_by`)."""
+    return scores[0] if len(scores) == 1 else joined(scores, b"")
 
 
 class TextRows:

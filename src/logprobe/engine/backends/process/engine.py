@@ -9,7 +9,7 @@ import atexit
 import shutil
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -320,16 +320,19 @@ class ProcessEngine:
 
 @dataclass(frozen=True)
 class FileStats:
-    """Sizes and times of the weight files of a folder, by which a change of theirs is noticed."""
+    """Sizes and times of the weight files of a folder, which show whether a file has changed."""
 
     folder: Path
-    stats: Mapping[str, tuple[int, int, int]]  # by name: bytes, modified (ns), changed (ns)
+    stats: Mapping[str, tuple[int, int]]  # by name: bytes, modified (ns)
 
     @classmethod
     def of(cls, folder: str | Path) -> Self:
-        """Read them; a folder that cannot be read has none."""
-        files = {file.name: file.stat() for file in Path(folder).glob("*.safetensors")}
-        stats = {name: (one.st_size, one.st_mtime_ns, one.st_ctime_ns) for name, one in files.items()}
+        """Read them; a file that cannot be read is left out."""
+        stats = {}
+        for file in Path(folder).glob("*.safetensors"):
+            with suppress(OSError):  # who loads the weights names it
+                facts = file.stat()
+                stats[file.name] = facts.st_size, facts.st_mtime_ns
         return cls(Path(folder), stats)
 
     def changed(self) -> str:

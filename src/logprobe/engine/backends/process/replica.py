@@ -104,6 +104,7 @@ class Replica:
         self._ended: LogprobeError | None = None  # why no process will come any more
         self._unavailable: EngineUnavailableError | None = None  # why the latest start failed
         self.num_queued_tokens = 0  # of all of them; may be read at any time
+        self._why_down: LogprobeError | None = None  # why the latest process ended; read at any time
         self._is_closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._pulse: tuple[float, Pulse] | None = None  # the latest, and when it came; read at any time
@@ -114,7 +115,8 @@ class Replica:
     @property
     def pid(self) -> int | None:
         """Of the process that runs now."""
-        return None if self._process is None else self._process.pid
+        process = self._process
+        return None if process is None else process.pid
 
     @property
     def is_up(self) -> bool:
@@ -146,8 +148,8 @@ class Replica:
         """Tell the engine what it answers; where it cannot any more, that is the answer."""
         answer: Future[Answer] = Future()
         with self._lock:
-            if self._ended is not None:
-                answer.set_result(Answer(order.number, error=self._ended))
+            if (error := self._ended or self._unavailable) is not None:
+                answer.set_result(Answer(order.number, error=error))
                 return answer
             self._asked[order.number] = answer
             self._send(order)
@@ -156,7 +158,7 @@ class Replica:
     def stats(self) -> EngineStats:
         """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
         stats = NOTHING if self._pulse is None else self._pulse[1].stats
-        why_down = "" if self.is_up else str(self._unavailable or "its process is starting")
+        why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
         return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
@@ -175,8 +177,9 @@ class Replica:
         """Let the process end after its present step; `close` must follow."""
         with self._lock:
             self._is_closed.set()
-            if self._channel is None and self._process is not None:
-                self._process.kill()  # it holds nothing yet
+            process = self._process
+            if self._channel is None and process is not None:
+                process.kill()  # it holds nothing yet
             self._send(Stop())
 
     def close(self) -> None:
@@ -184,8 +187,9 @@ class Replica:
         self.stop()
         while self._thread.is_alive():
             self._thread.join(CLOSE_S)
-            if self._thread.is_alive() and self._process is not None:
-                self._process.kill()
+            process = self._process
+            if self._thread.is_alive() and process is not None:
+                process.kill()
 
     def _send(self, order: Order) -> None:
         if self._channel is None:
@@ -212,6 +216,7 @@ class Replica:
                 reason = EngineUnavailableError(f"{reason}; the next attempt follows within {delay_s:g} s")
                 with self._lock:
                     self._unavailable = reason
+            self._why_down = reason
             self._end_all(reason)
             delay_s = FIRST_DELAY_S if time.monotonic() - began > STEADY_S else delay_s
             logger.error("%s; it is started again in %.1f s", reason, delay_s)
@@ -301,7 +306,11 @@ class Replica:
             [sys.executable, "-P", "-c", MAIN, *arguments],
             pass_fds=(lifeline.fileno(), rows),
             # torch takes MKL's number where one is set, and replicas with more threads than cores spin.
-            env=os.environ | {"PYTHONPATH": path} | dict.fromkeys(THREAD_NUMBERS, str(self._threads)),
+            env=os.environ
+            | {"PYTHONPATH": path}
+            | dict.fromkeys(THREAD_NUMBERS, str(self._threads))
+            # A later start reads the revision of the first, which a model hub may have replaced since.
+            | ({"HF_HUB_OFFLINE": "1"} if self.ready.done() else {}),
             stdin=subprocess.DEVNULL,
             stdout=STDERR,  # what comes on standard output is the front's
         )
