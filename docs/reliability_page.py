@@ -376,9 +376,10 @@ AUDIT = (
     Audited(
         ("POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /v1/tokenize"),
         "a conversation laid out by the model's template (Python) and tokenised; in a worker unless it is "
-        "small and plain",
-        "`max_messages`, `max_text_bytes`, the model's context; `max_depth`",
+        "small and plain; a template whose cost its input does not bound, in a process of its own",
+        "`max_messages`, `max_text_bytes`, the model's context; `max_depth`; 5 s and 512 MB of that process",
         (
+            "attacks/test_templates.py::test_an_endless_template_leaves_the_server_to_others",
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_stored.py::test_a_long_name_of_an_empty_field_is_refused_and_not_kept",
         ),

@@ -27,6 +27,7 @@ from logprobe.server.limits import Cost, Limits
 from logprobe.server.said import read_response_template
 from logprobe.text.channels import template_of
 from logprobe.text.chat import chat_template_of, variables_of
+from logprobe.text.template_cost import is_cheap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -209,6 +210,13 @@ class Service:
             return variables_of(template)
         except TemplateSyntaxError:
             return frozenset()  # whoever lays something out by it is told
+
+    def renders_quickly(self, body: msgspec.Struct) -> bool:
+        """Return True if a body has no conversation, or its size bounds the time of the chat template."""
+        if getattr(body, "messages", None) is None and getattr(body, "input", None) is None:
+            return True
+        template = chat_template_of(self.text.tokenizer)
+        return template is None or is_cheap(template)
 
     def reply_form(self) -> ResponseForm | None:
         """How the model writes its replies; None where that is not known, and all of one is content.

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from logprobe.errors import ParameterError, require
 from logprobe.text.dropped import KNOWN_ROLES, check_laid_out
+from logprobe.text.rendering import PROCESS
+from logprobe.text.template_cost import is_cheap
 from logprobe.text.tools import as_texts
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ GENERATION_TAG: Final = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 TEXT_PARTS: Final = ("text", "input_text", "output_text")
 EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})  # a field of one of these says nothing
 FILLER: Final = "-"  # in place of an empty content that is to be continued
+MAX_TEMPLATE_CHARS: Final = 1 << 18
 MOST_SHAPES: Final = 1024  # of conversations that are known to be laid out whole
 MOST_SHAPE_MESSAGES: Final = 128
 MOST_SHAPE_CHARS: Final = 256  # of the template's variables
@@ -134,14 +137,7 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
         is_empty = layout.continue_final_message and not messages[-1]["content"]
         if is_empty:
             messages = [*messages[:-1], messages[-1] | {"content": FILLER}]
-        laid_out: str = tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            add_generation_prompt=layout.begins_a_message,
-            continue_final_message=layout.continue_final_message,
-            tokenize=False,
-            **variables,
-        )
+        laid_out = _render(tokenizer, messages, tools, layout, variables)
         return laid_out.removesuffix(FILLER) if is_empty else laid_out
 
     plain, numbers, laid_out = _first_rendered(render, ways)
@@ -160,6 +156,35 @@ def lay_out(messages: Conversation, text: TextEdge, layout: Layout = ANSWER) -> 
     return laid_out
 
 
+def _render(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    layout: Layout,
+    variables: Mapping[str, Any],
+) -> str:
+    """Return the text of the chat template, which renders in a process of its own where it may cost anything.
+
+    Raises:
+        ParameterError: it takes too long.
+    """
+    template = tokenizer.get_chat_template(None, tools)
+    options = {
+        "add_generation_prompt": layout.begins_a_message,
+        "continue_final_message": layout.continue_final_message,
+        **variables,
+    }
+    if is_cheap(template):
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return text
+    size = len(template)
+    require(size <= MAX_TEMPLATE_CHARS, "messages", f"the model's chat template has {size} characters")
+    # What `apply_chat_template` gives its template.
+    given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    shown = {**tokenizer.special_tokens_map, **options}
+    return PROCESS.render(template, {"conversations": [given], "tools": tools, **shown})
+
+
 def _first_rendered(
     render: Callable[[Sequence[dict[str, Any]]], str], ways: Sequence[tuple[list[dict[str, Any]], list[int]]]
 ) -> tuple[list[dict[str, Any]], list[int], str]:
@@ -172,6 +197,8 @@ def _first_rendered(
     for messages, numbers in ways:
         try:
             return messages, numbers, render(messages)
+        except ParameterError:  # it takes too long
+            raise
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's and may raise anything
             errors.append(error)
     raise ParameterError("messages", f"the model's chat template refuses them: {errors[0]}") from errors[0]
@@ -212,6 +239,8 @@ def _plain_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[
 def _check_tools(render_bare: Any, laid_out: str) -> None:
     try:
         is_ignored = render_bare() == laid_out
+    except ParameterError:
+        raise
     except Exception:  # noqa: BLE001 - a template that cannot do without tools takes them
         is_ignored = False
     require(not is_ignored, "tools", "the model's chat template takes none; describe them in a message")
@@ -258,12 +287,20 @@ def _check_variables(variables: Mapping[str, Any], template: str) -> None:
 @functools.lru_cache(maxsize=16)
 def variables_of(template: str) -> frozenset[str]:
     """The names that a chat template reads and does not set."""
-    from jinja2 import meta
+    from jinja2 import meta, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    if len(template) > MAX_TEMPLATE_CHARS:
+        return frozenset()
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     plain = GENERATION_TAG.sub("", template)  # transformers' own, around what an assistant says
-    return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    try:
+        tree = environment.parse(plain)
+        for constant in tree.find_all(nodes.Const):
+            constant.value = ""  # jinja2 computes what is constant, as large as it may be
+        return frozenset(meta.find_undeclared_variables(tree))
+    except RecursionError:
+        return frozenset()
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -138,6 +138,8 @@ def _rendered(render: Render, messages: Messages) -> str | None:
     """The text, or None where the template refuses these messages, which it then has read."""
     try:
         return render(messages)
+    except ParameterError:  # it takes too long
+        raise
     except Exception:  # noqa: BLE001 - a template is a program of the model's and may raise anything
         return None
 

@@ -54,7 +54,7 @@ async def read(
     data = await read_bytes(request, service.settings)
     if len(data) <= QUICK_BYTES:
         body = _decode_checked(data, body_type, service)
-        num_bytes = len(data) if is_bounded(body) else None
+        num_bytes = len(data) if is_bounded(body) and service.renders_quickly(body) else None
         return await service.workers.read(lambda: prepare(body, service), num_bytes, service.caller)
 
     def read_large() -> T:

@@ -1,0 +1,173 @@
+"""Render chat templates that may cost anything, in a process of their own with limits of time and memory.
+
+The process runs this file. It renders by transformers, as `apply_chat_template` does, one request at a time,
+and ends with its parent: requests and replies are JSON texts behind their length, over its standard streams.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import Counter
+from threading import Lock
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from logprobe.errors import ParameterError, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LIMIT_S: Final = 5.0  # of one rendering
+START_LIMIT_S: Final = 60.0  # of the process, which loads transformers
+MAX_TEXT_BYTES: Final = 1 << 26  # of what a template writes
+MAX_MORE_BYTES: Final = 1 << 29  # that a rendering may map
+MAX_TIMEOUTS: Final = 3  # of one template, which is not tried again then
+MAX_REASON_CHARS: Final = 300
+_LENGTH_BYTES: Final = 8
+
+
+class _Reply(msgspec.Struct):
+    text: str = ""
+    error: str | None = None
+
+
+class TemplateError(Exception):
+    """The template refused what it was given, in its own words."""
+
+
+class TemplateProcess:
+    """One process that renders for all threads, started when it is first needed and after a timeout."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._timeouts: Counter[str] = Counter()
+        self._owner = os.getpid()
+
+    def render(self, template: str, arguments: Mapping[str, Any]) -> str:
+        """Return what a template makes of the arguments of transformers' `render_jinja_template`.
+
+        Raises:
+            ParameterError: the template takes too long.
+            TemplateError: it raised, or took too much memory.
+        """
+        with self._lock:
+            if self._timeouts[template] >= MAX_TIMEOUTS:
+                raise _too_slow()
+            request = json.dumps([template, arguments], default=str).encode()
+            try:
+                reply = self._reply_to(request)
+            except TimeoutError:
+                self._timeouts[template] += 1
+                self.close()
+                raise _too_slow() from None
+            except (OSError, EOFError, msgspec.MsgspecError) as error:  # killed, by the system too
+                self.close()
+                raise TemplateError("its process ended, which may be out of memory") from error
+        if reply.error is not None:
+            raise TemplateError(reply.error)
+        return reply.text
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        with process:
+            pass
+
+    def _reply_to(self, request: bytes) -> _Reply:
+        if self._owner != os.getpid():  # a fork has pipes to its parent's
+            self._process, self._owner = None, os.getpid()
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        assert self._process is not None
+        until = time.monotonic() + LIMIT_S
+        assert self._process.stdin is not None
+        # The process reads all of a request before it does anything else.
+        _write(self._process.stdin, request)
+        return msgspec.json.decode(self._read(until), type=_Reply)
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "logprobe.text.rendering"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        self._read(time.monotonic() + START_LIMIT_S)
+
+    def _read(self, until: float) -> bytes:
+        length = int.from_bytes(self._read_bytes(_LENGTH_BYTES, until), "little")
+        if length > MAX_TEXT_BYTES:
+            raise EOFError
+        return self._read_bytes(length, until)
+
+    def _read_bytes(self, count: int, until: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        descriptor, data = self._process.stdout.fileno(), bytearray()
+        while len(data) < count:
+            readable, _, _ = select.select([descriptor], [], [], max(until - time.monotonic(), 0))
+            if not readable:
+                raise TimeoutError
+            part = os.read(descriptor, min(count - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+PROCESS: Final = TemplateProcess()
+atexit.register(PROCESS.close)
+
+
+def _too_slow() -> ParameterError:
+    return ParameterError(
+        "messages", f"the model's chat template takes longer than {LIMIT_S:g} s; give the model another one"
+    )
+
+
+def _write(stream: IO[bytes], data: bytes) -> None:
+    stream.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    stream.flush()
+
+
+def _main() -> None:
+    """Render until the parent closes the pipe."""
+    import resource
+    from pathlib import Path
+
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if sys.platform == "linux":  # others do not say what is mapped
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + MAX_MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no reply
+    _write(out, b"{}")
+    while head := sys.stdin.buffer.read(_LENGTH_BYTES):
+        data = sys.stdin.buffer.read(int.from_bytes(head, "little"))
+        try:
+            template, arguments = json.loads(data)
+            rendered: Any = render_jinja_template(chat_template=template, **arguments)
+            reply = msgspec.json.encode(_Reply(text=rendered[0][0]))
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reply = msgspec.json.encode(_Reply(error=shortened(reason, MAX_REASON_CHARS)))
+        _write(out, reply)
+
+
+if __name__ == "__main__":
+    _main()
