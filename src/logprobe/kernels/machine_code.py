@@ -26,6 +26,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from logprobe.kernels.processor import machine_key
+from logprobe.private_files import is_private, make_folder, write_private
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -148,11 +149,15 @@ class StoredCode:
 
     def is_there(self) -> bool:
         """Whether there is a file."""
-        return any((folder / self._name).is_file() for folder in _folders())
+        return any(
+            (folder / self._name).is_file() and is_private(folder / self._name) for folder in _folders()
+        )
 
     def read(self) -> bytes | None:
         """The object; None where there is no whole file."""
         for folder in _folders():
+            if not is_private(folder / self._name):
+                continue
             with suppress(OSError):
                 content = (folder / self._name).read_bytes()
                 digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
@@ -164,21 +169,17 @@ class StoredCode:
         """Keep an object, whole or not at all, where a folder can be written to."""
         if (folder := folder_to_write()) is None:
             return
-        half_made = folder / f".{self._name}.{os.getpid()}"
         try:
-            half_made.write_bytes(_digest(code) + code)
-            half_made.replace(folder / self._name)
+            write_private(folder / self._name, _digest(code) + code, mode=0o644)  # all users of an install
         except OSError as error:
             logger.warning("%s cannot be kept, and is compiled in every process: %s", self._name, error)
-            with suppress(OSError):
-                half_made.unlink(missing_ok=True)
 
 
 def folder_to_write() -> Path | None:
     """The first of the folders that can be written to; None where there is none."""
     for folder in _folders():
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, 0o755)
             if os.access(folder, os.W_OK):
                 return folder
     return None

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import sys
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from platformdirs import user_cache_path
 
 from logprobe.errors import DownloadError, OutputError
+from logprobe.private_files import FOLDER_MODE, is_private, make_folder, make_private, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +60,12 @@ def entry_folder(stem: str, sha256: str) -> Path:
 
 def entries() -> list[Path]:
     """List the folders of all finished entries of the present conversion, by name."""
-    return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if folder.is_dir())
+    return sorted(folder for folder in (home() / "models").glob(f"[!.]*-c{CONVERSION}") if is_there(folder))
+
+
+def is_there(folder: Path) -> bool:
+    """Return True if an entry is finished, and no other user could have written it or its parents."""
+    return folder.is_dir() and is_private(home(), folder.parent, folder)
 
 
 def cached(*kinds: str) -> list[Path]:
@@ -114,6 +122,8 @@ def _sha256(path: Path) -> str:
 
 def _checksums() -> dict[str, list[Any]]:
     """Of files by their place: size, times, SHA-256."""
+    if not is_private(home(), home() / CHECKSUMS):
+        return {}
     try:
         known = json.loads((home() / CHECKSUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -124,11 +134,11 @@ def _checksums() -> dict[str, list[Any]]:
 
 def _remember(known: dict[str, list[Any]]) -> None:
     """Write what is known; a cache that cannot be written remembers nothing."""
-    own = home() / f".{CHECKSUMS}.{os.getpid()}"
     with suppress(OSError):
-        home().mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(dict([*known.items()][-MOST_CHECKSUMS:])), encoding="utf-8")
-        own.replace(home() / CHECKSUMS)
+        make_folder(home())
+        if is_private(home()):
+            data = json.dumps(dict([*known.items()][-MOST_CHECKSUMS:]))
+            write_private(home() / CHECKSUMS, data.encode())
 
 
 def point_at(link: Path, path: Path) -> None:
@@ -137,9 +147,7 @@ def point_at(link: Path, path: Path) -> None:
     Raises:
         OSError: it cannot be made.
     """
-    own = link.with_name(f".{link.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        own.unlink()
+    own = link.with_name(f".{link.name}.{secrets.token_hex(8)}")
     own.symlink_to(path.absolute())
     own.replace(link)
 
@@ -175,16 +183,20 @@ def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
     """
     partial = _partial(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
+        if not is_private(home(), folder.parent):
+            raise PermissionError(errno.EPERM, "other users may write there; run chmod -R go-w on it")
         with _locked(folder):
-            if folder.is_dir():
+            if is_there(folder):
                 yield None
                 return
-            if not resumes:
+            _remove(folder)  # of another user
+            if not resumes or not is_private(partial):
                 _remove(partial)
-            partial.mkdir(exist_ok=True)
+            partial.mkdir(FOLDER_MODE, exist_ok=True)
             try:
                 yield partial
+                make_private(partial)
                 partial.replace(folder)
             except Exception:
                 _remove(partial)

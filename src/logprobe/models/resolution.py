@@ -16,6 +16,7 @@ from logprobe.models.cache import (
     checksum_of,
     checksums_of,
     entry_folder,
+    is_there,
     listed_version,
     new_entry,
     point_at,
@@ -167,7 +168,7 @@ def _check_linked(folder: Path) -> None:
 
 def _known_folder(model: KnownModel, *, download: bool) -> Path:
     folder = known_folder(model)
-    if folder.is_dir():
+    if is_there(folder):
         return folder
     if not download:
         raise ModelNotFoundError(
@@ -195,7 +196,7 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
         )
     sha256 = checksum_of(path)
     folder = entry_folder("gguf", sha256)
-    if not folder.is_dir():
+    if not is_there(folder):
         from logprobe.kernels.compiling import compiled_beside, kernel_names
         from logprobe.models.gguf.convert import convert
         from logprobe.models.gguf.weights import forms_of_panels

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from logprobe.errors import DownloadError
-from logprobe.models.cache import MANIFEST, new_entry
+from logprobe.models.cache import MANIFEST, is_there, new_entry
 from logprobe.models.given import is_copy
 from logprobe.models.stored.identity import panels_folder, record_folder, source_key, tokenizer_folder
 from logprobe.models.stored.panels import reach_disk, read_panels, stored_forms, write_panels
@@ -52,11 +52,13 @@ class LoadStore:
 
     def panels(self, *, is_checked: bool = True) -> dict[str, PanelWeights]:
         """The mapped panels of the model, by the name of their module; none where there are none yet."""
-        return read_panels(self._panels_folder, is_checked=is_checked)
+        return (
+            read_panels(self._panels_folder, is_checked=is_checked) if is_there(self._panels_folder) else {}
+        )
 
     def forms(self) -> set[str]:
         """The forms of those panels."""
-        return stored_forms(self._panels_folder)
+        return stored_forms(self._panels_folder) if is_there(self._panels_folder) else set()
 
     def write_panels(
         self, parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]]
@@ -74,7 +76,7 @@ class LoadStore:
                     write_panels(parts, packed, partial)
         except (DownloadError, OSError) as error:
             self._refuse(error)
-        return read_panels(self._panels_folder, is_checked=False)
+        return self.panels(is_checked=False)
 
     def reach_disk(self) -> None:
         """Wait until the panels are on the disk, where there are any of this model."""
@@ -83,7 +85,7 @@ class LoadStore:
 
     def record(self) -> tuple[LoadRecord, Mapping[str, Any]] | None:
         """What was proven of the model by this code on this machine."""
-        return read_record(self._record_folder)
+        return read_record(self._record_folder) if is_there(self._record_folder) else None
 
     def write_record(self, record: LoadRecord, tensors: dict[str, Any]) -> None:
         """Store what was proven; of what other code or libraries stored of this model, the oldest go."""
@@ -95,7 +97,8 @@ class LoadStore:
     def tokenizer(self) -> tuple[Tokenizer, TokenizerFacts] | None:
         """The tokenizer as transformers made it of these very files; None where there is none to be had."""
         try:
-            return read_tokenizer(tokenizer_folder(self._folder, self._source))
+            folder = tokenizer_folder(self._folder, self._source)
+            return read_tokenizer(folder) if is_there(folder) else None
         except OSError:  # of the model's own files: who reads them for a tokenizer says which
             return None
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from logprobe.errors import InputError, OutputError
+from logprobe.private_files import claim
 from logprobe.scoring.baseline.rows import IMPOSSIBLE, MAX_SCALE, KeptRows, Packed, kept_within, unpack
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class BaselineWriter:
         self._header = header
         self.num_rows = self.num_texts = 0
         with _naming(self.path):
+            claim(self._unfinished)
             self._file = self._unfinished.open("wb")
             self._file.write(MAGIC)
             self._put(header)

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from logprobe.errors import InputError, OutputError
+from logprobe.private_files import FOLDER_MODE, claim, is_private
 from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
 from logprobe.scoring.data.summary import Summary  # noqa: TC001 - msgspec reads the field
 
@@ -98,6 +99,10 @@ class Journal:
 
     def _open(self, settings: dict[str, Any], *, resume: bool, force: bool) -> None:
         if self._parts.exists():
+            if not is_private(self._parts):
+                raise InputError(
+                    f"{self._parts}: other users own it or may write to it; remove it, or run chmod -R go-w"
+                )
             self._acquire()
             if not force:
                 self._check_resumes(settings, resume=resume)
@@ -114,7 +119,8 @@ class Journal:
                 return
             raise InputError(f"{self.path}: exists; give {FORCE} to write it anew, or another name")
         else:
-            self._parts.mkdir(parents=True, exist_ok=True)
+            self._parts.parent.mkdir(parents=True, exist_ok=True)
+            self._parts.mkdir(FOLDER_MODE, exist_ok=True)
             self._acquire()
         shutil.rmtree(self._done, ignore_errors=True)
         self._note(settings)
@@ -371,6 +377,7 @@ def _concatenate(parts: Sequence[Path], path: Path) -> None:
 def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
     """Write under another name, put it on the disk, and only then give it its own."""
     unfinished = path.with_name(f"{path.name}.tmp")
+    claim(unfinished)
     write(unfinished)
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from logprobe.errors import InputError, OutputError, require
+from logprobe.private_files import claim
 from logprobe.scoring.data.journal import FORCE, Journal
 from logprobe.scoring.data.rows import BadRow, source_of_numbers
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
@@ -264,6 +265,7 @@ def _write_text(path: Path, text: str) -> None:
     """A file that is whole where it is."""
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
+        claim(unfinished)
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
