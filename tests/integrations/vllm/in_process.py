@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import weakref
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -115,6 +116,26 @@ def with_our_options(folder: str) -> None:
         assert isinstance(lm.underlying_model, torch.nn.Module)
 
 
+def freed(folder: str) -> None:
+    """An engine ends when its owner deletes the LLM, although the closed model around it is kept."""
+    from vllm import LLM
+
+    wanted = plain_rows(folder)
+    closed = []
+    for _ in range(2):  # a second engine needs the first one gone
+        llm = LLM(model=folder, dtype="float32", seed=0, **OPTIONS)
+        client = weakref.ref(llm.llm_engine.engine_core)
+        lm = AsyncVirtualLM(llm, GlobalLogprobsCapture(), 4)
+        assert_rows(lm.batch_next_token_logprobs_sync(PROMPTS), wanted)
+        asyncio.run(lm.sample(PROMPTS[0], 3, [], 0))
+        assert isinstance(lm.underlying_model, torch.nn.Module)
+        lm.cleanup()
+        closed.append(lm)
+        assert client() is not None, "it is its owner's"
+        del llm
+        assert client() is None, "as vLLM frees it without this library"
+
+
 def by_name(folder: str) -> None:
     """A model that is loaded by its name, one after the other."""
     from vllm import LLM
@@ -136,4 +157,5 @@ def by_name(folder: str) -> None:
 
 if __name__ == "__main__":
     program, folder = sys.argv[1:]
-    {"without": without_our_options, "with": with_our_options, "by_name": by_name}[program](folder)
+    programs = {"without": without_our_options, "with": with_our_options, "by_name": by_name, "freed": freed}
+    programs[program](folder)

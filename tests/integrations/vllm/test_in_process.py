@@ -20,7 +20,7 @@ LIMIT_S = 600
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("program", ["without", "with", "by_name"])
+@pytest.mark.parametrize("program", ["without", "with", "by_name", "freed"])
 def test_an_engine_of_this_process_gives_the_rows(
     wide_heads: tuple[Path, dict[str, Path]], program: str
 ) -> None:

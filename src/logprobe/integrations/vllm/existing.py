@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
+from weakref import proxy, ref
 
 from logprobe.config import EngineConfig
 from logprobe.engine.backends.bridge import LoopThread
@@ -29,16 +30,17 @@ WHERE: Final = "llm_engine"
 
 @final
 class BorrowedClient:
-    """An `AsyncLLM` that stays its owner's when `VllmEngine` has done."""
+    """An `AsyncLLM` that stays its owner's; after `shutdown` nothing here refers to it."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm = llm
+        self._llm: Any = llm
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
     def shutdown(self) -> None:
-        """Nothing: it is its owner's to end."""
+        """Drop the reference; the owner ends it."""
+        self._llm = None
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def existing_engine(llm: Any, *, is_owned: bool = False) -> LoadedModel:
         raise
     finally:
         model_config.max_logprobs = max_logprobs
-    return loaded if worker is None else replace(loaded, load_module=worker.get_model)
+    return loaded if worker is None else replace(loaded, load_module=partial(_module_of, ref(worker)))
 
 
 def new_llm(config: EngineConfig) -> Any:
@@ -150,7 +152,13 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
         held.additional_config[SETTINGS] = settings
     processor = LogprobeLogitsProcessor(worker.vllm_config)
     _along(worker, VLLM_PROCESSORS).non_argmax_invariant.append(processor)
-    worker.logprobe_take = partial(RowsExtension.logprobe_take, worker)
+    worker.logprobe_take = partial(RowsExtension.logprobe_take, proxy(worker))
+
+
+def _module_of(worker: ref[Any]) -> Any:
+    """Return the module that a worker runs; None once its engine was freed."""
+    alive = worker()
+    return None if alive is None else alive.get_model()
 
 
 def _along(start: Any, names: tuple[str, ...]) -> Any:

@@ -38,12 +38,14 @@ class OfflineClient:
     """Steps the engine of an open `vllm.LLM` while there are requests of its own.
 
     The LLM stays its owner's unless it `is_owned`. vLLM's engine is used by one thread at a time: its owner
-    calls `generate` only while nothing runs here.
+    calls `generate` only while nothing runs here. After `shutdown` nothing here refers to the engine, which
+    vLLM ends when its last reference goes: frames and callbacks reach it by `_call_engine` alone.
     """
 
     def __init__(self, llm: Any, *, is_owned: bool = False) -> None:
-        self._engine, self._is_owned = llm.llm_engine, is_owned
-        self.vllm_config = self._engine.vllm_config
+        self._engine: Any = llm.llm_engine  # None after `shutdown`, as is the configuration
+        self.vllm_config: Any = self._engine.vllm_config
+        self._is_owned = is_owned
         self.dead_error: BaseException | None = None  # what ended vLLM's engine
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -66,7 +68,7 @@ class OfflineClient:
             EngineClosedError: after `shutdown`. Other errors are vLLM's own.
         """
         sink = Sink(asyncio.get_running_loop())
-        add = partial(self._engine.add_request, request_id, prompt, sampling_params)
+        add = partial(self._call_engine, "add_request", request_id, prompt, sampling_params)
         self._post(partial(self._open, request_id, sink, partial(add, lora_request=lora_request)))
         has_ended = False
         try:
@@ -89,20 +91,20 @@ class OfflineClient:
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """What each worker's method of this name gives, called between two steps."""
-        answers: list[Any] = await self._call(partial(self._engine.collective_rpc, method, args=args))
+        answers: list[Any] = await self._call("collective_rpc", method, args=args)
         return answers
 
     async def add_lora(self, lora_request: Any) -> bool:
         """Load LoRA weights."""
-        return bool(await self._call(partial(self._engine.add_lora, lora_request)))
+        return bool(await self._call("add_lora", lora_request))
 
     async def remove_lora(self, lora_id: int) -> bool:
         """Let LoRA weights go."""
-        return bool(await self._call(partial(self._engine.remove_lora, lora_id)))
+        return bool(await self._call("remove_lora", lora_id))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every prefix."""
-        await self._call(self._engine.reset_prefix_cache)
+        await self._call("reset_prefix_cache")
 
     def shutdown(self) -> None:
         """End this client's requests, its thread, and an engine of its own; a second call does nothing."""
@@ -114,6 +116,7 @@ class OfflineClient:
         self._thread.join()
         if self._is_owned:
             self._engine.engine_core.shutdown()
+        self._engine = self.vllm_config = None
 
     def _post(self, order: Order) -> None:
         with self._lock:
@@ -121,12 +124,15 @@ class OfflineClient:
                 raise EngineClosedError("the engine is closed; make a new one")
             self._orders.put(order)
 
-    async def _call(self, work: Callable[[], Any]) -> Any:
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
         outcome: Future[Any] = Future()
-        self._post(partial(_settle, outcome, work))
+        self._post(partial(_settle, outcome, partial(self._call_engine, method, *args, **options)))
         return await asyncio.wrap_future(outcome)
 
     # -- on the thread -----------------------------------------------------------------------------------
+
+    def _call_engine(self, method: str, *args: Any, **options: Any) -> Any:
+        return getattr(self._engine, method)(*args, **options)
 
     def _drive(self) -> None:
         while self._take_orders():

@@ -86,7 +86,8 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     Args:
         llm_engine: a `vllm.LLM` or `vllm.v1.engine.async_llm.AsyncLLM` that was made with `engine_options()`,
             any `vllm.LLM` that runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), or an open
-            `logprobe.LLM`. It stays its owner's: `cleanup` leaves it running.
+            `logprobe.LLM`. It stays its owner's: `cleanup` leaves it running, and lets go of it, so that
+            vLLM frees an engine that its owner has deleted. The attribute is None from then on.
         logprobs_capture: shown the rows of each answer, where it is given. In vLLM's in-process mode it also
             stands among vLLM's own processors until `cleanup`, and sees each step that is drawn at random.
         cache_size: most rows that are kept whole, least recently used out first; 0 keeps none.
@@ -123,7 +124,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
     ) -> None:
         _check_settings(cache_size, cache_opts, batch_size, timeout)
         loaded, is_made_here = _loaded(llm_engine, is_owned=owns_engine)
-        self.llm_engine = llm_engine
+        self.llm_engine: Any = llm_engine
         self.logprobs_capture = logprobs_capture
         self._watchers = _join_watchers(llm_engine, logprobs_capture) if is_made_here else []
         limits = loaded.engine.capabilities()
@@ -216,6 +217,7 @@ class AsyncVirtualLM(NextTokenLM[torch.Tensor]):
             self.logprobs_capture.clear()
             if self.logprobs_capture in self._watchers:
                 self._watchers.remove(self.logprobs_capture)
+        self.llm_engine, self._watchers = None, []
 
     def _prefix_of(self, token_ids: TokenIds) -> Prefix:
         """What an ask that names no LoRA weights asks for now."""
