@@ -37,7 +37,14 @@ KINDS: list[dict[str, Any]] = [
         "seed": 3,
         "logprob_token_ids": [7, 9],
     },
-    {"allowed_token_ids": [257], "min_tokens": 3, "seed": 5},  # a dead end: no token is possible
+    # A dead end: after the first token, which the bias brings, none is possible.
+    {
+        "allowed_token_ids": [257, 97, 98],
+        "bad_words": ["aa", "ab"],
+        "logit_bias": {97: 100.0},
+        "min_tokens": 3,
+        "seed": 5,
+    },
     {"max_tokens": 1, "logprobs": -1},
 ]
 

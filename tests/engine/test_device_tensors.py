@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from logprobe.engine.engine import Engine
 from logprobe.engine.overlap import OverlappedLoop
-from logprobe.errors import ProcessorError
+from logprobe.errors import ConflictingParametersError
 from logprobe.processors import LogitsProcessor
 from logprobe.transport import AsyncCPUTransfer
 
@@ -316,7 +316,15 @@ def run_overlapped(stepped: Any) -> AsyncCPUTransfer:
     return transfer
 
 
-DEAD: dict[str, Any] = {"max_tokens": 3, "min_tokens": 2, "allowed_token_ids": [1], "logprobs": 1}
+# After the first token, which the bias brings, none is possible.
+DEAD: dict[str, Any] = {
+    "allowed_token_ids": [1, 82, 89],  # the end of text, q and x
+    "bad_words": ["qq", "qx"],
+    "logit_bias": {82: 100.0},
+    "min_tokens": 3,
+    "max_tokens": 4,
+    "logprobs": 1,
+}
 
 
 def test_draws_that_fail_leave_no_copy_behind(new_device_engine: Any) -> None:
@@ -324,7 +332,7 @@ def test_draws_that_fail_leave_no_copy_behind(new_device_engine: Any) -> None:
     for title in ("one", "two", "three"):  # more than there are buffers
         output = stepped.submit(title, PROMPT, **DEAD)
         run_overlapped(stepped)
-        assert isinstance(output.outputs[0].error, ProcessorError)
+        assert isinstance(output.outputs[0].error, ConflictingParametersError)
     good = stepped.submit("good", PROMPT, max_tokens=2, logprobs=1)
     run_overlapped(stepped)
     assert good.outputs[0].finish_reason == "length"
@@ -355,12 +363,11 @@ def test_a_step_that_fails_behind_its_first_chunk_leaves_no_copy_behind(
 
 def test_a_dead_end_of_several_processors_fails_its_own_request(new_device_engine: Any) -> None:
     engine = new_device_engine()
-    # All but the end of text is masked, and that is too early.
-    output = engine.submit("dead", PROMPT, max_tokens=3, min_tokens=2, allowed_token_ids=[1], logprobs=1)
+    output = engine.submit("dead", PROMPT, **DEAD)
     other = engine.submit("other", PROMPT[:3], max_tokens=2, seed=5)
     with Device():
         engine.run()
-    assert isinstance(output.outputs[0].error, ProcessorError)
+    assert isinstance(output.outputs[0].error, ConflictingParametersError)
     assert other.outputs[0].finish_reason == "length"
 
 

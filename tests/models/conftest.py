@@ -187,6 +187,7 @@ def publish(
             gguf_sha256=hashlib.sha256(content).hexdigest(),
             gguf_bytes=len(content),
             forms=(),
+            quantization="F32",
         )
         monkeypatch.setattr("logprobe.models.resolution.KNOWN_MODELS", {"tiny": model})
         return model

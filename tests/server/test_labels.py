@@ -185,7 +185,7 @@ GOOD: dict[str, dict[str, Any]] = {
         ("/v1/judge", {"input": "x" * 200}, "input"),
         ("/v1/rerank", {"documents": []}, "documents"),
         ("/v1/rerank", {"documents": "cat"}, "documents"),
-        ("/v1/rerank", {"documents": [{"title": "a"}]}, "documents[0].title"),
+        ("/v1/rerank", {"documents": [{"title": "a"}]}, "documents[0].text"),
         ("/v1/rerank", {"documents": ["x" * 200]}, "documents"),
         ("/v1/rerank", {"query": None}, "query"),
         ("/v1/rerank", {"top_n": -1}, "top_n"),

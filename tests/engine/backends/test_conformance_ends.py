@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from logprobe.errors import EngineClosedError, ModelError, ParameterError, ProcessorError
+from logprobe.errors import ConflictingParametersError, EngineClosedError, ModelError, ParameterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 PROMPT = [4, 9, 17, 60, 31, 8, 77, 42]
 LONG = 4000  # tokens that no test waits for
 # All but the end of text is masked, and that is too early: no token is possible.
-DEAD_END = {"allowed_token_ids": [1], "min_tokens": 2}
+# After the first token, which the bias brings, none is possible.
+DEAD_END = {
+    "allowed_token_ids": [1, 82, 89],  # the end of text, q and x
+    "bad_words": ["qq", "qx"],
+    "logit_bias": {82: 100.0},
+    "min_tokens": 3,
+}
 
 
 async def followed(outputs: Any, seen: list[int]) -> None:
@@ -209,8 +215,8 @@ class TestFailures:
         ]
         outputs = asyncio.run(asker.ended(backend, *requests))
         failed = outputs.pop(2)
-        assert isinstance(failed.error, ProcessorError)
-        assert requests[2].request_id in str(failed.error)
+        assert isinstance(failed.error, ConflictingParametersError)
+        assert failed.error.parameters == ("allowed_token_ids", "bad_words", "min_tokens")
         assert failed.outputs[0].finish_reason == "error"
         assert all(output.error is None for output in outputs)
         assert {len(output.outputs[0].token_ids) for output in outputs} == {8}

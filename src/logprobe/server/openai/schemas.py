@@ -565,6 +565,7 @@ class Model(Shape, kw_only=True):
     status: ModelStatus
     max_model_len: int | UnsetType = UNSET
     weight_version: str | UnsetType | None = UNSET
+    quantization: str | UnsetType | None = UNSET
     root: str | UnsetType = UNSET
     parent: str | UnsetType = UNSET
 

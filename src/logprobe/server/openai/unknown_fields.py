@@ -118,6 +118,7 @@ FOREIGN: Final[dict[str, Foreign]] = {
     "num_logprobs": Foreign(LOGPROBS, OFF),
     "post_sampling_probs": Foreign(("logprobs_mode",), OFF),
     "return_logprob": Foreign(("logprobs", "top_logprobs"), OFF),
+    "self_certainty": Foreign(neutral=OFF, remedy="it reads whole rows; ask in Python, or leave it out"),
     "token_ids_logprob": Foreign(("logprob_token_ids",), OFF),
     "top_logprobs_num": Foreign(LOGPROBS, OFF),
     "top_n_tokens": Foreign(LOGPROBS, OFF),
