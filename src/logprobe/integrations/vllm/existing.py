@@ -152,7 +152,8 @@ def _fit_out(worker: Any, vllm_config: Any) -> None:
         held.additional_config[SETTINGS] = settings
     processor = LogprobeLogitsProcessor(worker.vllm_config)
     _along(worker, VLLM_PROCESSORS).non_argmax_invariant.append(processor)
-    worker.logprobe_take = partial(RowsExtension.logprobe_take, proxy(worker))
+    borrowed: Any = proxy(worker)  # a reference would keep the worker alive
+    worker.logprobe_take = partial(RowsExtension.logprobe_take, borrowed)
 
 
 def _module_of(worker: ref[Any]) -> Any:
