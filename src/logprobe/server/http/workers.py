@@ -97,9 +97,9 @@ class Workers:
         with ExitStack() as held:
             held.enter_context(self._in_progress.hold(caller))
             future = asyncio.get_running_loop().run_in_executor(self._readers, job)
-            end = held.pop_all().close  # once the job has ended, whatever becomes of who waits for it
+            end = held.pop_all().close  # once the job has ended, or its client has left
         future.add_done_callback(lambda _: end())
-        return await asyncio.shield(future)
+        return await future
 
     async def write(self, job: Callable[[], T], num_entries: int | None) -> T:
         """The result of a job that writes so many entries of a request that has run: it waits for room.
