@@ -100,10 +100,12 @@ def test_a_launch_leaves_the_keys_and_values_that_the_next_needs(
 def test_a_step_with_lora_weights_runs_stage_by_stage(
     forward_of: Callable[[str], NativeForward], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = Prompts(forward_of("Llama"), 2)
+    forward = forward_of("Llama")
+    prompts = Prompts(forward, 2)
     prompts.step(0, 15)
     runs = count_runs(monkeypatch)
-    prompts.sequences[1].lora = LoraWeights("x", "", 7, {})
+    prompts.sequences[1].lora = lora = LoraWeights("x", "", 7, {})
+    forward.make_room(lora)
     prompts.step(15, 16)
     assert runs == []
     prompts.sequences[1].lora = None
