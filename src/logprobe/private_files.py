@@ -41,8 +41,11 @@ def make_folder(path: Path, mode: int = FOLDER_MODE) -> None:
     """
     if not path.is_dir():
         make_folder(path.parent, mode)
-        with suppress(FileExistsError):
+        try:
             path.mkdir(mode)
+        except FileExistsError:  # made by another process meanwhile, unless it is a file
+            if not path.is_dir():
+                raise
 
 
 def make_private(folder: Path) -> None:
