@@ -124,6 +124,20 @@ def test_a_step_is_held_until_it_is_released(model: LoadedModel, lm: AsyncLM) ->
     assert open_requests(lm) == []
 
 
+def test_integrity_is_checked_once_the_engine_rests(model: LoadedModel, lm: AsyncLM) -> None:
+    with holding_steps(model) as hold:
+        asking = threading.Thread(target=lm.next_token_logprobs_sync, args=([5, 6],))
+        asking.start()
+        hold.wait()
+        checking = threading.Thread(target=check_integrity, args=(model,))
+        checking.start()
+        checking.join(0.1)
+        assert checking.is_alive()
+        hold.release()
+        for thread in (asking, checking):
+            thread.join()
+
+
 def test_a_held_step_goes_on_where_the_engine_is_closed(model: LoadedModel, lm: AsyncLM) -> None:
     async def ask() -> None:
         asked = asyncio.create_task(lm.sample([5, 6], 9, []))

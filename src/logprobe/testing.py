@@ -10,6 +10,7 @@ The functions below it provoke faults in an engine, fake or real, and look at wh
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -53,7 +54,7 @@ __all__ = [
 
 NUM_STATES = 1 << 20  # that a prefix can be in; a float32 holds each exactly
 BOS, EOS = "<|bos|>", "<|eos|>"
-HELD_S: Final = 0.005  # between two looks at whether a held step's engine was closed
+HELD_S: Final = 0.005  # between two looks at what an engine does
 LIMIT_S: Final = 120.0  # nothing takes as long, also on a busy machine
 
 
@@ -274,12 +275,17 @@ def open_requests(model: AnyModel) -> list[str]:
 
 
 def check_integrity(model: AnyModel) -> None:
-    """Assert that each slot of an engine at rest has one owner, and each lock its request.
+    """Wait until the engine is at rest, and assert that each slot has one owner, and each lock its request.
 
     Raises:
         ParameterError: the engine does not run in this process, or has no slots of ours.
+        TimeoutError: the engine is still busy after two minutes.
     """
-    _engine_of(model).check_integrity()
+    core, until = _thread_of(model), time.monotonic() + LIMIT_S
+    while not core.check_integrity_at_rest():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the engine is still busy after {LIMIT_S:g} s")
+        time.sleep(HELD_S)
 
 
 def process_ids(model: AnyModel) -> list[int]:

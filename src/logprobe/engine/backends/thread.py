@@ -108,6 +108,14 @@ class EngineThread:
         """Whether the engine has work, or messages to handle."""
         return bool(self._commands) or self.engine.has_work
 
+    def check_integrity_at_rest(self) -> bool:
+        """Assert the engine's invariants if no step runs and no message waits; False if one does."""
+        with self._wake:
+            is_at_rest = self._turn_began is None and not self.is_busy
+            if is_at_rest:
+                self.engine.check_integrity()
+        return is_at_rest
+
     def ask(self, command: Asked) -> Layout | None:
         """Do what is answered; weights are read on the caller's thread, so that no step waits for the disk.
 
@@ -212,7 +220,7 @@ class EngineThread:
             if self._is_closed:
                 return False
             commands, self._commands = self._commands, deque()
-        self._turn_began = time.monotonic()
+            self._turn_began = time.monotonic()
         if commands:
             self._loop.settle()  # what they end is published after what the last step gave
         self._publish([event for command in commands for event in self.engine.handle(command)])
