@@ -2,8 +2,13 @@
 
 The default model scores some tokens of a text in windows, each token once. The reference is transformers'
 model in float64 over the same windows, so that what a window cannot see is no part of the difference. Beside
-it are transformers' model in float32, its logits with other log-sum-exps, and ours. docs/scoring.md shows
-the table; the reference takes minutes.
+it are transformers' model in float32, its logits with other log-sum-exps, and ours; the second table is the
+largest difference by the token's position.
+
+Rotary angles are float32 in transformers' model whatever its dtype: the product of a position and a float32
+frequency, rounded to float32. Our decoder uses the same ones. The last line of each table replaces these
+alone by exact ones, in float64: what that convention changes is no rounding error of an engine.
+docs/scoring.md shows the tables; the reference takes minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +41,11 @@ if TYPE_CHECKING:
     Normalise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 TEXT = Path(__file__).resolve().parents[1] / "docs" / "decisions.md"
-NUM_TOKENS, WINDOW = 4901, 2048
+NUM_TOKENS, WINDOW = 8192, 8192
+RANGE = 1024  # positions of a column of the second table
 ROWS = 256  # of logits that are held at once
-KV_BYTES = 1 << 28
+KV_BYTES = 1 << 29
+EXACT = "transformers, float64, exact angles"
 
 
 def log_softmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -63,12 +71,27 @@ def rows_of(model: Any, window: Window) -> Iterator[tuple[torch.Tensor, torch.Te
         yield model.lm_head(rows), chosen
 
 
+def exact_angles(rotary: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cosines and sines of a position times a float32 frequency, all in float64."""
+    angles = position_ids[..., None].double() * rotary.inv_freq.double()
+    angles = torch.cat((angles, angles), dim=-1)
+    return tuple((part * rotary.attention_scaling).to(x.dtype) for part in (angles.cos(), angles.sin()))
+
+
 @torch.inference_mode()
 def of_transformers(
-    folder: Path, dtype: torch.dtype, cut: list[Window], ways: dict[str, Normalise]
+    folder: Path,
+    dtype: torch.dtype,
+    cut: list[Window],
+    ways: dict[str, Normalise],
+    *,
+    has_exact_angles: bool = False,
 ) -> dict[str, Array]:
     """The log-probabilities of all scored tokens, nats, each way."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if has_exact_angles:
+        rotary = model.model.rotary_emb
+        rotary.forward = partial(exact_angles, rotary)
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in ways}
     for window in cut:
         for logits, chosen in rows_of(model, window):
@@ -99,18 +122,25 @@ def measure(text: str, num_tokens: int, window: int) -> dict[str, Any]:
             "… its logits, the rest by our kernel": extracted,
         }
         found = of_transformers(folder, torch.float32, cut, ways)
+        exact = of_transformers(folder, torch.float64, cut, {EXACT: log_softmax}, has_exact_angles=True)
     found["logprobe"] = of_ours(cut)
     found["logprobe, weights plain"] = of_ours(cut, weights="plain")
+    found |= exact
+    positions = np.concatenate([np.arange(one.first_scored, len(one.token_ids)) for one in cut])
     return {
         "num_scored": len(reference),
         "logprob": float(reference.sum()),
-        "differences": {name: figures(values - reference) for name, values in found.items()},
+        "range": RANGE,
+        "differences": {name: figures(values - reference, positions) for name, values in found.items()},
     }
 
 
-def figures(differences: Array) -> dict[str, float]:
-    """Of the sum, and of a token."""
+def figures(differences: Array, positions: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
+    """Of the sum, of a token, and the largest by position."""
+    ranges = positions // RANGE
+    worst = [float(np.abs(differences[ranges == one]).max(initial=0.0)) for one in range(ranges.max() + 1)]
     return {
+        "worst_by_position": worst,
         "sum": float(differences.sum()),
         "mean": float(differences.mean()),
         "deviation": float(differences.std()),
@@ -127,6 +157,11 @@ def lines(measured: dict[str, Any]) -> Iterator[str]:
             f"{name:40}{values['sum']:>+10.1e}{values['mean']:>+10.1e}{values['deviation']:>11.1e}"
             f"{values['worst']:>10.1e}"
         )
+    num_ranges = max(len(values["worst_by_position"]) for values in measured["differences"].values())
+    starts = "".join(f"{RANGE * one:>9,}" for one in range(num_ranges))
+    yield f"\n{'largest of the positions from':40}{starts}"
+    for name, values in measured["differences"].items():
+        yield f"{name:40}" + "".join(f"{worst:>9.1e}" for worst in values["worst_by_position"])
 
 
 def main() -> None:

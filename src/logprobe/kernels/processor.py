@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-FLOAT = 4  # bytes
+FLOAT, DOUBLE = 4, 8  # bytes
 LINE = 64  # bytes of a cache line
 _MODEL: Final = ("vendor_id", "cpu family", "model", "stepping")  # Linux' names of what LLVM goes by
 

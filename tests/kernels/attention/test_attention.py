@@ -249,6 +249,34 @@ def test_large_scores_do_not_overflow() -> None:
         torch.testing.assert_close(attended_rows[0], values[0])
 
 
+@pytest.mark.parametrize("first_score", [0.0, 12.0, 16.0, 18.0])
+@pytest.mark.parametrize("window", [None, 5000])
+def test_small_weights_of_a_long_context_count_beside_a_large_one(
+    first_score: float, window: int | None
+) -> None:
+    """Models give most of a row's weight to one token; thousands of small weights must not be lost."""
+    heads, kv_heads, dim, context, num_rows = 4, 2, 32, 8192, 20
+    generator = torch.Generator().manual_seed(5)
+    keys = torch.randn(context, kv_heads, dim, generator=generator)
+    values = torch.randn(context, kv_heads, dim, generator=generator) + 0.5
+    query = torch.randn(num_rows, heads, dim, generator=generator)
+    large = 0 if window is None else context - 4000  # each row sees it
+    query[..., 0], keys[..., 0], keys[large, :, 0] = 1.0, 0.0, first_score * dim**0.5
+    rule = ScoreRule(dim**-0.5, window)
+    builder = RowPlanBuilder()
+    builder.add(0, context - num_rows, np.arange(context, dtype=np.int32))
+    plan = builder.build()
+    assert plan is not None
+    by_rows = torch.empty(num_rows, heads, dim)
+    attend_rows(query, keys, values, plan, by_rows, rule)
+    by_chunk = attended(query, keys, values, torch.arange(context), rule)
+    assert torch.equal(by_rows, by_chunk)
+    for row in range(num_rows):
+        seen = slice(0, context - num_rows + row + 1)
+        want = plain_attention(query[row], keys[seen], values[seen], rule)
+        assert (by_rows[row].double() - want).abs().max() < 2e-6 * want.abs().max()
+
+
 def test_no_spans_make_no_plan() -> None:
     assert RowPlanBuilder().build() is None
 

@@ -29,7 +29,7 @@ def test_sums_go_on_from_block_to_block(spread: float, sink: float | None) -> No
     blocks[1][3] = -np.inf
     wanted = np.concatenate([[np.full(PANEL, -np.inf if sink is None else sink)], *blocks])
     largest = wanted[0].astype(np.float32)
-    totals = np.full(PANEL, float(sink is not None), np.float32)
+    totals = np.full(PANEL, float(sink is not None))
     weights = np.empty((0, PANEL))
     for scores in blocks:
         factors = np.full(PANEL, np.nan, np.float32)
@@ -45,15 +45,23 @@ def test_sums_go_on_from_block_to_block(spread: float, sink: float | None) -> No
 
 
 def test_nothing_is_scaled_where_no_score_is_greater() -> None:
-    largest, totals = np.full(PANEL, 4, np.float32), np.ones(PANEL, np.float32)
+    largest, totals = np.full(PANEL, 4, np.float32), np.ones(PANEL)
     factors = np.empty(PANEL, np.float32)
     assert not soften_block(np.full((3, PANEL), 4, np.float32), largest, totals, factors)
     assert (factors == 1).all()
     assert (totals == 4).all()
 
 
+def test_weights_below_a_totals_last_float32_digit_count() -> None:
+    largest, totals = np.zeros(PANEL, np.float32), np.ones(PANEL)
+    factors = np.empty(PANEL, np.float32)
+    for _ in range(40):
+        soften_block(np.full((192, PANEL), -18, np.float32), largest, totals, factors)
+    np.testing.assert_allclose(totals - 1, 40 * 192 * np.exp(-18), rtol=1e-6)
+
+
 def test_what_is_not_a_number_stays_so_in_its_lane_alone() -> None:
-    largest, totals = np.full(PANEL, -np.inf, np.float32), np.zeros(PANEL, np.float32)
+    largest, totals = np.full(PANEL, -np.inf, np.float32), np.zeros(PANEL)
     scores = np.ones((2, PANEL), np.float32)
     scores[1, 7] = np.nan
     soften_block(scores, largest, totals, np.empty(PANEL, np.float32))

@@ -80,6 +80,26 @@ def test_products_are_those_of_float64_and_bits_do_not_depend_on_the_other_rows(
         assert torch.equal(product(x[num_rows - 1 : num_rows], panels), got[-1:])
 
 
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_terms_behind_a_large_one_keep_their_digits(form: str) -> None:
+    """A head's hidden states have a few very large numbers, behind which long sums are rounded."""
+    panels, x = weights(form), activations(64)
+    x[:, [0, 96]] = 80.0
+    for num_rows in (1, 4, 8, 64):
+        want = x[:num_rows].double() @ widened(panels).double().T
+        error = (product(x[:num_rows], panels) - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert error < 1.7e-7
+
+
+# Weights of nibbles_wide are widened with one rounding, and by `rows` with two.
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"nibbles_wide"}))
+def test_the_form_of_the_same_weights_does_not_change_the_bits(form: str) -> None:
+    panels = weights(form)
+    floats = pack_floats(widened(panels))
+    for num_rows in (1, 4, 8, 64):
+        assert torch.equal(product(activations(num_rows), panels), product(activations(num_rows), floats))
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
 def test_floats_are_kept_in_the_smallest_form_that_holds_them_exactly(form: str) -> None:
     panels = weights(form)

@@ -28,6 +28,7 @@ from logprobe.kernels.processor import FLOAT, HAS_WIDE_REGISTERS, cpu_features
 LAYOUT = 1  # of what this file states; a file of panels in another is not read
 PANEL = 48
 GROUP = 8
+RUN = 16  # inputs, whose products are summed by themselves: a sum's rounding error grows with its length
 TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
 
 

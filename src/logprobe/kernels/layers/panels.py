@@ -1,9 +1,10 @@
 """A linear layer on weights in their published form (CPU): one read of the weights serves all rows of a step.
 
-Each output is a float32 sum over pieces of inputs in their order, however many rows there are: the
-numbers of a row depend neither on the rows beside it nor on threads. For a few rows, weights are widened
-where they are used; for more, a piece at a time into the first-level cache, for all rows to read. Many rows
-are cut into blocks, and threads keep to blocks of their own as long as there are any.
+Each output is a float32 sum over pieces of inputs in their order, and each piece is one over runs of RUN
+inputs, however many rows there are: the numbers of a row depend neither on the rows beside it nor on threads,
+nor on the form that its weights are kept in. For a few rows, weights are widened where they are used; for
+more, a piece at a time into the first-level cache, for all rows to read. Many rows are cut into blocks, and
+threads keep to blocks of their own as long as there are any.
 Before it: rows of activations. After it: the next stage of a series.
 """
 

@@ -13,7 +13,13 @@ from logprobe.kernels.layers.numba.turn import turn_rows
 from logprobe.kernels.layers.numba.widen import tiles
 from logprobe.kernels.processor import FLOAT
 from logprobe.kernels.threads.numba.intrinsics import internal
-from logprobe.kernels.threads.numba.tasks import float32_at, float32_on_lines, int64_at, next_item
+from logprobe.kernels.threads.numba.tasks import (
+    float32_at,
+    float32_on_lines,
+    float64_on_lines,
+    int64_at,
+    next_item,
+)
 from logprobe.kernels.threads.numba.vectors import F32, MINUS_INF
 from logprobe.kernels.threads.numba.workers import compiled_worker
 
@@ -123,7 +129,7 @@ def _write(task: Any, item: Any, totals: Any, sums: Any, turned: Any) -> None:
     dim, groups = task[VALUE_DIM], task[GROUPS]
     turn_rows(sums.ctypes.data, PANEL_FLOATS, sums.size // PANEL, PANEL, PANEL, turned)
     for place in range(count):
-        lane, share = first + place, F32(1) / totals[place]
+        lane, share = first + place, F32(1 / totals[place])
         target = task[OUT_ROW] * (lane // groups) + task[OUT_HEAD] * (head * groups + lane % groups)
         out = float32_at(task[OUT] + target, dim)
         for start in range(0, dim, TILE_ROWS):
@@ -143,7 +149,7 @@ def _begin(task: Any, item: Any, positions: Any, largest: Any, totals: Any) -> N
         lane = first + min(place, count - 1)
         positions[place] = task[CONTEXT] - task[NUM_ROWS] + lane // groups
         largest[place] = sinks[head * groups + lane % groups] if num_sinks > 0 else MINUS_INF
-        totals[place] = F32(1) if num_sinks > 0 else F32(0)
+        totals[place] = 1.0 if num_sinks > 0 else 0.0
 
 
 @internal
@@ -179,7 +185,7 @@ def worker(task: Any) -> None:
     keys, values = float32_on_lines(BLOCK_KEYS * width), float32_on_lines(BLOCK_KEYS * dims)
     scores, rows = float32_on_lines(BLOCK_KEYS * PANEL), float32_on_lines(TILE_ROWS * width)
     turned = float32_on_lines(max(TILE_ROWS * width, PANEL * dims))
-    largest, totals, factors = float32_on_lines(LANES), float32_on_lines(LANES), float32_on_lines(PANEL)
+    largest, totals, factors = float32_on_lines(LANES), float64_on_lines(LANES), float32_on_lines(PANEL)
     positions = np.empty(LANES, np.int32)
     slots = int64_at(task[SLOTS], task[CONTEXT])
     rows[:], values[:] = 0, 0

@@ -25,7 +25,13 @@ from logprobe.kernels.attention.numba.softmax import BLOCK_KEYS, LEAST, cap
 from logprobe.kernels.layers.numba.widen import LANES
 from logprobe.kernels.processor import FLOAT, LINE
 from logprobe.kernels.threads.numba.intrinsics import internal, prefetch_line
-from logprobe.kernels.threads.numba.tasks import float32_at, float32_on_lines, int32_at, next_item
+from logprobe.kernels.threads.numba.tasks import (
+    float32_at,
+    float32_on_lines,
+    float64_on_lines,
+    int32_at,
+    next_item,
+)
 from logprobe.kernels.threads.numba.vectors import F32, LOWEST, MINUS_INF, ZERO, exponential, greatest
 from logprobe.kernels.threads.numba.workers import compiled_worker
 
@@ -77,7 +83,7 @@ def _begin(task: Any, head: Any, count: Any, largest: Any, totals: Any) -> None:
     sinks = float32_at(task[SETTINGS], 3 + num_sinks)[3:]
     for number in range(count):
         largest[number] = sinks[head + number] if num_sinks > 0 else MINUS_INF
-        totals[number] = F32(1) if num_sinks > 0 else F32(0)
+        totals[number] = 1.0 if num_sinks > 0 else 0.0
 
 
 @internal
@@ -120,9 +126,9 @@ def _soften(scores: Any, largest: Any) -> Any:
 
 @internal
 def _add_weights(weights: Any, count: Any, totals: Any, factors: Any) -> None:
-    """Add a block's weights, (QUERIES_AT_ONCE, BLOCK_KEYS), to each query's total, key after key.
+    """Add a block's weights, (QUERIES_AT_ONCE, BLOCK_KEYS), to each query's float64 total, key after key.
 
-    All four sums go on together, as each waits for its own last summand.
+    The four sums are independent, so their additions overlap.
     """
     a, b, c, d = (
         totals[0] * factors[0],
@@ -168,7 +174,7 @@ def _add(sums: Any, factor: Any, summands: Any) -> None:
 def _write(totals: Any, sums: Any, out: Any) -> None:
     dim = out.size // totals.size
     for number in range(totals.size):
-        share = F32(1) / totals[number]
+        share = F32(1 / totals[number])
         for i in range(number * dim, (number + 1) * dim):
             out[i] = sums[i] * share
 
@@ -213,7 +219,7 @@ def worker(task: Any) -> None:
         float32_on_lines(QUERIES_AT_ONCE * task[VALUE_DIM]),
         (
             float32_on_lines(QUERIES_AT_ONCE),
-            float32_on_lines(QUERIES_AT_ONCE),
+            float64_on_lines(QUERIES_AT_ONCE),
             float32_on_lines(QUERIES_AT_ONCE),
         ),
         np.empty(KEYS_AT_ONCE, np.int64),

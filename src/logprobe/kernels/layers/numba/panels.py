@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from logprobe.kernels.layers.layout import FLOAT32, FORMS, PANEL, TILE_ROWS, Form
+from logprobe.kernels.layers.layout import FLOAT32, FORMS, PANEL, RUN, TILE_ROWS, Form
 from logprobe.kernels.layers.numba.activations import gate
 from logprobe.kernels.layers.numba.turn import turn_rows, turned_size
 from logprobe.kernels.layers.numba.widen import tiles, widener
@@ -66,7 +66,7 @@ def _multiplier(form: Form) -> Any:
     `turned` is where they begin, the number of the first row, and how many there are; `panel` is where the
     panels begin, and the number of the one to multiply by.
     """
-    direct, from_piece = tiles(form), tiles(FLOAT32)
+    direct, from_piece = tiles(form, RUN), tiles(FLOAT32, RUN)
     widen_piece = widener(form)
     is_float32 = form is FLOAT32
     direct_rows, block_bytes, block_inputs = form.direct_rows, form.block_bytes, form.inputs

@@ -155,11 +155,14 @@ def _header(builder: Any, form: Form, address: Any, *, is_in_memory: bool) -> He
         return [partial(_itself, vector) for vector in vectors]
     places = [cgutils.alloca_once_value(builder, vector) for vector in vectors]  # type: ignore[no-untyped-call]
     for place in places:
-        kind = ir.FunctionType(ir.VoidType(), [place.type])
-        builder.asm(
-            kind, "", "r,~{memory}", [place], side_effect=True
-        )  # somebody else knows it: it stays there
+        _keep_in_memory(builder, place)
     return [partial(builder.load, place) for place in places]
+
+
+def _keep_in_memory(builder: Any, place: Any) -> None:
+    """Hand a pointer to text of no instruction: what it points to stays in memory, not in registers."""
+    kind = ir.FunctionType(ir.VoidType(), [place.type])
+    builder.asm(kind, "", "r,~{memory}", [place], side_effect=True)
 
 
 def _itself(vector: Any) -> Any:
@@ -172,10 +175,14 @@ def _each_input(
     panel: Any,
     num_inputs: Any,
     use: Callable[[Iterable[Any], Any], None],
+    after: tuple[int, Callable[[], None]] | None = None,
     *,
     is_tight: bool = False,
 ) -> None:
-    """Let `use` see the vectors of every input of a panel, with the input's number."""
+    """Let `use` see the vectors of every input of a panel, with the input's number.
+
+    `after` is a number of inputs, and what is to follow each run of so many.
+    """
     num_blocks = builder.sdiv(num_inputs, INT64(form.inputs))
     with cgutils.for_range(builder, num_blocks) as blocks:
         address = builder.add(panel, builder.mul(blocks.index, INT64(form.block_bytes)))
@@ -187,6 +194,11 @@ def _each_input(
             values = _VALUES[form](builder, builder.add(address, offset), header)
             for number, vectors in enumerate(values):
                 use(vectors, builder.add(start, INT64(number)))
+            if after is not None:
+                run, end_run = after
+                place = builder.and_(builder.add(start, INT64(GROUP)), INT64(run - 1))
+                with builder.if_then(builder.icmp_signed("==", place, INT64(0))):
+                    end_run()
 
 
 @internal
@@ -208,18 +220,30 @@ def switch_on(builder: Any, number: Any, most: int, emit: Callable[[int], None])
     builder.position_at_end(done)
 
 
-def tiles(form: Form) -> Any:
+def tiles(form: Form, run: int | None = None) -> Any:
     """Compiled `multiply(num_rows, panel, num_inputs, x, out)`: adds to out (num_rows, PANEL) products of x.
 
     x is (num_inputs, tile_width(num_rows)), of up to TILE_ROWS rows: an input's rows side by side. Each sum
     goes from the first input to the last, one rounding each, however many rows there are.
+
+    Args:
+        form: of the panel.
+        run: inputs, a power of two from GROUP on, whose products are summed by themselves before they are
+            added to those before them: the rounding error of a sum grows with its runs. None: all inputs.
     """
+    # Both sums of half the rows stay in registers. Where weights take long to widen, all rows share that.
+    most = TILE_ROWS if run is None or form.header else max(2, TILE_ROWS // 2)
 
     @intrinsic
     def multiply(_typing: Any, _rows: Any, _panel: Any, _inputs: Any, _x: Any, _out: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             num_rows, *others = arguments
-            switch_on(builder, num_rows, TILE_ROWS, lambda rows: _multiply_tile(builder, form, rows, others))
+
+            def write(rows: int) -> None:
+                for start in range(0, rows, most):
+                    _multiply_tile(builder, form, run, range(start, min(rows, start + most)), rows, others)
+
+            switch_on(builder, num_rows, TILE_ROWS, write)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -227,31 +251,47 @@ def tiles(form: Form) -> Any:
     return multiply
 
 
-def _multiply_tile(builder: Any, form: Form, num_rows: int, arguments: list[Any]) -> None:
+def _multiply_tile(
+    builder: Any, form: Form, run: int | None, own: range, num_rows: int, arguments: list[Any]
+) -> None:
+    """The products of some rows of a tile of `num_rows`."""
     panel, num_inputs, x, out = arguments
     width = tile_width.py_func(num_rows)
     zero = ir.Constant(FLOATS, None)
-    sums = {
-        (row, j): cgutils.alloca_once_value(builder, zero)  # type: ignore[no-untyped-call]
-        for row in range(num_rows)
-        for j in range(VECTORS)
-    }
+    sums, totals = (
+        {
+            (row, j): cgutils.alloca_once_value(builder, zero)  # type: ignore[no-untyped-call]
+            for row in own
+            for j in range(VECTORS)
+        }
+        for _ in range(2)
+    )
+    if run is not None and HAS_WIDE_REGISTERS and len(own) > TILE_ROWS // 2:
+        for total in totals.values():
+            _keep_in_memory(builder, total)
+
+    def end_run() -> None:
+        for place, total in sums.items():
+            builder.store(builder.fadd(builder.load(totals[place]), builder.load(total)), totals[place])
+            builder.store(zero, total)
 
     def use(vectors: Iterable[Any], number: Any) -> None:
         start = builder.add(x, builder.mul(number, INT64(FLOAT * width)))
-        rows = (
-            every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType())) for row in range(num_rows)
-        )
+        rows = (every_lane(builder, _load(builder, start, FLOAT * row, ir.FloatType())) for row in own)
         if HAS_WIDE_REGISTERS:
             held = list(vectors)
-            for row, value in enumerate(rows):
+            for row, value in zip(own, rows, strict=True):
                 _add_products(builder, value, held, [sums[row, j] for j in range(VECTORS)])
         else:
             held = list(rows)
             for j, vector in enumerate(vectors):
-                _add_products(builder, vector, held, [sums[row, j] for row in range(num_rows)])
+                _add_products(builder, vector, held, [sums[row, j] for row in own])
 
-    _each_input(builder, form, panel, num_inputs, use, is_tight=num_rows > ROOMY_ROWS)
+    after = None if run is None else (run, end_run)
+    _each_input(builder, form, panel, num_inputs, use, after, is_tight=len(own) > ROOMY_ROWS)
+    if run is not None:
+        end_run()
+        sums = totals
     for (row, j), total in sums.items():
         place = builder.inttoptr(builder.add(out, INT64(VECTOR * (VECTORS * row + j))), FLOATS.as_pointer())
         whole = builder.fadd(builder.load(place, align=4), builder.load(total))

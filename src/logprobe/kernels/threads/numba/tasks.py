@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba.np.numpy_support import carray
 
-from logprobe.kernels.processor import FLOAT, LINE
+from logprobe.kernels.processor import DOUBLE, FLOAT, LINE
 from logprobe.kernels.threads.numba.intrinsics import fetch_add, internal, pointer
 from logprobe.kernels.threads.parallel import TASK_FIELDS
 
@@ -39,6 +39,13 @@ def float32_on_lines(size: Any) -> Any:
     """Room for float32 that begins with a cache line: no vector of it lies in two."""
     memory = np.empty(size + LINE // FLOAT, np.float32)
     return memory[-memory.ctypes.data % LINE // FLOAT :][:size]
+
+
+@internal
+def float64_on_lines(size: Any) -> Any:
+    """Uninitialized float64 array that begins with a cache line."""
+    memory = np.empty(size + LINE // DOUBLE, np.float64)
+    return memory[-memory.ctypes.data % LINE // DOUBLE :][:size]
 
 
 @internal
