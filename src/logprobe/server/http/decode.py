@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect
 
-from logprobe.engine.forward.pool import return_freed
-from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
+from logprobe.engine.forward.pool import return_freed_of_thread
+from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, clear_frames
+from logprobe.server.http.gate import CALL
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import check_body, check_values
 from logprobe.server.openai.bodies import NESTED
@@ -60,9 +61,12 @@ async def read(
     def read_large() -> T:
         try:
             return prepare(_decode_checked(data, body_type, service), service)
+        except Exception as error:
+            clear_frames(error)
+            raise
         finally:
             if len(data) > LARGE_BYTES:
-                return_freed()
+                return_freed_of_thread()
 
     return await service.workers.read(read_large, len(data), service.caller)
 
@@ -101,6 +105,8 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
         raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    finally:
+        request.scope[CALL].has_large_body = len(data) > LARGE_BYTES
     return bytes(data)
 
 

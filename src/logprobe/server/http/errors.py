@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -112,3 +113,20 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
     if isinstance(error, LogprobeError):
         return ApiError(500, str(error), code="engine_error")
     return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the local variables of the frames that an error, its cause and its context have left.
+
+    One of them often refers back to the error, such as a future that is awaited: a request's body would stay
+    until the next full garbage collection.
+    """
+    seen: set[int] = set()
+    pending = [error]
+    while pending:
+        if (one := pending.pop()) is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += (one.__cause__, one.__context__)
+        pending += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
