@@ -87,7 +87,8 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
     One that asks for none is no work; of every other route, requests in progress are bounded, which they are
     until their reply is sent.
     """
-    in_progress = InProgress(models.settings.max_requests, "requests of this route")
+    most = models.settings.max_requests + models.settings.max_waiting
+    in_progress = InProgress(most, "requests of this route")
 
     async def serve(request: HttpRequest) -> HeldReply:
         resources, call = ExitStack(), request.scope[CALL]
