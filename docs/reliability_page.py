@@ -88,6 +88,8 @@ is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`
   requests of a route (`max_requests` and `max_waiting`, those whose bodies are still to come too), and all
   jobs that wait for a worker to read them. An eighth of each comes on top for clients that hold no more than
   an eighth of that (`tests/server/test_limits.py`, `tests/server/attacks/test_monopoly.py`).
+- The threads that read take turns between the clients whose bodies wait: a client's first body waits for
+  those that are being read, and at most one of each other client's (`tests/server/test_workers.py`).
 - Further requests of a client wait for room in the order of their arrival, at most `max_waiting` of them and
   for `wait_timeout_s`; then they get 429 with `Retry-After`. While it waits, a request keeps the bytes of its
   body and its place among the requests of its route, nothing else; it is read again once there is room.
@@ -304,6 +306,7 @@ AUDIT = (
             "attacks/test_gets.py::test_bodies_that_do_not_come_count_as_work",
             "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_half_sent_all_its_bodies",
             "attacks/test_monopoly.py::test_bodies_that_wait_to_be_read_have_a_reserve_too",
+            "test_workers.py::test_readers_take_turns_between_callers",
             "attacks/test_sizes.py::test_a_name_that_is_no_text_is_not_built_to_choose_the_model",
             "attacks/test_slow.py::test_a_body_that_does_not_come_is_a_408",
             "test_behaviour.py::test_a_body_that_is_too_large_is_refused",
