@@ -92,6 +92,7 @@ def test_a_new_request_does_not_overtake_its_callers_that_wait() -> None:
         with pytest.raises(NoRoomError):
             limits.admit(cost(1), "hog")
         limits.admit(cost(4), "other").release()
+        limits.admit(cost(0), "hog").release()  # the bytes of a reply that is ready
         first.release()
         (await wait).release()
 

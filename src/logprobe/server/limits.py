@@ -339,7 +339,7 @@ class Limits:
         with self._lock:
             if (full := self._full(cost, caller)) is not None:
                 raise NoRoomError(full, cost)
-            if caller in self._queues:
+            if cost.requests and caller in self._queues:  # a reply that is ready need not wait for them
                 raise NoRoomError(f"{len(self._queues[caller])} earlier requests of this client wait", cost)
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
