@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from logprobe.engine.forward.pool import return_freed_of_thread
-from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, clear_frames
+from logprobe.errors import ParameterError
+from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, drop_tracebacks
 from logprobe.server.http.gate import CALL
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
 from logprobe.server.limits import NoRoomError, check_body, check_values
@@ -61,8 +62,8 @@ async def read(
     def read_large() -> T:
         try:
             return prepare(_decode_checked(data, body_type, service), service)
-        except Exception as error:
-            clear_frames(error)
+        except (ApiError, ParameterError) as error:
+            drop_tracebacks(error)  # their frames hold what was read, which is returned now
             raise
         finally:
             if len(data) > LARGE_BYTES:
@@ -78,7 +79,7 @@ async def read(
         except NoRoomError as error:
             if service.has_waited:
                 raise
-            clear_frames(error)
+            drop_tracebacks(error)
             cost, body = error.cost, None
         await service.wait_for_room(cost, request.receive)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -115,11 +114,11 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
     return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
 
 
-def clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables of the frames that an error, its cause and its context have left.
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error, its cause and its context, once they have been logged.
 
-    One of them often refers back to the error, such as a future that is awaited: a request's body would stay
-    until the next full garbage collection.
+    One of their frames often refers back to the error, such as by a future that it awaited: a request's body
+    would stay until the next full garbage collection.
     """
     seen: set[int] = set()
     pending = [error]
@@ -127,6 +126,6 @@ def clear_frames(error: BaseException | None) -> None:
         if (one := pending.pop()) is None or id(one) in seen:
             continue
         seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None
         pending += (one.__cause__, one.__context__)
         pending += one.exceptions if isinstance(one, BaseExceptionGroup) else ()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.responses import Response
 
 from logprobe.errors import ParameterError, ProcessorError, require
-from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, clear_frames
+from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, drop_tracebacks
 from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
@@ -114,7 +114,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), models.metrics, error)
-            clear_frames(error)
+            drop_tracebacks(error)
         name_without_effect(response, call, models)
         models.metrics.replies.labels(path, response.status_code).inc()
         return HeldReply(response, resources.close)
