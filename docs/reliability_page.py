@@ -85,9 +85,16 @@ is. Otherwise, counted in the engine's steps (`tests/engine/plan/test_shares.py`
   between them first, then what each has between its calls; in a step the prompts of a client that has less to
   run come first. So hundreds of calls of one client are to another one as a single call is.
 - A client may have all of `max_requests`, `max_tokens_in_flight` and `max_logprob_bytes` in progress, all
-  requests of a route (`max_requests`, those whose bodies are still to come too), and all jobs that wait for a
-  worker to read them. An eighth of each comes on top for clients that hold no more than an eighth of that
-  (`tests/server/test_limits.py`, `tests/server/attacks/test_monopoly.py`).
+  requests of a route (`max_requests` and `max_waiting`, those whose bodies are still to come too), and all
+  jobs that wait for a worker to read them. An eighth of each comes on top for clients that hold no more than
+  an eighth of that (`tests/server/test_limits.py`, `tests/server/attacks/test_monopoly.py`).
+- The threads that read take turns between the clients whose bodies wait: a client's first body waits for
+  those that are being read, and at most one of each other client's (`tests/server/test_workers.py`).
+- Further requests of a client wait for room in the order of their arrival, at most `max_waiting` of them and
+  for `wait_timeout_s`; then they get 429 with `Retry-After`. While it waits, a request keeps the bytes of its
+  body and its place among the requests of its route, nothing else; it is read again once there is room.
+  Clients whose requests wait take turns. One that leaves gives its place to the next, a server that drains
+  ends the wait with 503. Requests of other clients that find room are admitted at once.
 
 A grammar takes at most {items} items of the parser for a token; one that can be read in too many ways to be
 followed within that fails its own request (400).
@@ -294,16 +301,18 @@ AUDIT = (
         f"than {QUICK_PROMPTS} prompts and nothing that takes long to understand (grammars, banned words, a "
         "text with several continuations), else in a worker",
         "`body_timeout_s`, `max_body_bytes`, `max_body_values` (before anything is decoded), `max_depth`; of "
-        "a route `max_requests` at once, those whose bodies are still to come too",
+        "a route `max_requests` and `max_waiting` at once, those whose bodies are still to come too",
         (
             "attacks/test_gets.py::test_bodies_that_do_not_come_count_as_work",
             "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_half_sent_all_its_bodies",
             "attacks/test_monopoly.py::test_bodies_that_wait_to_be_read_have_a_reserve_too",
+            "test_workers.py::test_readers_take_turns_between_callers",
             "attacks/test_sizes.py::test_a_name_that_is_no_text_is_not_built_to_choose_the_model",
             "attacks/test_slow.py::test_a_body_that_does_not_come_is_a_408",
             "test_behaviour.py::test_a_body_that_is_too_large_is_refused",
             "attacks/test_sizes.py::test_a_body_beyond_a_limit_is_a_400_that_names_it_and_holds_nobody_up",
             "attacks/test_sizes.py::test_a_body_that_is_nested_deeply_is_a_400",
+            "attacks/test_sizes.py::test_what_rejected_bodies_took_is_returned",
             "attacks/test_words.py::test_a_field_of_eight_megabytes_holds_nobody_up",
             "attacks/test_fuzz.py::test_bytes_that_are_no_body_are_answered",
             "test_workers.py::test_a_large_body_is_read_in_a_worker_and_a_small_one_at_once",
@@ -315,13 +324,17 @@ AUDIT = (
         "the engine's steps; tokens and their logprobs until the reply was taken; a grammar, compiled in a "
         "worker; what each new token is compared with",
         "`max_requests`, `max_tokens_in_flight`, `max_logprob_bytes`, an eighth more of each for who holds "
-        "little; `max_logprobs`, `max_logprob_token_ids`, `max_token_ids`, `max_bad_words`, `max_stop`, "
-        "`max_stop_bytes`; `max_grammar_bytes`, `max_grammar_parts`, `max_choices`; a client that leaves "
-        "ends its request",
+        "little; `max_waiting` of a client wait for room, for `wait_timeout_s`; `max_logprobs`, "
+        "`max_logprob_token_ids`, `max_token_ids`, `max_bad_words`, `max_stop`, `max_stop_bytes`; "
+        "`max_grammar_bytes`, `max_grammar_parts`, `max_choices`; a client that leaves ends its request",
         (
             "test_behaviour.py::test_tokens_and_bytes_of_logprobs_are_limited",
             "test_behaviour.py::test_a_prompt_counts_once_for_each_choice_that_begins_with_it",
             "test_behaviour.py::test_a_full_server_says_when_to_come_back",
+            "test_behaviour.py::test_requests_wait_for_room_and_are_served_once_there_is",
+            "test_behaviour.py::test_a_client_that_leaves_while_it_waits_gives_its_place_back",
+            "test_behaviour.py::test_a_server_that_ends_tells_requests_that_wait",
+            "attacks/test_monopoly.py::test_another_client_is_served_while_requests_of_one_wait",
             "test_behaviour.py::test_a_client_that_leaves_frees_its_place_at_once",
             "attacks/test_monopoly.py::test_another_client_is_served_while_one_has_all_there_is",
             "attacks/test_sizes.py::test_named_ids_are_counted_as_the_bytes_that_they_take",

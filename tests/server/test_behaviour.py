@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,8 +109,9 @@ def test_a_body_that_is_too_large_is_refused(new_server: Any) -> None:
         assert reply.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_full_server_says_when_to_come_back(new_server: Any) -> None:
-    with new_server(max_requests=2) as server:
+@pytest.mark.parametrize("settings", [{"max_waiting": 0}, {"wait_timeout_s": 0.05}])
+def test_a_full_server_says_when_to_come_back(new_server: Any, settings: dict[str, float]) -> None:
+    with new_server(max_requests=2, **settings) as server:
         with (
             holding_steps(server.llm),
             raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}),
@@ -123,6 +125,62 @@ def test_a_full_server_says_when_to_come_back(new_server: Any) -> None:
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
         never = server.post("/v1/completions", prompt="a", n=3)
         assert never.status_code == 400
+
+
+def num_queued(server: Any) -> float:
+    found: float = server.service.metrics.registry.get_sample_value("logprobe_queued_requests")
+    return found
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_requests_wait_for_room_and_are_served_once_there_is(new_server: Any, size: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1, **({} if size == "small" else {"user": "a" * 300_000})}
+    with new_server(max_requests=2, max_waiting=2, wait_timeout_s=PATIENCE_S) as server:
+        with ThreadPoolExecutor(2) as clients:
+            with (
+                holding_steps(server.llm),
+                raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}),
+            ):
+                eventually(lambda: num_in_progress(server) == 2, "the request never began")
+                replies = [clients.submit(server.post, "/v1/completions", **body) for _ in range(2)]
+                eventually(lambda: num_queued(server) == 2, "they do not wait")
+                assert "logprobe_queued_requests 2.0" in server.get("/metrics").text
+                refused = server.post("/v1/completions", **body)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert num_in_progress(server) == 2
+            assert [reply.result().status_code for reply in replies] == [200, 200]
+        eventually(lambda: is_idle(server), "the requests never ended")
+        assert num_queued(server) == 0
+
+
+def test_a_client_that_leaves_while_it_waits_gives_its_place_back(new_server: Any) -> None:
+    with new_server(max_requests=2, max_waiting=1, wait_timeout_s=PATIENCE_S) as server:
+        with (
+            holding_steps(server.llm),
+            raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}),
+        ):
+            eventually(lambda: num_in_progress(server) == 2, "the request never began")
+            for _ in range(2):
+                with raw_request(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}):
+                    eventually(lambda: num_queued(server) == 1, "it does not wait")
+                eventually(lambda: num_queued(server) == 0, "its place is not given back")
+        eventually(lambda: is_idle(server), "the request never ended")
+
+
+def test_a_server_that_ends_tells_requests_that_wait(new_server: Any) -> None:
+    with (
+        new_server(max_requests=2, wait_timeout_s=PATIENCE_S) as server,
+        ThreadPoolExecutor(1) as clients,
+        holding_steps(server.llm),
+        raw_request(server, "/v1/completions", {**LONG, "n": 2, "stream": True}),
+    ):
+        eventually(lambda: num_in_progress(server) == 2, "the request never began")
+        waiting = clients.submit(server.post, "/v1/completions", prompt="a", max_tokens=1)
+        eventually(lambda: num_queued(server) == 1, "it does not wait")
+        server.service.lifetime.is_draining = True
+        reply = waiting.result()
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        assert "retry-after" in reply.headers
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections import defaultdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,14 @@ from logprobe.server import reply, rows
 from logprobe.server.app import OPERATORS
 from logprobe.server.http import decode
 from logprobe.server.http.errors import ApiError
-from logprobe.server.http.workers import MAX_JOBS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS, Workers
+from logprobe.server.http.workers import (
+    MAX_JOBS,
+    NUM_THREADS,
+    QUICK_BYTES,
+    QUICK_ENTRIES,
+    QUICK_PROMPTS,
+    Workers,
+)
 from logprobe.server.openai.bodies import BODIES
 from logprobe.server.routes import completions, labels, score
 from logprobe.text.edge import TextEdge
@@ -157,6 +165,57 @@ def test_reading_is_refused_where_too_many_wait_and_writing_waits_for_none_of_th
         return [*results, await workers.read(lambda: "read", None)]
 
     assert asyncio.run(fill()) == ["small", "whole", "read"]
+
+
+def test_readers_take_turns_between_callers() -> None:
+    async def read() -> int:
+        workers, may_begin, other_ran = Workers(), threading.Event(), threading.Event()
+        started: list[int] = []
+
+        def slow(number: int) -> None:
+            started.append(number)
+            may_begin.wait(PATIENCE_S)
+            if number >= NUM_THREADS:
+                other_ran.wait(5)
+
+        def quick() -> int:
+            other_ran.set()
+            return len(started)
+
+        hog = [asyncio.ensure_future(workers.read(partial(slow, n), None, "hog")) for n in range(20)]
+        await asyncio.sleep(0)
+        other = asyncio.ensure_future(workers.read(quick, None, "other"))
+        await asyncio.sleep(0)
+        may_begin.set()
+        num_started = await other
+        await asyncio.gather(*hog)
+        assert sorted(started) == [*range(20)]
+        return num_started
+
+    assert asyncio.run(read()) <= NUM_THREADS + 1  # those in progress, and one more of the first caller's
+
+
+def test_a_job_of_a_client_that_left_is_not_run_and_errors_are_its_own() -> None:
+    async def read() -> list[Any]:
+        workers, may_end, ran = Workers(), threading.Event(), []
+
+        def failing() -> None:
+            raise ValueError
+
+        busy = [asyncio.ensure_future(workers.read(may_end.wait, None)) for _ in range(NUM_THREADS)]
+        await asyncio.sleep(0)
+        jobs = [partial(ran.append, 0), failing, partial(ran.append, 2)]
+        left, failed, last = [asyncio.ensure_future(workers.read(job, None)) for job in jobs]
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*busy, last)
+        with pytest.raises(ValueError):  # noqa: PT011 - of no message
+            await failed
+        return ran
+
+    assert asyncio.run(read()) == [2]
 
 
 @pytest.mark.parametrize("length", [4, 100])

@@ -1,16 +1,18 @@
 """Every limit of what a client may send and ask, in one table, and the count of what is in progress.
 
 How many alternatives a position may have is the model's limit: `openai.fields` checks it.
-A request beyond a limit is a 400 that names it; one for which there is no room now is a 429 at once: nothing
-waits here. One caller may fill all there is; a little more is kept for those who hold little.
+A request beyond a limit is a 400 that names it. One for which there is no room now waits in a queue of its
+caller, or is a 429 if that is full. One caller may fill all there is; a little more is kept for those who
+hold little.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import threading
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -59,11 +61,13 @@ LIMITS: Final = (
     "max_requests",
     "max_tokens_in_flight",
     "max_logprob_bytes",
+    "max_waiting",
     "max_field_rows",
     "max_stored",
     "max_stored_bytes",
     "header_timeout_s",
     "body_timeout_s",
+    "wait_timeout_s",
     "write_timeout_s",
 )
 """The settings that bound clients, in the order in which a request meets them."""
@@ -257,6 +261,15 @@ class Cost:
         )
 
 
+class NoRoomError(ApiError):
+    """429: there is no room for a request now; `cost` is what it waits for."""
+
+    def __init__(self, what: str, cost: Cost) -> None:
+        full = server_full(what)
+        super().__init__(full.status, full.message, code=full.code, headers=full.headers)
+        self.cost = cost
+
+
 class Ticket:
     """Leave to run, given back once."""
 
@@ -272,8 +285,33 @@ class Ticket:
             self._cost = None
 
 
+class _Waiter:
+    """A request in its caller's queue, with its ticket once it has one."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost = cost
+        self.ticket: Ticket | None = None
+        self._loop = asyncio.get_running_loop()
+        self._admitted = self._loop.create_future()
+
+    def admit(self, ticket: Ticket) -> None:
+        """Give it a ticket, from any thread."""
+        self.ticket = ticket
+        self._loop.call_soon_threadsafe(self._wake)
+
+    async def admission(self) -> Ticket:
+        """Wait for the ticket."""
+        await self._admitted
+        assert self.ticket is not None
+        return self.ticket
+
+    def _wake(self) -> None:
+        if not self._admitted.done():  # else it has given up
+            self._admitted.set_result(None)
+
+
 class Limits:
-    """Counts what is in progress; any thread may ask."""
+    """Counts what is in progress, and queues what waits for room; any thread may ask."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max = {
@@ -281,28 +319,53 @@ class Limits:
             "tokens": ("max_tokens_in_flight", settings.max_tokens_in_flight),
             "logprob_bytes": ("max_logprob_bytes", settings.max_logprob_bytes),
         }
+        self._max_waiting, self._wait_timeout_s = settings.max_waiting, settings.wait_timeout_s
         self._in_use = Counter[str]()
         self._by_caller: dict[str, Counter[str]] = {}  # by caller, who holds anything
+        self._queues: dict[str, deque[_Waiter]] = {}  # by caller, none of them empty, the next turn first
         self._lock = threading.Lock()
 
     def admit(self, cost: Cost, caller: str = "") -> Ticket:
-        """Take a caller's cost in.
+        """Take a caller's cost in, unless earlier requests of the caller wait.
 
         Raises:
-            ApiError: 400 where it alone is beyond a limit, 429 where there is no room now.
+            ApiError: 400, it alone is beyond a limit.
+            NoRoomError: there is no room now.
         """
         for name, (limit, most) in self._max.items():
             amount = getattr(cost, name)
             if amount > most:
                 raise bad_request(None, f"asks for up to {amount} {name}; at most {most} ({limit})")
         with self._lock:
-            for name, (_, most) in self._max.items():
-                amount = getattr(cost, name)
-                holds = self._by_caller.get(caller, Counter())[name] + amount
-                if self._in_use[name] + amount > _max_for(most, holds):
-                    raise server_full(f"{name}: {self._in_use[name]} of {most} in use")
+            if (full := self._full(cost, caller)) is not None:
+                raise NoRoomError(full, cost)
+            if cost.requests and caller in self._queues:  # a reply that is ready need not wait for them
+                raise NoRoomError(f"{len(self._queues[caller])} earlier requests of this client wait", cost)
             self._add(cost, caller, 1)
         return Ticket(self, cost, caller)
+
+    async def wait(self, cost: Cost, caller: str) -> Ticket:
+        """Take a caller's cost in once there is room for it, after earlier requests of the caller.
+
+        Raises:
+            ApiError: 429, too many requests of the caller wait, or there was no room in time.
+        """
+        waiter = _Waiter(cost)
+        with self._lock:
+            num_waiting = len(self._queues.get(caller, ()))
+            if num_waiting >= self._max_waiting:
+                raise server_full(f"{num_waiting} requests of this client wait, at most {self._max_waiting}")
+            self._queues.setdefault(caller, deque()).append(waiter)
+            self._admit_waiters()  # there may be room since `admit` looked
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                return await waiter.admission()
+        except TimeoutError as error:
+            self._leave(waiter, caller)
+            raise server_full(f"no room within {self._wait_timeout_s:g} s (wait_timeout_s)") from error
+        except BaseException:
+            self._leave(waiter, caller)
+            raise
 
     def subtract(self, cost: Cost, caller: str) -> None:
         """Give back what was taken in."""
@@ -310,10 +373,47 @@ class Limits:
             self._add(cost, caller, -1)
             if not any(self._by_caller[caller].values()):
                 del self._by_caller[caller]
+            self._admit_waiters()
 
     def in_use(self) -> dict[str, int]:
         """What is taken now."""
         return {name: self._in_use[name] for name in self._max}
+
+    def _full(self, cost: Cost, caller: str) -> str | None:
+        """What is in use of the limit that leaves a caller no room for a cost; None: there is room."""
+        for name, (_, most) in self._max.items():
+            amount = getattr(cost, name)
+            holds = self._by_caller.get(caller, Counter())[name] + amount
+            if self._in_use[name] + amount > _max_for(most, holds):
+                return f"{name}: {self._in_use[name]} of {most} in use"
+        return None
+
+    def _admit_waiters(self) -> None:
+        """Admit requests that wait while there is room: in turn each caller's first one; the lock is held."""
+        callers = deque(self._queues)
+        while callers:
+            caller = callers.popleft()
+            waiter = self._queues[caller][0]
+            if self._full(waiter.cost, caller) is not None:
+                continue
+            self._add(waiter.cost, caller, 1)
+            waiter.admit(Ticket(self, waiter.cost, caller))
+            queue = self._queues.pop(caller)
+            queue.popleft()
+            if queue:
+                self._queues[caller] = queue
+                callers.append(caller)
+
+    def _leave(self, waiter: _Waiter, caller: str) -> None:
+        """Take a request out of its queue, or give back the ticket that came too late."""
+        with self._lock:
+            if (ticket := waiter.ticket) is None:
+                self._queues[caller].remove(waiter)
+                if not self._queues[caller]:
+                    del self._queues[caller]
+                self._admit_waiters()  # the next one may need less
+        if ticket is not None:
+            ticket.release()
 
     def _add(self, cost: Cost, caller: str, sign: int) -> None:
         own = self._by_caller.setdefault(caller, Counter())

@@ -6,7 +6,7 @@ import asyncio
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from logprobe.engine.durations import BUCKETS_S as DURATION_BUCKETS_S
@@ -92,6 +92,11 @@ class Metrics:
             )
             for name, (text, buckets, _) in HISTOGRAMS.items()
         }
+        self.queued = Gauge(
+            "logprobe_queued_requests",
+            "HTTP requests that wait for room beside those of their client.",
+            registry=self.registry,
+        )
         help_text = "Connections that sent no HTTP request, or asked for another protocol."
         self.bad_connections = self._counter("bad_connections", help_text)
         self.registry.register(_EngineFigures(engines, by_model=by_model))

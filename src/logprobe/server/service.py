@@ -22,7 +22,7 @@ from logprobe.records.forms.json import ChatEncoder, IdTexts
 from logprobe.sampling import SamplingParams
 from logprobe.server.http.errors import ApiError, bad_request, engine_unavailable
 from logprobe.server.http.gate import Call
-from logprobe.server.http.replies import Documents
+from logprobe.server.http.replies import Documents, while_connected
 from logprobe.server.limits import Cost, Limits
 from logprobe.server.said import read_response_template
 from logprobe.text.channels import template_of
@@ -31,6 +31,8 @@ from logprobe.text.template_cost import is_cheap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
+
+    from starlette.types import Receive
 
     from logprobe.engine.backends.start import LoadedModel
     from logprobe.engine.client import Follow
@@ -109,6 +111,7 @@ class Service:
         self.caller = ""
         self.call = Call("")
         self._tickets: list[Ticket] = []
+        self._awaited: Cost | None = None  # what it has waited for, and has a ticket for
 
     def prepare(self) -> None:
         """Load the LoRA weights that the settings name.
@@ -164,10 +167,39 @@ class Service:
         `beside` is what the reply costs but for them.
 
         Raises:
-            ApiError: 400 beyond a limit, 429 no room now.
+            ApiError: 400 beyond a limit.
+            NoRoomError: there is no room now.
         """
         cost = Cost.of(requests, self.vocab_size, num_echoes)
-        self._tickets.append(self.limits.admit(cost if beside is None else cost + beside, self.caller))
+        cost = cost if beside is None else cost + beside
+        if self._awaited is not None:
+            if cost == self._awaited:
+                return
+            self.release()  # weights or their limits have changed since
+        self._tickets.append(self.limits.admit(cost, self.caller))
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether this request has waited for room, and is read for the second time."""
+        return self._awaited is not None
+
+    async def wait_for_room(self, cost: Cost, receive: Receive) -> None:
+        """Wait in the caller's queue until there is room for a request, whose `admit` then takes it.
+
+        Raises:
+            ApiError: 429, the queue is full or there was no room in time; 503 the server or the engine ends.
+            ClientGoneError: the client hung up.
+        """
+        with self.metrics.queued.track_inprogress():
+            await while_connected(receive, self._take_room(cost), self._check_waiting)
+
+    async def _take_room(self, cost: Cost) -> None:
+        self._tickets.append(await self.limits.wait(cost, self.caller))
+        self._awaited = cost
+
+    def _check_waiting(self) -> None:
+        self.lifetime.check_open()
+        self.check_engine()
 
     def hold(self, num_bytes: int) -> None:
         """Take a reply of so many bytes into the limits, where nothing else of its request counts.
@@ -191,7 +223,7 @@ class Service:
 
     def log_body(self, route: str, body: msgspec.Struct) -> None:
         """Log a request's body, only where the operator asked for that."""
-        if self.settings.log_requests:
+        if self.settings.log_requests and not self.has_waited:
             logger.info("%s %s", route, msgspec.json.encode(body).decode())
 
     @staticmethod

@@ -60,11 +60,13 @@ class ServerSettings:
         strict_fields: refuse every unknown field of a body with 400; by default, those that cannot change the
             reply are ignored and named in the `Warning` header.
         max_requests: completions in progress or waiting, all requests together; also the most prompts,
-            continuations, documents, or prompts times labels of one request, and the most HTTP requests of
-            one route at once. Of this and the next two, a client (by its key, or else its address) that holds
-            little may have an eighth more, so that one that fills it shuts out none.
+            continuations, documents, or prompts times labels of one request, and with max_waiting the most
+            HTTP requests of one route at once. Of this and the next two, a client (by its key, or else its
+            address) that holds little may have an eighth more, so that one that fills it shuts out none.
         max_tokens_in_flight: prompt tokens and tokens to generate of those.
         max_logprob_bytes: bytes that the logprobs of those may come to, as records and replies hold them.
+        max_waiting: requests of one client that may wait for room in these; one more gets 429 at once.
+            0: none waits.
         max_field_rows: next-token rows that `field_logprobs: "members"` may take for one reply, all of its
             choices and values together; what is not followed then is told as `unresolved`.
         buffer_rows: token rows a stream may run ahead of its reader before its request is paused.
@@ -74,6 +76,7 @@ class ServerSettings:
         header_timeout_s: how long the header of a request may take to arrive, after a reply whatever else
             comes before it.
         body_timeout_s: how long the body of a request may take to arrive.
+        wait_timeout_s: how long a request may wait for room before it gets 429.
         write_timeout_s: how long a client may leave what it was sent without taking it.
         stall_s: how long the engine may be busy with one step before it counts as stuck.
         drain_s: how long running requests may go on after SIGTERM or Ctrl-C; a second signal ends them.
@@ -115,12 +118,14 @@ class ServerSettings:
     max_requests: int = 512
     max_tokens_in_flight: int = 4 << 20
     max_logprob_bytes: int = 2 << 30
+    max_waiting: int = 64
     max_field_rows: int = 1024
     buffer_rows: int = 100
     max_stored: int = 256
     max_stored_bytes: int = 64 << 20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    wait_timeout_s: float = 30.0
     write_timeout_s: float = 30.0
     stall_s: float = 60.0
     drain_s: float = 30.0
@@ -150,6 +155,7 @@ class ServerSettings:
         room = self.max_models_bytes
         require(room is None or room > 0, "max_models_bytes", f"must be positive, got {room}")
         require(self.max_stored >= 0, "max_stored", f"must be 0 or more, got {self.max_stored}")
+        require(self.max_waiting >= 0, "max_waiting", f"must be 0 or more, got {self.max_waiting}")
         require(self.drain_s >= 0, "drain_s", f"must be 0 or more, got {self.drain_s}")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
@@ -209,8 +215,10 @@ OWN_SETTINGS: Final = (
     "max_requests",
     "max_tokens_in_flight",
     "max_logprob_bytes",
+    "max_waiting",
     "max_field_rows",
     "buffer_rows",
+    "wait_timeout_s",
     "stall_s",
 )
 """What each model of several may have of its own; the rest holds for the whole server."""
@@ -236,6 +244,7 @@ POSITIVE: Final = (
     "buffer_rows",
     "header_timeout_s",
     "body_timeout_s",
+    "wait_timeout_s",
     "write_timeout_s",
     "stall_s",
 )

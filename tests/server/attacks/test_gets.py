@@ -208,7 +208,7 @@ def test_a_document_is_made_once_whenever_another_asks_for_it(num_turns: int) ->
 def test_of_a_route_that_waits_a_bound_is_in_progress_until_it_is_sent(server: Any, is_open: bool) -> None:
     """An open route is no work, and always answered."""
     models: Any = copy.copy(server.service.models)
-    models.settings = dataclasses.replace(models.settings, max_requests=2)
+    models.settings = dataclasses.replace(models.settings, max_requests=2, max_waiting=0)
     request: Any = SimpleNamespace(headers={}, client=None, method="GET", scope={CALL: Call("")})
 
     async def run() -> None:
@@ -275,7 +275,7 @@ def test_a_replys_bytes_count_until_it_is_sent(server: Any) -> None:
 
 
 def test_bodies_that_do_not_come_count_as_work(serve_process: Any) -> None:
-    with serve_process("--max-requests", "2") as server, ExitStack() as stack:
+    with serve_process("--max-requests", "2", "--max-waiting", "0") as server, ExitStack() as stack:
         header = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         links = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(2)]
         for link in map(stack.enter_context, links):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ HOGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def keyed(request: pytest.FixtureRequest, serve_process: Callable[..., Any]) -> Iterator[Attacked]:
-    """A server with two keys."""
-    with serve_process(*KEYS, *LAYOUTS[request.param]) as server:
+    """A server with two keys, on which nothing waits for long."""
+    with serve_process(*KEYS, "--wait-timeout-s", "0.2", *LAYOUTS[request.param]) as server:
         yield server
 
 
@@ -83,6 +84,26 @@ def test_a_client_alone_has_all_there_is_and_no_more(keyed: Attacked) -> None:
     eventually(lambda: in_use(keyed) == 0, "its requests go on")
 
 
+def test_another_client_is_served_while_requests_of_one_wait(serve_process: Callable[..., Any]) -> None:
+    with (
+        serve_process(*KEYS, "--max-waiting", "8", "--wait-timeout-s", str(PATIENCE_S)) as server,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        with hogged(server, "four calls"):
+            waiting = [clients.submit(asked, server, "hog") for _ in range(8)]
+            eventually(lambda: num_queued(server) == 8, "they do not wait")
+            for _ in range(3):
+                assert asked(server, "other") == 200
+            assert asked(server, "hog") == 429
+            assert num_queued(server) == 8
+        assert [one.result() for one in waiting] == [200] * 8
+
+
+def num_queued(server: Attacked) -> int:
+    text = server.get("/metrics", Authorization="Bearer other").data.decode()
+    return int(float(text.partition("\nlogprobe_queued_requests ")[2].partition("\n")[0]))
+
+
 def half_sent(server: Attacked, stack: ExitStack) -> None:
     """Open a connection of the hog's on which half a body has come."""
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer hog\r\n"
@@ -94,7 +115,9 @@ def test_another_client_is_served_while_one_has_half_sent_all_its_bodies(
     serve_process: Callable[..., Any],
 ) -> None:
     with (
-        serve_process(*KEYS, "--max-requests", "16", "--body-timeout-s", "600") as server,
+        serve_process(
+            *KEYS, "--max-requests", "12", "--max-waiting", "4", "--body-timeout-s", "600"
+        ) as server,
         ExitStack() as stack,
     ):
         for _ in range(16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -213,12 +214,32 @@ def test_a_name_that_is_no_text_is_not_built_to_choose_the_model(field: str) -> 
     assert peak < 1_000_000  # of a million lists, tens of millions of bytes
 
 
-def test_what_a_long_text_took_is_returned(attacked: Any) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_long_text_took_is_returned(serve_process: Any, count: int) -> None:
     """Tokenising takes hundreds of times its bytes, which the worker's part of the heap would keep."""
     data = json.dumps({"prompt": "the cat " * 120_000}).encode()
-    with attacked.watched():
-        replies = [attacked.send("/tokenize", data) for _ in range(2)]
-    assert [reply.status for reply in replies] == [200, 200]
+    with serve_process() as server:
+        server.check_alive()
+        with server.watched():
+            replies = [server.send("/tokenize", data) for _ in range(count)]
+    assert [reply.status for reply in replies] == [200] * count
+
+
+REJECTED: dict[str, Callable[[], bytes]] = {
+    "too much text": lambda: completion(prompt="1" * 8_000_000),
+    "too many values": lambda: completion(prompt=["a"] * 1_300_000),
+    "no JSON": lambda: b'{"prompt": "' + b"1" * 8_000_000,
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_rejected_bodies_took_is_returned(serve_process: Any, name: str) -> None:
+    data = REJECTED[name]()
+    with serve_process() as server:
+        server.check_alive()
+        with server.watched(), ThreadPoolExecutor(8) as clients:
+            replies = list(clients.map(lambda _: server.send("/v1/completions", data), range(40)))
+    assert {reply.status for reply in replies} == {400}
 
 
 def test_named_ids_are_counted_as_the_bytes_that_they_take(serve_process: Any) -> None:

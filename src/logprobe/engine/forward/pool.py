@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -33,6 +34,13 @@ MOST_DEFAULT_BYTES: Final = 1 << 30
 LEAST_DEFAULT_BYTES: Final = 1 << 26
 UNKNOWN_FREE_BYTES: Final = 1 << 31  # where the system does not say
 BASE_BYTES: Final = 500_000_000  # of the libraries, a step's scratch and the least pool
+M_TRIM_THRESHOLD: Final = -1  # of mallopt
+M_MMAP_THRESHOLD: Final = -3
+MAX_MMAP_THRESHOLD: Final = 32 << 20  # to which glibc raises it; the other one to twice as much
+TRIMMING_BYTES: Final = (
+    96 << 10
+)  # for which `free` looks at the arena's end, and which no mapping is made for
+_thresholds_lock: Final = threading.Lock()
 _MEMINFO: Final = Path("/proc/meminfo")
 _STATM: Final = Path("/proc/self/statm")
 _MAPS: Final = Path("/proc/self/maps")
@@ -162,6 +170,26 @@ def return_freed() -> None:
     """Return to the system what was freed; glibc keeps much of it else, as holes of many sizes."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
+
+
+def return_freed_of_thread() -> None:
+    """Return freed memory to the system, including the end of the calling thread's malloc arena.
+
+    `malloc_trim` trims the end of the main arena only. Of another arena, `free` trims it beyond a threshold,
+    which glibc raises up to 64 MB: set it to 0 for one call of `free`. Setting it fixes both thresholds that
+    glibc else adapts, so they are left where it raises them to.
+    """
+    return_freed()
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc.argtypes, libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    libc.free.argtypes = (ctypes.c_void_p,)
+    with _thresholds_lock:
+        libc.mallopt(M_TRIM_THRESHOLD, 0)
+        libc.free(libc.malloc(TRIMMING_BYTES))
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * MAX_MMAP_THRESHOLD)
+        libc.mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
 
 
 class PagedMemory:

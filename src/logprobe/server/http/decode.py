@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
-from logprobe.engine.forward.pool import return_freed
-from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request
+from logprobe.engine.forward.pool import return_freed_of_thread
+from logprobe.errors import ParameterError
+from logprobe.server.http.errors import ApiError, ClientGoneError, bad_request, drop_tracebacks
+from logprobe.server.http.gate import CALL
 from logprobe.server.http.workers import QUICK_BYTES, is_bounded
-from logprobe.server.limits import check_body, check_values
+from logprobe.server.limits import NoRoomError, check_body, check_values
 from logprobe.server.openai.bodies import NESTED
 from logprobe.server.openai.no_effect import fields_without_effect
 from logprobe.server.openai.unknown_fields import remedy_for, unknown_field, without_unknown
@@ -44,27 +47,41 @@ _PATH: Final = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 async def read(
     request: HttpRequest, service: Service, body_type: type[B], prepare: Callable[[B, Service], T]
 ) -> T:
-    """What `prepare` makes of a request's body, where `workers` says.
+    """Return what `prepare` makes of a request's body; for one without room now it waits, and reads it again.
+
+    While it waits, it keeps the body's bytes alone.
 
     Raises:
         ApiError: 415 another media type; 413 too large; 408 too slow; 400 not JSON, an unknown field, a
-            missing one, a wrong type, or beyond a limit.
+            missing one, a wrong type, or beyond a limit; 429 no room, 503 the server ends while it waits.
+        ClientGoneError: the client hung up.
     """
     check_media_type(request.headers.get("content-type"))
     data = await read_bytes(request, service.settings)
-    if len(data) <= QUICK_BYTES:
-        body = _decode_checked(data, body_type, service)
-        num_bytes = len(data) if is_bounded(body) and service.renders_quickly(body) else None
-        return await service.workers.read(lambda: prepare(body, service), num_bytes, service.caller)
 
     def read_large() -> T:
         try:
             return prepare(_decode_checked(data, body_type, service), service)
+        except (ApiError, ParameterError) as error:
+            drop_tracebacks(error)  # their frames hold what was read, which is returned now
+            raise
         finally:
             if len(data) > LARGE_BYTES:
-                return_freed()
+                return_freed_of_thread()
 
-    return await service.workers.read(read_large, len(data), service.caller)
+    while True:
+        try:
+            if len(data) > QUICK_BYTES:
+                return await service.workers.read(read_large, len(data), service.caller)
+            body = _decode_checked(data, body_type, service)
+            num_bytes = len(data) if is_bounded(body) and service.renders_quickly(body) else None
+            return await service.workers.read(partial(prepare, body, service), num_bytes, service.caller)
+        except NoRoomError as error:
+            if service.has_waited:
+                raise
+            drop_tracebacks(error)
+            cost, body = error.cost, None
+        await service.wait_for_room(cost, request.receive)
 
 
 def check_media_type(media_type: str | None) -> None:
@@ -101,6 +118,8 @@ async def read_bytes(request: HttpRequest, settings: ServerSettings) -> bytes:
         raise ApiError(408, message, code="body_too_slow", headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise ClientGoneError from error
+    finally:
+        request.scope[CALL].has_large_body = len(data) > LARGE_BYTES
     return bytes(data)
 
 

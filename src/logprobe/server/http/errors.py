@@ -112,3 +112,20 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
     if isinstance(error, LogprobeError):
         return ApiError(500, str(error), code="engine_error")
     return ApiError(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error, its cause and its context, once they have been logged.
+
+    One of their frames often refers back to the error, such as by a future that it awaited: a request's body
+    would stay until the next full garbage collection.
+    """
+    seen: set[int] = set()
+    pending = [error]
+    while pending:
+        if (one := pending.pop()) is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        pending += (one.__cause__, one.__context__)
+        pending += one.exceptions if isinstance(one, BaseExceptionGroup) else ()

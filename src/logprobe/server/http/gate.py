@@ -64,6 +64,7 @@ class Call:
     prompt_rows: int | None = None  # of log-probabilities; None: none were asked
     without_effect: list[str] = field(default_factory=list)  # fields that were taken and changed nothing
     ignored_fields: list[str] = field(default_factory=list)  # unknown fields, by their paths in the body
+    has_large_body: bool = False
     first_token_s: float | None = None  # of a stream
     seconds: float = 0.0
     _start_s: float = field(default_factory=time.perf_counter)
@@ -104,7 +105,8 @@ class Call:
         return f"{asked}: {status}{by} in {self.seconds:.3f} s{first}{tokens}"
 
 
-UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "_start_s"})  # of a call's line
+# Of a call's line.
+UNTOLD: Final = frozenset({"request_id", "without_effect", "ignored_fields", "has_large_body", "_start_s"})
 FACTS: Final = tuple(one.name for one in fields(Call) if one.name not in UNTOLD)
 
 
@@ -129,6 +131,7 @@ class Gate:
         self._lock = asyncio.Lock()  # of large replies
         self._num_open = self._most_open = 0  # requests now, and at most since memory was given back
         self._returning: asyncio.Task[None] | None = None
+        self._must_return = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it without looking at more than its header."""
@@ -156,9 +159,22 @@ class Gate:
             self._num_open -= 1
             call.end()
             self._ended(call)
-            if not self._num_open and self._most_open >= MANY_OPEN:
+            had_many = not self._num_open and self._most_open >= MANY_OPEN
+            if had_many:
                 self._most_open = 0
-                self._returning = asyncio.create_task(asyncio.to_thread(return_freed))
+            if had_many or call.has_large_body:
+                self._return_freed()
+
+    def _return_freed(self) -> None:
+        """Return freed memory to the system in a thread; while it does, one more time is kept for later."""
+        self._must_return = True
+        if self._returning is None or self._returning.done():
+            self._returning = asyncio.create_task(self._returned())
+
+    async def _returned(self) -> None:
+        while self._must_return:
+            self._must_return = False
+            await asyncio.to_thread(return_freed)
 
     async def _let_in(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.responses import Response
 
 from logprobe.errors import ParameterError, ProcessorError, require
-from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error
+from logprobe.server.http.errors import ApiError, ClientGoneError, as_api_error, drop_tracebacks
 from logprobe.server.http.gate import CALL, PIECE_BYTES, PROBES
 from logprobe.server.http.replies import JSON_TYPE
 from logprobe.server.limits import InProgress
@@ -87,7 +87,8 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
     One that asks for none is no work; of every other route, requests in progress are bounded, which they are
     until their reply is sent.
     """
-    in_progress = InProgress(models.settings.max_requests, "requests of this route")
+    most = models.settings.max_requests + models.settings.max_waiting
+    in_progress = InProgress(most, "requests of this route")
 
     async def serve(request: HttpRequest) -> HeldReply:
         resources, call = ExitStack(), request.scope[CALL]
@@ -113,6 +114,7 @@ def endpoint(path: str, handler: Handler, models: Models, keys: Keys | OperatorK
             response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:  # noqa: BLE001 - every failure becomes a reply that says what to do
             response = failure(as_api_error(error, FIELD_NAMES.get(path)), models.metrics, error)
+            drop_tracebacks(error)
         name_without_effect(response, call, models)
         models.metrics.replies.labels(path, response.status_code).inc()
         return HeldReply(response, resources.close)

@@ -8,7 +8,9 @@ other threads run meanwhile; Python code is made to every few milliseconds.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -72,16 +74,50 @@ def is_bounded(body: Any) -> bool:
     return not isinstance(messages, list) or is_plain(messages)
 
 
+class TurnQueue:
+    """Jobs that wait, by caller: callers take turns, and each one's jobs run in order of arrival."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[
+            str, deque[tuple[Future[Any], Callable[[], Any]]]
+        ] = {}  # none empty, next turn first
+        self._lock = threading.Lock()
+
+    def add(self, job: Callable[[], T], caller: str) -> Future[T]:
+        """Queue a job; one call of `run_next` has to follow, from any thread."""
+        future = Future[T]()
+        with self._lock:
+            self._jobs.setdefault(caller, deque()).append((future, job))
+        return future
+
+    def run_next(self) -> None:
+        """Run the first job of the caller whose turn it is."""
+        with self._lock:
+            caller = next(iter(self._jobs))
+            jobs = self._jobs.pop(caller)
+            future, job = jobs.popleft()
+            if jobs:
+                self._jobs[caller] = jobs  # as the last one
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(job())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the job is told
+            future.set_exception(error)
+        finally:
+            del future, job  # to which this frame would refer from the traceback of the future's error
+
+
 class Workers:
     """Threads that read a bounded number of bodies, and others that write replies; for one event loop.
 
-    Each kind takes its jobs in order of arrival. They are apart, so that what has run does not wait behind
-    what others want to have read.
+    Readers take turns between callers, writers take their jobs in order of arrival. They are apart, so that
+    what has run does not wait behind what others want to have read.
     """
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="logprobe-http-write")
+        self._waiting = TurnQueue()
         self._in_progress = InProgress(MAX_JOBS, "requests that wait to be read")
 
     async def read(self, job: Callable[[], T], num_bytes: int | None, caller: str = "") -> T:
@@ -96,7 +132,8 @@ class Workers:
             return job()
         with ExitStack() as held:
             held.enter_context(self._in_progress.hold(caller))
-            future = asyncio.get_running_loop().run_in_executor(self._readers, job)
+            future = asyncio.wrap_future(self._waiting.add(job, caller))
+            self._readers.submit(self._waiting.run_next)
             end = held.pop_all().close  # once the job has ended, or its client has left
         future.add_done_callback(lambda _: end())
         return await future
