@@ -49,6 +49,8 @@ PROMISES = {
     ),
     "whatever a logits processor raises fails its own request": "`tests/server/attacks/test_processors.py`",
     "a step that hangs shows in `/health` (503), and every waiter ends with an error": "the same",
+    "an engine process that does not answer shows in `/ready`, its waiters end with an error, other replicas "
+    "go on": "`tests/engine/backends/process/test_server.py`",
     "no web page of another origin reads or drives the server": (
         "`tests/server/attacks/test_browsers.py`; in a real Chromium `tests/web` (`make test-web`)"
     ),

@@ -39,7 +39,7 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import Answer, Order, Ready
@@ -142,7 +142,7 @@ class ProcessEngine:
     def _submit(self, requests: Sequence[Admitted]) -> None:
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
-            is_up = [replica.is_up for replica in self._replicas]
+            is_up = [replica.is_up and not replica.silent_s() for replica in self._replicas]
             portions: list[list[Admitted]] = [[] for _ in self._replicas]
             for admitted in requests:
                 chosen = self._router.choose(admitted, queued, is_up)
@@ -248,11 +248,13 @@ class ProcessEngine:
         """What its processes were doing and had done at their latest signs of life, and what each was."""
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
-    def stalled_s(self) -> float:
-        """How long the slowest present step has taken, s; where no process takes requests: since when."""
-        if not any(replica.is_up for replica in self._replicas):
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:
+        """As `Core.stalled_s`; where no process takes requests: for how long."""
+        up = [replica for replica in self._replicas if replica.is_up]
+        if not up:
             return min(replica.down_s() for replica in self._replicas)
-        return max(replica.stalled_s() for replica in self._replicas)
+        used = [replica for replica in up if any(map(replica.has, request_ids))]
+        return max((replica.stalled_s() for replica in used), default=min(one.stalled_s() for one in up))
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""
