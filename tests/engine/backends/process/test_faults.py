@@ -379,6 +379,30 @@ def test_a_start_that_fails_of_the_system_is_tried_again(
         assert teller.ask(engine).outputs[0].token_ids == before
 
 
+def test_weights_that_cannot_be_copied_for_the_processes_are_one_error(
+    engine: Front,
+    teller: Any,
+    adapter_folders: dict[str, Path],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = teller.ask(engine).outputs[0].token_ids
+    state = safetensors.torch.load_file(Path(settings["model"]) / "model.safetensors")
+    with monkeypatch.context() as gone:
+        gone.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        for load in (
+            lambda: engine.add_lora("b", adapter_folders["wide"]),
+            lambda: engine.load_weights(state, version="same", finishes=True),
+        ):
+            with pytest.raises(EngineError, match="TMPDIR") as caught:
+                load()
+            assert str(tmp_path / "gone") in str(caught.value)
+    assert teller.ask(engine).outputs[0].token_ids == before
+    engine.add_lora("b", adapter_folders["wide"])
+    engine.remove_lora("b")
+
+
 @pytest.mark.parametrize("layout", ["thread", "process"])
 def test_a_fork_is_refused_at_once_and_leaves_the_engine_to_its_parent(
     settings: dict[str, Any], tmp_path: Path, layout: str

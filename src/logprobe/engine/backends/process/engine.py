@@ -24,7 +24,13 @@ from logprobe.engine.backends.process.replica import Backlog, Replica
 from logprobe.engine.backends.router import Router
 from logprobe.engine.creator import Creator
 from logprobe.engine.protocol import EngineStats
-from logprobe.errors import EngineClosedError, EngineUnavailableError, ModelError
+from logprobe.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineUnavailableError,
+    LogprobeError,
+    ModelError,
+)
 from logprobe.models.loading import save_state
 from logprobe.models.lora import CONFIG, WEIGHTS, check_files
 from logprobe.processors import ModelFacts
@@ -44,7 +50,6 @@ if TYPE_CHECKING:
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import Answer, Order, Ready
     from logprobe.engine.protocol import Capabilities, Layout
-    from logprobe.errors import LogprobeError
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
@@ -163,16 +168,22 @@ class ProcessEngine:
 
         Raises:
             ModelError: weights that cannot be read, or do not fit the model.
-            EngineError: a process ended before its answer.
+            EngineError: a process ended before its answer, or weights cannot be copied for the processes.
             EngineClosedError: the engine was closed before the answer.
         """
-        match command:
-            case LoadLora():
-                self._load_lora(command)
-            case LoadWeights():
-                return self._load_weights(command)
-            case TakeWeights():
-                self._take_weights(command)
+        try:
+            match command:
+                case LoadLora():
+                    self._load_lora(command)
+                case LoadWeights():
+                    return self._load_weights(command)
+                case TakeWeights():
+                    self._take_weights(command)
+        except LogprobeError:
+            raise
+        except OSError as error:
+            reason = f"the weights cannot be copied for the engine processes ({error})"
+            raise EngineError(f"{reason}; make room there, or set TMPDIR to another folder") from error
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
