@@ -2,9 +2,10 @@
 
 In each layout a server process gets requests of every kind that `test_storm` knows, whole and streamed; some
 clients leave, read slowly, or send what is no body. An operator has the model's weights and the LoRA weights
-replaced by the same ones all the while. Where the engine is a process of its own it is killed, stopped and
-starved every few seconds. At the end a sample of the replies is asked for again, alone, and every
-number compared, bit for bit. docs/reliability.md shows the table.
+replaced by the same ones all the while, and another program puts other files in the place of the weights and
+back. Where the engine is a process of its own it is killed, stopped and starved every few seconds, and killed
+while its files are others or `TMPDIR` is gone. At the end a sample of the replies is asked for again, alone,
+and every number compared, bit for bit. docs/reliability.md shows the table.
 
 Drawn against scored: the numbers of generated tokens and those of the same tokens scored afterwards, from
 kept prefixes, cold, and in chunks, alone and among others.
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import psutil
 import pytest
+import safetensors.torch
 from harness import machine_facts, save
 from process import RIVALS
 from test_storm import KINDS, figures, is_idle, numbers_of, send
@@ -55,7 +58,7 @@ class Layout:
     flags: tuple[str, ...] = ()
     is_harmed: bool = False  # its engine's processes are, which are started again
     is_exact: bool = True  # numbers do not depend on what stands beside them
-    replaces: bool = True  # the model's own weights
+    replaces: bool = True  # the model's own weights; other files may lie in their place, too
     has_lora: bool = True
     python: Path = Path(sys.executable)
 
@@ -74,10 +77,11 @@ NUM_CLIENTS = 12
 FAULT_EVERY_S, REPLACE_EVERY_S, HEALTH_EVERY_S = 6.0, 5.0, 0.02
 OPERATOR_KEY: Final = "an-operators-own-key"
 NUM_CONTROL = 200
-STOPPED_S, STARVED_TIMES = 2.0, 20
+STOPPED_S, AWAY_S, STARVED_TIMES = 2.0, 3.0, 20
 MOST_REPLAYED = 400
 TIMEOUT_S = 300.0
 ROWS: Final = "/v1/next_token_logprobs"
+READY: Final = b'{"status":"ready"}'
 FULL: Final = frozenset({429, 503})
 BAD_BODIES: Final = (b"", b"{", b"[]", b'{"prompt": 5.5}', b'{"prompt": "a", "max_tokens": -1}', b"\xff" * 99)
 DRAWN_BATCHES, DRAWN_LEN, DRAWN_TOP = (1, 8, 32, 128), 64, 5
@@ -183,45 +187,108 @@ def outcome_of(body: dict[str, Any], how: str, status: int, data: bytes) -> str:
     return "error" if b'data: {"error"' in data else "result"
 
 
-class Faults(threading.Thread):
-    """Kills, stops and starves the engine's processes, one every few seconds."""
+@dataclass(frozen=True)
+class Files:
+    """What faults take away and bring back."""
 
-    def __init__(self, server: Attacked, seed: int, stop: threading.Event) -> None:
+    weights: Path  # the file that a server loaded
+    others: Path  # the same tensors with other numbers
+    temporary: Path  # the server's TMPDIR
+
+    @classmethod
+    def of(cls, folder: Path, parent: Path) -> Files:
+        """Prepare those of a model's folder in an empty folder."""
+        weights, others, temporary = folder / "model.safetensors", parent / "others", parent / "tmp"
+        state = safetensors.torch.load_file(weights)
+        safetensors.torch.save_file(
+            {name: weight * 0.9 for name, weight in state.items()}, others, {"format": "pt"}
+        )
+        temporary.mkdir()
+        return cls(weights, others, temporary)
+
+
+class Faults(threading.Thread):
+    """Harms the engine's processes and takes files away, one fault every few seconds."""
+
+    def __init__(
+        self, server: Attacked, files: Files, seed: int, stop: threading.Event, *, is_harmed: bool
+    ) -> None:
+        """`is_harmed`: processes are; else only the files of weights are replaced."""
         super().__init__()
         self.done: Counter[str] = Counter()
-        self._server, self._stop_event = server, stop
+        self._server, self._files, self._stop_event = server, files, stop
+        self._is_harmed = is_harmed
         self._rng = random.Random(seed)  # noqa: S311 - drawn for tests
 
     def run(self) -> None:
         """Do one after the other."""
+        faults = {
+            "killed": psutil.Process.kill,
+            "stopped": self.stop,
+            "starved": self.starve,
+            "killed without TMPDIR": self.kill_without_temporary,
+            "killed beside other weight files": self.kill_beside_other_weights,
+        }
         while not self._stop_event.wait(FAULT_EVERY_S):
+            if not self._is_harmed:
+                with self.other_weights():
+                    time.sleep(AWAY_S)
+                self.done["other weight files"] += 1
+                continue
             engines = engine_processes(self._server)
             if not engines:
                 continue
-            kind = self._rng.choice(["killed", "stopped", "starved"])
+            kind = self._rng.choice([*faults])
             try:
-                getattr(self, f"_{kind}")(self._rng.choice(engines))
+                faults[kind](self._rng.choice(engines))
                 self.done[kind] += 1
             except psutil.NoSuchProcess:
                 continue
 
     @staticmethod
-    def _killed(process: psutil.Process) -> None:
-        process.kill()
-
-    @staticmethod
-    def _stopped(process: psutil.Process) -> None:
+    def stop(process: psutil.Process) -> None:
+        """Stop a process for some seconds."""
         process.suspend()
         time.sleep(STOPPED_S)
         process.resume()
 
     @staticmethod
-    def _starved(process: psutil.Process) -> None:
+    def starve(process: psutil.Process) -> None:
+        """Leave a process a part of the time."""
         for _ in range(STARVED_TIMES):
             process.suspend()
             time.sleep(0.05)
             process.resume()
             time.sleep(0.02)
+
+    def kill_without_temporary(self, process: psutil.Process) -> None:
+        """Kill a process while the folder is away that the next one needs."""
+        away = self._files.temporary.with_suffix(".away")
+        self._files.temporary.rename(away)
+        try:
+            process.kill()
+            time.sleep(AWAY_S)
+        finally:
+            away.rename(self._files.temporary)
+
+    def kill_beside_other_weights(self, process: psutil.Process) -> None:
+        """Kill a process while the next one finds files with other numbers, which it must not serve."""
+        with self.other_weights():
+            process.kill()
+            time.sleep(AWAY_S)
+
+    @contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Put a file with other numbers in the place of the weights, as programs do that save a model."""
+        weights = self._files.weights
+        kept, new = weights.with_suffix(".kept"), weights.with_suffix(".new")
+        os.link(weights, kept)
+        try:
+            shutil.copyfile(self._files.others, new)
+            new.replace(weights)
+            yield
+        finally:
+            kept.replace(weights)
 
 
 class Operator(threading.Thread):
@@ -282,16 +349,21 @@ def engine_processes(server: Attacked) -> list[psutil.Process]:
     return [one for one in children if "resource_tracker" not in " ".join(one.cmdline())]
 
 
-def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: float, seed: int) -> Tally:
+def tortured(
+    layout: Layout, folder: Path, adapters: dict[str, Path], parent: Path, minutes: float, seed: int
+) -> Tally:
     """One layout: the requests, the faults, the replay, and what is left."""
     tally = Tally(layout.name, layout.is_exact, minutes)
     folders = {"wide": adapters["wide"]} if layout.has_lora else {}
     flags = ("--lora", f"wide={adapters['wide']}") if layout.has_lora else ()
-    folders |= {"model": folder} if layout.replaces else {}
+    files = Files.of(folder, parent)
+    if layout.replaces:  # from a copy, as other files lie in the model's own place at times
+        folders["model"] = Path(shutil.copytree(folder, parent / "model"))
     flags += ("--max-batch-rows", "16", "--max-batch-tokens", "64")
     flags += ("--operator-key", OPERATOR_KEY, "--no-access-log", *layout.flags)
-    with serving_process(folder, *flags, python=layout.python) as server:
-        storm(server, folders, 0.2, seed, has_faults=False)  # what is loaded when first needed is there
+    environment = {"TMPDIR": str(files.temporary)}
+    with serving_process(folder, *flags, python=layout.python, environment=environment) as server:
+        storm(server, layout, folders, None, 0.2, seed)  # what is loaded when first needed is there
         eventually(lambda: is_idle(figures(server)), "requests stay")
         start, memory = figures(server), server.memory_bytes
         enough = threading.Event()
@@ -300,7 +372,7 @@ def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: f
         eventually(lambda: len(idle.seconds) >= NUM_CONTROL, "the health is not told")
         enough.set()
         tally.idle_health_p99_ms = p99_ms(idle.seconds)
-        clients, tally.faults, health = storm(server, folders, minutes, seed + 1, has_faults=layout.is_harmed)
+        clients, tally.faults, health = storm(server, layout, folders, files, minutes, seed + 1)
         tally.health_p99_ms = p99_ms(health.seconds)
         for client in clients:
             tally.ended += client.ended
@@ -318,25 +390,34 @@ def tortured(layout: Layout, folder: Path, adapters: dict[str, Path], minutes: f
 
 
 def storm(
-    server: Attacked, folders: dict[str, Path], minutes: float, seed: int, *, has_faults: bool
+    server: Attacked,
+    layout: Layout,
+    folders: dict[str, Path],
+    files: Files | None,
+    minutes: float,
+    seed: int,
 ) -> tuple[list[Client], Counter[str], Health]:
-    """Requests for some minutes; who sent them, what was done meanwhile, and how the health was told."""
+    """Requests for some minutes; who sent them, what was done meanwhile, and how the health was told.
+
+    `files`: what faults take away; None: there are no faults.
+    """
     stop = threading.Event()
+    is_harmed = files is not None and layout.is_harmed
     seeds = [1000 * seed + number for number in range(NUM_CLIENTS)]
-    clients = [Client(server, one, stop, has_lora="wide" in folders, is_harmed=has_faults) for one in seeds]
-    faults, operator, health = (
-        Faults(server, seed, stop),
-        Operator(server, folders, stop),
-        Health(server, stop),
-    )
-    threads = [*clients, operator, health, *([faults] if has_faults else [])]
+    clients = [Client(server, one, stop, has_lora="wide" in folders, is_harmed=is_harmed) for one in seeds]
+    operator, health = Operator(server, folders, stop), Health(server, stop)
+    faults = []
+    if files is not None and layout.replaces:
+        faults = [Faults(server, files, seed, stop, is_harmed=is_harmed)]
+    threads = [*clients, operator, health, *faults]
     for thread in threads:
         thread.start()
     stop.wait(60 * minutes)
     stop.set()
     for thread in threads:
         thread.join()
-    return clients, faults.done + operator.done, health
+    eventually(lambda: server.get("/ready").data == READY, "an engine process stays down")
+    return clients, sum((one.done for one in faults), operator.done), health
 
 
 def replay(server: Attacked, ask: Ask, data: bytes, tally: Tally) -> None:
@@ -460,7 +541,9 @@ def main() -> int:
     with models() as (folder, adapters):
         for number, layout in enumerate(layouts):
             seed = options.seed + 10 * number
-            tallies.append(tortured(layout, folder, adapters, options.minutes / len(layouts), seed))
+            with tempfile.TemporaryDirectory() as parent:
+                minutes = options.minutes / len(layouts)
+                tallies.append(tortured(layout, folder, adapters, Path(parent), minutes, seed))
             print(as_line(tallies[-1]), flush=True)
     drawn = drawn_against_scored(options.model, options.tokens) if options.tokens else []
     content = {

@@ -49,6 +49,8 @@ PROMISES = {
     ),
     "whatever a logits processor raises fails its own request": "`tests/server/attacks/test_processors.py`",
     "a step that hangs shows in `/health` (503), and every waiter ends with an error": "the same",
+    "an engine process that does not answer shows in `/ready`, its waiters end with an error, other replicas "
+    "go on": "`tests/engine/backends/process/test_server.py`",
     "no web page of another origin reads or drives the server": (
         "`tests/server/attacks/test_browsers.py`; in a real Chromium `tests/web` (`make test-web`)"
     ),
@@ -572,10 +574,11 @@ TORTURE = """
 Printed by `make torture` (`benchmarks/torture.py`): requests of every kind that the suite's storm knows, of
 twelve clients at once, some of which leave, read slowly, or send what is no body, while an operator has the
 weights replaced by the same ones; where an engine is a process of its own, one is killed (SIGKILL), stopped
-or starved every few seconds. An error is a reply that says so, or rows that break off: what ran in a process
-that was killed. Afterwards replies of each layout are asked for again, alone, and every number is compared,
-bit for bit. vLLM runs without LoRA weights here: on a CPU it ends at log-probabilities of a prompt once it is
-ready for them.
+or starved every few seconds, in newer runs also while files with other numbers lie in the place of the
+weights, which it must not serve, or while `TMPDIR` is away. An error is a reply that says so, or rows that
+break off: what ran in a process that was killed. Afterwards replies of each layout are asked for again,
+alone, and every number is compared, bit for bit. vLLM runs without LoRA weights here: on a CPU it ends at
+log-probabilities of a prompt once it is ready for them.
 
 {layouts}
 Numbers of drawn tokens against those of the same tokens scored afterwards ({model}), bit for bit:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 # Freezes lasted seconds to minutes. benchmarks/bench_attacks.py holds an idle machine to 100 ms.
 WORST_HEALTH_S = 1.0
@@ -147,16 +147,21 @@ def eventually(is_so: Callable[[], bool], otherwise: str) -> None:
 
 
 @contextmanager
-def serving_process(folder: Path, *flags: str, python: Path = Path(sys.executable)) -> Iterator[Attacked]:
+def serving_process(
+    folder: Path,
+    *flags: str,
+    python: Path = Path(sys.executable),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Attacked]:
     """Run `logprobe serve` on a free port until the block ends; another `python` finds it in `src`."""
     command = [str(python), "-c", "from logprobe.cli import command; command()", "serve", str(folder)]
     source = str(Path(__file__).parents[1] / "src")
-    environment = None if python == Path(sys.executable) else {**os.environ, "PYTHONPATH": source}
+    path = {} if python == Path(sys.executable) else {"PYTHONPATH": source}
     process = subprocess.Popen(
         [*command, "--port", "0", "--kv-bytes", "2000000", *flags],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, **path, **(environment or {})},
     )
     assert process.stderr is not None
     log: list[str] = []

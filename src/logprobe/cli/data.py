@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
 
@@ -146,7 +147,8 @@ class DataFlags:
         on_row = print_row if arrange is None else waiting.append
         sizes = [source.num_bytes for source in workers.sources]
         num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-        with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
+        bar = byte_bar(num_bytes, shown=True, unit="rows")
+        with says_how_to_resume(self.output), bar as advance, flags_for():
             run = DatasetRun(workers, advance=advance)
             if self.output:
                 summary = run.to_file(self.output, resume=self.resume, force=self.force)
@@ -165,6 +167,26 @@ class DataFlags:
             where = f"{self.output}.errors.jsonl" if self.output else "standard error"
             typer.echo(f"error: {summary.num_bad} bad rows; see {where}", err=True)
             raise typer.Exit(1)
+
+
+@contextmanager
+def says_how_to_resume(output: str | None, journal: str | None = None) -> Iterator[None]:
+    """Print what an interrupted run has kept, and how to go on with it.
+
+    Args:
+        output: the name as it was given; None: nothing is kept.
+        journal: the output whose parts are kept, where that is another.
+    """
+    from logprobe.scoring.data.journal import parts_folder
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if output:
+            has_rows = parts_folder(Path(journal or output)).exists()
+            what = "give --resume to go on after the rows that were kept" if has_rows else "no row was kept"
+            typer.echo(f"{output}: interrupted; {what}", err=True)
+        raise
 
 
 def takes_data(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from logprobe.cli.data import says_how_to_resume
 from logprobe.cli.options import (
     DEFAULT_MODEL,
     ENGINE_FLAGS,
@@ -68,10 +69,11 @@ def distil(
     sizes = [source.num_bytes for source in sources]
     num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
     with open_llm(model, **engine) as llm:
-        from logprobe.scoring.distillation.run import DistilRun
+        from logprobe.scoring.distillation.run import JOURNAL, DistilRun
         from logprobe.scoring.progress import byte_bar
 
-        with byte_bar(num_bytes, shown=True, unit="rows") as advance, flags_for():
+        bar = byte_bar(num_bytes, shown=True, unit="rows")
+        with says_how_to_resume(output, f"{output}/{JOURNAL}"), bar as advance, flags_for():
             run = DistilRun(llm, sources, settings, format, advance=advance)
             summary = run.to_folder(output, resume=resume, force=force)
     if run.was_finished:

@@ -41,7 +41,7 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence
 
     from logprobe.engine.protocol import Capabilities, Core, EngineStats
     from logprobe.engine.request import RequestOutput
@@ -245,9 +245,14 @@ class Front:
         """What it is doing and has done; read while it runs, so each figure is of its own moment."""
         return self.core.stats()
 
-    def stalled_s(self) -> float:
-        """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
-        return self.core.stalled_s()
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:
+        """Return how long the present step has taken, s: 0 while idle, infinite once the engine has stopped.
+
+        Args:
+            request_ids: of several processes, those that run these requests count; none: the one that
+                stalls least.
+        """
+        return self.core.stalled_s(request_ids)
 
     def close(self) -> None:
         """End all requests with `EngineClosedError` and let the model go; a second call does nothing."""

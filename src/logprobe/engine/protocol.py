@@ -19,7 +19,7 @@ from logprobe.processors.interface import ProcessorCounter
 from logprobe.records import LogprobsInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     import torch
 
@@ -111,7 +111,7 @@ class EngineStats:
     accepted_tokens: int = 0  # of these, found right
     restarts: int = 0  # of its processes
     is_up: bool = True  # it takes requests; of several: one of them does
-    why_down: str = ""  # while it takes none: what it waits for; of several: of each
+    why_down: str = ""  # why it takes none, or does not answer; of several: of each
     durations: dict[str, Durations] = field(default_factory=dict)  # by what took so long
     replicas: dict[str, EngineStats] = field(default_factory=dict)  # by name, where it has several
 
@@ -185,7 +185,7 @@ class Core(Protocol):
     def stats(self) -> EngineStats:
         """What it is doing and has done."""
 
-    def stalled_s(self) -> float:
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:
         """As `Front.stalled_s`."""
 
     def close(self) -> None:

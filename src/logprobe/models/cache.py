@@ -26,7 +26,7 @@ from logprobe.errors import DownloadError, OutputError
 from logprobe.private_files import FOLDER_MODE, is_private, make_folder, make_private, write_private
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from filelock import BaseFileLock
 
@@ -171,12 +171,14 @@ def remove_entry(folder: Path) -> None:
 
 
 @contextmanager
-def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
+def new_entry(
+    folder: Path, *, resumes: bool = False, is_damaged: Callable[[], bool] = lambda: False
+) -> Iterator[Path | None]:
     """Hand out a folder that becomes `folder` when the block ends well, and vanishes when it fails.
 
     Only one process at a time is in the block of one entry. The others wait, and then get None, because the
     entry is there. What an interrupted one left behind is cleared by the next one, or handed out again where
-    that `resumes`.
+    that `resumes`. An entry that `is_damaged` is made anew.
 
     Raises:
         DownloadError: the cache cannot be written, for instance because the disk is full.
@@ -187,10 +189,10 @@ def new_entry(folder: Path, *, resumes: bool = False) -> Iterator[Path | None]:
         if not is_private(home(), folder.parent):
             raise PermissionError(errno.EPERM, "other users may write there; run chmod -R go-w on it")
         with _locked(folder):
-            if is_there(folder):
+            if is_there(folder) and not is_damaged():
                 yield None
                 return
-            _remove(folder)  # of another user
+            _remove(folder)  # of another user, or damaged
             if not resumes or not is_private(partial):
                 _remove(partial)
             partial.mkdir(FOLDER_MODE, exist_ok=True)

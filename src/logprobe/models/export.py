@@ -36,8 +36,6 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
         UnsupportedModelError: the model lies in safetensors already.
         OutputError: the folder is not empty, or cannot be written.
     """
-    from safetensors import SafetensorError
-
     own = checked_folder(files.folder)
     if not has_gguf(own):
         raise UnsupportedModelError(f"{files.name}: lies in safetensors already, in {own}; use that folder")
@@ -63,7 +61,7 @@ def export_model(files: ModelFiles, folder: Path, *, dtype: torch.dtype) -> None
             if (own / name).is_file():
                 shutil.copyfile(own / name, folder / name)
         config.save_pretrained(folder)  # last: a folder without it is no model
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         if isinstance(error, OutputError):
             raise
         raise OutputError(f"{folder}: cannot be written ({error})") from error

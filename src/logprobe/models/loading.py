@@ -9,6 +9,8 @@ import hashlib
 import itertools
 import json
 import math
+import os
+import re
 from collections import Counter
 from functools import reduce
 from pathlib import Path
@@ -328,13 +330,19 @@ def save_tensors(
 
     Raises:
         OSError: the file cannot be written.
-        SafetensorError: the tensors cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata)  # makes a file that only its owner can read
+    try:
+        save_file(tensors, path, metadata)  # makes a file that only its owner can read
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
     path.chmod(mode)
 
 

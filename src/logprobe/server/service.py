@@ -112,6 +112,7 @@ class Service:
         self.call = Call("")
         self._tickets: list[Ticket] = []
         self._awaited: Cost | None = None  # what it has waited for, and has a ticket for
+        self._request_ids: list[str] = []
 
     def prepare(self) -> None:
         """Load the LoRA weights that the settings name.
@@ -150,7 +151,7 @@ class Service:
         scoped = copy.copy(self)
         scoped.call = call
         scoped.caller = caller
-        scoped._tickets = []  # noqa: SLF001 - of the same class
+        scoped._tickets, scoped._request_ids = [], []  # noqa: SLF001 - of the same class
         return scoped
 
     def write_ids(self) -> None:
@@ -170,6 +171,7 @@ class Service:
             ApiError: 400 beyond a limit.
             NoRoomError: there is no room now.
         """
+        self._request_ids += [request.request_id for request in requests]
         cost = Cost.of(requests, self.vocab_size, num_echoes)
         cost = cost if beside is None else cost + beside
         if self._awaited is not None:
@@ -305,14 +307,17 @@ class Service:
             ApiError: 503.
         """
         self.lifetime.check()
-        stalled_s = self.engine.stalled_s()
+        stalled_s = self.engine.stalled_s(self._request_ids)
         if stalled_s > self.settings.stall_s:
             if not (stats := self.engine.stats()).is_up:
                 raise engine_unavailable(stats.why_down)
             is_gone = math.isinf(stalled_s)
             what = "has stopped" if is_gone else f"has been busy with one step for {stalled_s:.0f} s"
             code = "engine_closed" if is_gone else "engine_stuck"
-            raise ApiError(503, f"the engine {what}; the server must be started again", code=code)
+            message = f"the engine {what}; the server must be started again"
+            if stats.why_down:  # a process, which is replaced unless it goes on
+                message = f"{stats.why_down}; repeat the request later"
+            raise ApiError(503, message, code=code)
 
     def name_of(self, body: ChoosesWeights) -> str:
         """What replies call the weights that answered: LoRA weights go by their own name."""

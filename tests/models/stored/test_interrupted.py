@@ -130,6 +130,15 @@ def test_panels_that_have_reached_the_disk_outlive_the_machine(
     assert read_panels(whole)
 
 
+def test_panels_that_cannot_be_noted_as_on_the_disk_are_used_all_the_same(
+    whole: Path, tmp_path: Path
+) -> None:
+    os.utime(whole / INDEX, (0, 0))
+    (whole / ON_DISK).symlink_to(tmp_path / "no folder" / "file")  # cannot be made, whoever runs this
+    assert len(read_panels(whole)) == 5
+    assert not (whole / ON_DISK).exists()
+
+
 def test_where_the_system_does_not_tell_its_starts_apart_a_load_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from logprobe.models.quiet import quiet_transformers
 from logprobe.transport.messages import TakeWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from logprobe.engine.engine import Engine
     from logprobe.engine.protocol import Capabilities, EngineStats, Layout
@@ -157,7 +157,7 @@ class EngineThread:
         """What it is doing and has done; read while it runs, so each figure is of its own moment."""
         return self.engine.stats()
 
-    def stalled_s(self) -> float:
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - it runs all of them
         """How long its present step has taken, s: 0 while it waits for work, infinite once it has stopped."""
         if not self._thread.is_alive():
             return math.inf

@@ -37,7 +37,7 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from logprobe.engine.backends.bridge import LoopThread
     from logprobe.engine.backends.process.admission import Admission
@@ -156,7 +156,7 @@ class VllmEngine:
             processors=dict(self._fetcher.processors),
         )
 
-    def stalled_s(self) -> float:
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:  # noqa: ARG002 - it runs all of them
         """How long nothing has come, s: 0 while it waits for work, infinite once vLLM has died."""
         if self._is_closed or self._llm.errored:
             return math.inf

@@ -15,6 +15,7 @@ import os
 import time
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -157,7 +158,8 @@ def _is_safe(folder: Path, boot: str) -> bool:
     if boot != boot_id() or not boot:
         return False
     if time.time() - (folder / INDEX).stat().st_mtime > _WRITTEN_BACK_S and os.access(folder, os.W_OK):
-        reach_disk(folder)
+        with suppress(OSError):  # no room, or too many files: they stay what they are
+            reach_disk(folder)
     return True
 
 

@@ -63,15 +63,21 @@ class LoadStore:
     def write_panels(
         self, parts: Sequence[tuple[str, ...]], packed: Callable[[int], Iterable[PanelWeights]]
     ) -> dict[str, PanelWeights]:
-        """Write the panels of a model that has none, and map them; none where they cannot be written.
+        """Write the panels of a model and map them; none where they cannot be written.
+
+        Whole panels that another process has written meanwhile stay.
 
         Args:
             parts: the names of all modules that share each.
             packed: gives those of all parts from a number on.
         """
-        self._forget(self._panels_folder)  # damaged, or of another layout
+
+        def is_damaged() -> bool:
+            stored = self.panels()  # none where they are of another layout
+            return not all(any(name in stored for name in names) for names in parts)
+
         try:
-            with new_entry(self._panels_folder, resumes=True) as partial:
+            with new_entry(self._panels_folder, resumes=True, is_damaged=is_damaged) as partial:
                 if partial is not None:
                     write_panels(parts, packed, partial)
         except (DownloadError, OSError) as error:
@@ -110,12 +116,11 @@ class LoadStore:
                 self._write(folder, lambda partial: write_tokenizer(partial, state, facts))
 
     def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
-        """Make an entry of what was not there, or not to be used."""
-        self._forget(folder)
-        stored = [one for one in folder.parent.glob(f"*-{self._source}-*") if one.is_dir()]
-        for older in sorted(stored, key=lambda folder: folder.stat().st_mtime)[: 1 - MOST_RECORDS]:
-            self._forget(older)
-        with new_entry(folder) as partial:
+        """Make an entry anew."""
+        stored = [one for one in folder.parent.glob(f"*-{self._source}-*") if one != folder]
+        for older in sorted(stored, key=_modified_s)[: 1 - MOST_RECORDS]:
+            shutil.rmtree(older, ignore_errors=True)
+        with new_entry(folder, is_damaged=lambda: True) as partial:
             if partial is not None:
                 write(partial)
 
@@ -125,5 +130,10 @@ class LoadStore:
             logger.warning("%s: is proven and packed again at each load: %s", self._folder.name, error)
         self._is_refused = True
 
-    def _forget(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+
+def _modified_s(path: Path) -> float:
+    """Return when a path was modified; 0 where another process has just removed it."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -70,7 +70,7 @@ class Journal:
     ) -> None:
         self.path = Path(path)
         self._schema = schema
-        self._parts = self.path.with_name(f"{self.path.name}.parts")
+        self._parts = parts_folder(self.path)
         self._done = self.path.with_name(f"{self.path.name}.parts.done")
         self._settings_file = self._parts / "settings.json"
         self.errors_path = self.path.with_name(f"{self.path.name}.errors.jsonl")
@@ -82,7 +82,7 @@ class Journal:
         self._lock = FileLock(self._parts / LOCK_FILE)
         self.num_done = 0
         try:
-            with _naming(self.path):
+            with naming(self.path):
                 self._open(settings, resume=resume, force=force)
                 self.num_done = _end_of(self._all_parts())
         except BaseException:
@@ -142,7 +142,7 @@ class Journal:
 
     def _note(self, settings: dict[str, Any]) -> None:
         self._settings = json.loads(json.dumps(settings))
-        _write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
+        write_durably(self._settings_file, lambda path: path.write_text(json.dumps(settings)))
 
     def _check_resumes(self, settings: dict[str, Any], *, resume: bool) -> None:
         if not resume:
@@ -193,7 +193,7 @@ class Journal:
                     f"run load the same weights in the same dtype, or give {FORCE}"
                 )
         if not source.keys() <= self._settings.keys():
-            with _naming(self.path):
+            with naming(self.path):
                 self._note(self._settings | source)
 
     def _all_parts(self) -> list[Path]:
@@ -217,12 +217,12 @@ class Journal:
         name = f"{self.num_done:012d}-{end:012d}"
         metadata = {INFO_KEY: info.to_json().encode()} if info is not None else None
         table = rows.replace_schema_metadata(metadata)
-        with _naming(self.path):
+        with naming(self.path):
             if bad:
                 lines = "".join(json.dumps(row.to_dict()) + "\n" for row in bad)
-                _write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
+                write_durably(self._parts / f"{name}.errors", lambda path: path.write_text(lines))
             # Last: this one says that all of it is there.
-            _write_durably(
+            write_durably(
                 self._parts / f"{name}.parquet",
                 lambda path: pq.write_table(table, path, compression="zstd"),
             )
@@ -260,17 +260,17 @@ class Journal:
 
         What the run was, and what it came to, is noted beside it: who resumes it hears that it is finished.
         """
-        with _naming(self.path):
+        with naming(self.path):
             write = self._write_parquet if self.path.suffix == ".parquet" else self._write_jsonl
             errors = self._error_parts()
             if errors:
-                _write_durably(self.errors_path, lambda path: _concatenate(errors, path))
+                write_durably(self.errors_path, lambda path: _concatenate(errors, path))
             else:
                 self.errors_path.unlink(missing_ok=True)
-            _write_durably(self.path, write)
+            write_durably(self.path, write)
             run = FinishedRun(self._settings, summary, self.path.stat().st_size)
             text = json.dumps(msgspec.to_builtins(run))
-            _write_durably(self._run_path, lambda path: path.write_text(f"{text}\n"))
+            write_durably(self._run_path, lambda path: path.write_text(f"{text}\n"))
             self.remove_parts()
 
     def share(self, folder: Path, shards: Sequence[Sequence[int]]) -> None:
@@ -283,16 +283,16 @@ class Journal:
             shards: of each file one past the last row of each group, counted from the run's first row. How
                 long a part took and where a run was killed have no part in them.
         """
-        with _naming(folder):
+        with naming(folder):
             folder.mkdir(exist_ok=True)
             groups = _cut(self._pieces(), [end for ends in shards for end in ends])
             for number, ends in enumerate(shards):
                 shard = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
                 own = islice(groups, len(ends))
-                _write_durably(shard, partial(self._write_groups, own))
+                write_durably(shard, partial(self._write_groups, own))
             errors = self._error_parts()
             if errors:
-                _write_durably(self.errors_path, lambda path: _concatenate(errors, path))
+                write_durably(self.errors_path, lambda path: _concatenate(errors, path))
             else:
                 self.errors_path.unlink(missing_ok=True)
 
@@ -324,13 +324,18 @@ class Journal:
         info = self._info()
         if info is not None:
             about = json.loads(info) | {"floor": IMPOSSIBLE}
-            _write_durably(
+            write_durably(
                 self.path.with_name(f"{self.path.name}.info.json"),
                 lambda side: side.write_text(json.dumps(about) + "\n"),
             )
         with path.open("w", encoding="utf-8") as file:
             for table in self.groups():
                 file.writelines(json_line(row) + "\n" for row in table.to_pylist())
+
+
+def parts_folder(output: Path) -> Path:
+    """Return the folder of the parts of an unfinished output."""
+    return output.with_name(f"{output.name}.parts")
 
 
 def _end_of(parts: Iterable[Path]) -> int:
@@ -374,14 +379,19 @@ def _concatenate(parts: Sequence[Path], path: Path) -> None:
             file.write(part.read_bytes())
 
 
-def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under another name, put it on the disk, and only then give it its own."""
+def write_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under another name, flush to the disk, and rename; what fails leaves nothing that takes space."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    claim(unfinished)
-    write(unfinished)
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        claim(unfinished)
+        write(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -390,9 +400,12 @@ def _write_durably(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
+    """Raise `OutputError` with the name of the output where the system cannot write in the block."""
     try:
         yield
+    except OutputError:
+        raise
     except OSError as error:
-        reason = error.strerror or error
+        reason = os.strerror(error.errno) if error.errno else error  # pyarrow's own text is longer
         raise OutputError(f"{path}: cannot be written ({reason}); make room and give {RESUME}") from error

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from logprobe.errors import InputError, OutputError, require
-from logprobe.private_files import claim
-from logprobe.scoring.data.journal import FORCE, Journal
+from logprobe.errors import InputError, require
+from logprobe.scoring.data.journal import FORCE, Journal, naming, parts_folder, write_durably
 from logprobe.scoring.data.rows import BadRow, source_of_numbers
 from logprobe.scoring.data.sources import STDIN, find_sources, read_rows
 from logprobe.scoring.distillation.formats import COMPRESSION_FILE, compression_config, schema_of, table_of
@@ -113,14 +112,13 @@ class DistilRun:
         folder = Path(path)
         if resume and any(source.name == STDIN for source in self._sources):
             raise InputError("standard input: cannot be read again; save it to a file to resume from it")
-        if not force and (finished := self._finished(folder, resume=resume)) is not None:
+        is_new = not parts_folder(folder / JOURNAL).exists()
+        if is_new and not force and (finished := self._finished(folder, resume=resume)) is not None:
             self.was_finished = True
             return finished
         has_turns = self._settings.messages_column is not None
         schema = schema_of(self._kind, self._vocabulary_size, has_turns=has_turns)
         with Journal(folder / JOURNAL, schema, self._identity(), resume=resume, force=force) as journal:
-            if force:
-                _clear(folder)
             self._write(journal)
             outline = _Outline(self._top)
             for table in journal.groups(
@@ -128,6 +126,8 @@ class DistilRun:
             ):  # by parts, last bits would depend on how long each took
                 outline.add(table)
             summary = outline.summary(journal.num_bad())
+            if force or (folder / RUN_FILE).exists():
+                _clear(folder)  # not before all new rows are in the journal
             journal.share(folder / DATA, outline.shards())
             if self._kind == "distillkit":
                 _write_text(folder / COMPRESSION_FILE, compression_config(self._vocabulary_size, self._top))
@@ -255,24 +255,16 @@ class _Outline:
 
 
 def _clear(folder: Path) -> None:
-    """What an earlier run wrote goes, and nothing else."""
-    for file in (folder / RUN_FILE, folder / COMPRESSION_FILE, *(folder / DATA).glob("train-*-of-*.parquet")):
-        if file.exists():
-            file.unlink()
+    """Remove what an earlier run wrote, and nothing else; last what says that it is whole."""
+    files = *(folder / DATA).glob("train-*-of-*.parquet"), folder / COMPRESSION_FILE, folder / RUN_FILE
+    with naming(folder):
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 def _write_text(path: Path, text: str) -> None:
-    """A file that is whole where it is."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    try:
-        claim(unfinished)
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({error.strerror or error})") from error
+    with naming(path):
+        write_durably(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
 
 
 def distil(

@@ -265,6 +265,24 @@ def test_a_process_that_hangs_is_seen_goes_on_when_it_can_and_is_killed_where_it
         os.kill(pid, signal.SIGCONT)
     assert len(asyncio.run(teller.result(engine, name)).outputs[0].token_ids) == 8
     until(lambda: engine.stalled_s() == 0)
+    expected = teller.ask(engine, max_tokens=4000, logprobs=2).outputs[0]
+    streamed = teller.submit(engine, max_tokens=4000, logprobs=2)
+
+    async def stop_in_the_stream() -> Any:
+        async with asyncio.timeout(LIMIT_S), aclosing(engine.stream(streamed)) as outputs:
+            await anext(outputs)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await asyncio.to_thread(until, lambda: "not answered" in engine.stats().why_down)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            *_, last = [output async for output in outputs]
+        return last.outputs[0]
+
+    resumed = asyncio.run(stop_in_the_stream())
+    assert resumed.token_ids == expected.token_ids
+    assert resumed.logprobs == expected.logprobs
+    assert (process_ids(engine), engine.stats().restarts) == ([pid], num_restarts)
     name = teller.submit(engine, max_tokens=4000)
     with monkeypatch.context() as impatient:
         os.kill(pid, signal.SIGSTOP)
@@ -359,6 +377,30 @@ def test_a_start_that_fails_of_the_system_is_tried_again(
         own.mkdir()
         until(lambda: engine.stats().is_up)
         assert teller.ask(engine).outputs[0].token_ids == before
+
+
+def test_weights_that_cannot_be_copied_for_the_processes_are_one_error(
+    engine: Front,
+    teller: Any,
+    adapter_folders: dict[str, Path],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = teller.ask(engine).outputs[0].token_ids
+    state = safetensors.torch.load_file(Path(settings["model"]) / "model.safetensors")
+    with monkeypatch.context() as gone:
+        gone.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        for load in (
+            lambda: engine.add_lora("b", adapter_folders["wide"]),
+            lambda: engine.load_weights(state, version="same", finishes=True),
+        ):
+            with pytest.raises(EngineError, match="TMPDIR") as caught:
+                load()
+            assert str(tmp_path / "gone") in str(caught.value)
+    assert teller.ask(engine).outputs[0].token_ids == before
+    engine.add_lora("b", adapter_folders["wide"])
+    engine.remove_lora("b")
 
 
 @pytest.mark.parametrize("layout", ["thread", "process"])

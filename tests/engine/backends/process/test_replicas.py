@@ -101,6 +101,44 @@ def test_metrics_tell_the_replicas_apart(replicas: Front, teller: Any, until: Un
 
 
 @pytest.mark.usefixtures("nothing_left")
+def test_a_replica_that_is_stopped_is_told_and_left_out_while_the_rest_goes_on(
+    replicas: Front, teller: Any, places: dict[str, int], until: Until
+) -> None:
+    until(lambda: all(replica.is_up for replica in replicas.core._replicas))
+    pids, before = process_ids(replicas), num_restarts(replicas)
+    prompts = [[5, 6, index] for index in range(2)]
+    names = [teller.submit(replicas, ids, max_tokens=2000, logprobs=2) for ids in prompts]
+    [held, free] = sorted(names, key=places.__getitem__)
+
+    async def stop_one() -> dict[str, Any]:
+        waiting = {name: asyncio.create_task(teller.result(replicas, name)) for name in names}
+        os.kill(pids[0], signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(until, lambda: "replica 0 has not answered" in replicas.stats().why_down)
+            assert replicas.stats().is_up
+            later = [teller.submit(replicas, [7, index], max_tokens=20) for index in range(4)]
+            assert {places[name] for name in later} == {1}
+            for name in later:
+                assert len((await teller.result(replicas, name)).outputs[0].token_ids) == 20
+            await waiting[free]
+            assert not waiting[held].done()
+            # Its neighbour may just be in a step, so only one of the two figures grows.
+            assert replicas.stalled_s() < replicas.stalled_s([held])
+        finally:
+            os.kill(pids[0], signal.SIGCONT)
+        return {name: await task for name, task in waiting.items()}
+
+    outputs = asyncio.run(stop_one())
+    until(lambda: not replicas.stats().why_down)
+    assert (process_ids(replicas), num_restarts(replicas)) == (pids, before)
+    for name, ids in zip(names, prompts, strict=True):
+        expected = teller.ask(replicas, ids, max_tokens=2000, logprobs=2).outputs[0]
+        assert outputs[name].error is None
+        assert outputs[name].outputs[0].token_ids == expected.token_ids
+        assert outputs[name].outputs[0].logprobs == expected.logprobs
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_a_replica_that_dies_fails_its_own_requests_and_the_rest_goes_on(
     replicas: Front, teller: Any, places: dict[str, int], until: Until
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,10 +29,12 @@ def server(settings: dict[str, Any]) -> Iterator[tuple[subprocess.Popen[str], st
 
 
 @contextmanager
-def serving(settings: dict[str, Any], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    settings: dict[str, Any], *flags: str, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`logprobe serve --engine-process`, and its address."""
     words = ["--engine-process", "--port", "0", "--kv-bytes", "8388608", "--model-name", "tiny"]
-    words += ["--drain-s", str(LIMIT_S)]
+    words += ["--drain-s", str(LIMIT_S), *flags]
     path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
         [sys.executable, "-m", "logprobe", "serve", settings["model"], *words],
@@ -106,3 +110,60 @@ def test_the_server_outlives_its_engine_and_drains_before_it_goes(
         assert '"finish_reason":"length"' in events[-2] + events[-3]
     assert process.wait(LIMIT_S) == 0
     until(lambda: not engine.is_running())
+
+
+def engines_of(server: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(server.pid).children()
+
+
+def test_an_engine_process_that_is_stopped_is_told_to_every_waiter_and_goes_on(
+    settings: dict[str, Any], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    with (
+        serving(settings, "--stall-s", "3") as (process, url),
+        httpx.Client(base_url=url, timeout=LIMIT_S) as client,
+    ):
+        [engine] = engines_of(process)
+        until(lambda: client.get("/ready").json() == {"status": "ready"})
+        expected = client.post("/v1/completions", json=body(300, stream=False)).json()["choices"]
+        with client.stream("POST", "/v1/completions", json=body(4000, stream=True)) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            engine.suspend()
+            try:
+                [error] = [json.loads(line[6:])["error"] for line in lines if '"error"' in line]
+                assert error["code"] == "engine_stuck"
+                asked = [client.post("/v1/completions", json=body(3, stream=False))]
+                for told in [*map(client.get, ("/health", "/ready")), *asked]:
+                    assert (told.status_code, told.json()["error"]["code"]) == (503, "engine_stuck")
+            finally:
+                engine.resume()
+        until(lambda: client.get("/ready").json() == {"status": "ready"})
+        reply = client.post("/v1/completions", json=body(300, stream=False))
+        assert reply.json()["choices"] == expected
+        assert engines_of(process) == [engine], "it was not started again"
+
+
+def test_a_replica_that_is_stopped_leaves_the_server_well_and_goes_with_it(
+    settings: dict[str, Any], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    with (
+        serving(settings, "--stall-s", "3", "--data-parallel", "2") as (process, url),
+        httpx.Client(base_url=url, timeout=LIMIT_S) as client,
+    ):
+        engines = engines_of(process)
+        expected = client.post("/v1/completions", json=body(9, stream=False)).json()["choices"]
+        engines[0].suspend()
+
+        def silent_s() -> int:
+            match = re.search(r"replica [01] has not answered for (\d+) s", client.get("/ready").text)
+            return int(match[1]) if match else 0
+
+        until(lambda: silent_s() > 3)  # `stall_s`
+        assert client.get("/health").status_code == 200
+        for _ in range(4):
+            reply = client.post("/v1/completions", json=body(9, stream=False))
+            assert reply.json()["choices"] == expected
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+        assert all(not engine.is_running() for engine in engines)

@@ -24,7 +24,13 @@ from logprobe.engine.backends.process.replica import Backlog, Replica
 from logprobe.engine.backends.router import Router
 from logprobe.engine.creator import Creator
 from logprobe.engine.protocol import EngineStats
-from logprobe.errors import EngineClosedError, EngineUnavailableError, ModelError
+from logprobe.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineUnavailableError,
+    LogprobeError,
+    ModelError,
+)
 from logprobe.models.loading import save_state
 from logprobe.models.lora import CONFIG, WEIGHTS, check_files
 from logprobe.processors import ModelFacts
@@ -39,12 +45,11 @@ from logprobe.transport.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from logprobe.config import EngineConfig
     from logprobe.engine.backends.process.orders import Answer, Order, Ready
     from logprobe.engine.protocol import Capabilities, Layout
-    from logprobe.errors import LogprobeError
     from logprobe.text.edge import TextEdge
     from logprobe.transport.messages import Admitted, Asked, Command, Event, Request
 
@@ -142,7 +147,7 @@ class ProcessEngine:
     def _submit(self, requests: Sequence[Admitted]) -> None:
         with self._is_routing:
             queued = [replica.num_queued_tokens for replica in self._replicas]
-            is_up = [replica.is_up for replica in self._replicas]
+            is_up = [replica.is_up and not replica.silent_s() for replica in self._replicas]
             portions: list[list[Admitted]] = [[] for _ in self._replicas]
             for admitted in requests:
                 chosen = self._router.choose(admitted, queued, is_up)
@@ -163,16 +168,22 @@ class ProcessEngine:
 
         Raises:
             ModelError: weights that cannot be read, or do not fit the model.
-            EngineError: a process ended before its answer.
+            EngineError: a process ended before its answer, or weights cannot be copied for the processes.
             EngineClosedError: the engine was closed before the answer.
         """
-        match command:
-            case LoadLora():
-                self._load_lora(command)
-            case LoadWeights():
-                return self._load_weights(command)
-            case TakeWeights():
-                self._take_weights(command)
+        try:
+            match command:
+                case LoadLora():
+                    self._load_lora(command)
+                case LoadWeights():
+                    return self._load_weights(command)
+                case TakeWeights():
+                    self._take_weights(command)
+        except LogprobeError:
+            raise
+        except OSError as error:
+            reason = f"the weights cannot be copied for the engine processes ({error})"
+            raise EngineError(f"{reason}; make room there, or set TMPDIR to another folder") from error
         return None
 
     def _load_lora(self, command: LoadLora) -> None:
@@ -248,11 +259,13 @@ class ProcessEngine:
         """What its processes were doing and had done at their latest signs of life, and what each was."""
         return EngineStats.of_replicas({replica.name: replica.stats() for replica in self._replicas})
 
-    def stalled_s(self) -> float:
-        """How long the slowest present step has taken, s; where no process takes requests: since when."""
-        if not any(replica.is_up for replica in self._replicas):
+    def stalled_s(self, request_ids: Collection[str] = ()) -> float:
+        """As `Core.stalled_s`; where no process takes requests: for how long."""
+        up = [replica for replica in self._replicas if replica.is_up]
+        if not up:
             return min(replica.down_s() for replica in self._replicas)
-        return max(replica.stalled_s() for replica in self._replicas)
+        used = [replica for replica in up if any(map(replica.has, request_ids))]
+        return max((replica.stalled_s() for replica in used), default=min(one.stalled_s() for one in up))
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""

@@ -159,6 +159,8 @@ class Replica:
         """What its engine was doing, and had done, at its latest sign of life; nothing without one."""
         stats = NOTHING if self._pulse is None else self._pulse[1].stats
         why_down = "" if self.is_up else str(self._ended or self._why_down or "its process is starting")
+        if self.is_up and (silent_s := self.silent_s()):
+            why_down = f"{self.name} has not answered for {silent_s:.0f} s"
         return replace(stats, restarts=self.num_restarts, is_up=self.is_up, why_down=why_down)
 
     def down_s(self) -> float:
@@ -167,11 +169,14 @@ class Replica:
 
     def stalled_s(self) -> float:
         """How long its present step has taken, or how long it has not been heard of, s."""
-        if self._pulse is None:
-            return 0.0
-        at, pulse = self._pulse
-        silent_s = time.monotonic() - at
-        return pulse.stalled_s + (silent_s if silent_s > LATE_S else 0.0)
+        pulse = self._pulse
+        return 0.0 if pulse is None else pulse[1].stalled_s + self.silent_s()
+
+    def silent_s(self) -> float:
+        """Return for how long its process has sent no pulse, s; 0 up to `LATE_S`."""
+        pulse = self._pulse
+        silent_s = 0.0 if pulse is None else time.monotonic() - pulse[0]
+        return silent_s if silent_s > LATE_S else 0.0
 
     def stop(self) -> None:
         """Let the process end after its present step; `close` must follow."""
