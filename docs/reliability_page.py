@@ -279,7 +279,11 @@ AUDIT = (
         ("POST /reset_prefix_cache",),
         "cached prefixes, which are computed anew where they are asked for again",
         "`operator_key`",
-        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
+        (
+            "test_operator.py::test_who_is_no_operator_may_do_nothing",
+            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
+            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
+        ),
     ),
     Audited(
         ("GET /metrics",),
@@ -518,7 +522,11 @@ AUDIT = (
         "files of the server's machine, read on a thread of their own; the weights' memory, until they are "
         "dropped or replaced",
         "`operator_key`",
-        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
+        (
+            "test_operator.py::test_who_is_no_operator_may_do_nothing",
+            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
+            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
+        ),
     ),
     Audited(
         ("POST /detokenize", "POST /v1/detokenize"),
