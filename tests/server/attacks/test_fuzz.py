@@ -270,7 +270,7 @@ def test_chunks_trailers_and_replies_that_are_left_do_no_harm(
             link.sendall(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
             link.sendall(b"\r\n".join([b"0", *lines, b"", b""]))
             status = link.recv(num_read)[9:12]
-            assert not status or int(status) in answers_of(path)
+            assert not status or int(status) in answers_of(path) | {400}  # of a trailer that is none
     assert attacked.get("/health").status == 200
 
 
