@@ -3,15 +3,22 @@
 One row an attack: requests that froze or ended the server before it had limits, beside them requests that
 the limits just let through, and what connections send, keep or do not read; the first row is twenty honest
 requests at once. A process of its own asks for the health without a pause and, from another address, for one
-completion after another, each of which must be answered. All of it in each layout.
+completion after another, each of which must be answered. All of it in each layout. Then what a hostile model
+folder and a hostile audited server may take of who loads or audits them.
 """
 
+import asyncio
 import contextlib
+import http.server
 import itertools
+import json
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -28,6 +35,10 @@ from servers import Served, our_program, serving
 MOST_MS = 100.0  # over what honest clients do to the health
 MOST_GROWTH = 10.0  # percent of the memory before the attacks
 NUM_GAPS = 8  # between tokens, at least, of which a median is taken
+LOOPS = "loops"  # a further model, by its chat template
+NESTED_LOOPS = "{% for a in range(99999) %}" * 3 + "a" + "{% endfor %}" * 3
+REFUSED_S = 1.0  # within which a hostile folder is refused
+AUDIT_TIMEOUT_S = 10.0
 MESSAGES = [{"role": "user", "content": "the cat"}]
 LAYOUTS = {OURS: (), "an engine process": ("--engine-process",), "two replicas": ("--data-parallel", "2")}
 CONTROL = "20 completions at once"
@@ -126,6 +137,24 @@ def with_schema(schema: Body) -> tuple[str, Body]:
     return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
 
 
+# Loads folders, each twice, and prints how long it took the second time until the slowest was refused.
+REFUSER = """
+import sys, time
+import torch, transformers
+from logprobe import LLM
+from logprobe.errors import ModelError
+took = []
+for folder in sys.argv[1:] * 2:
+    start = time.perf_counter()
+    try:
+        LLM(folder)
+    except ModelError:
+        took.append(time.perf_counter() - start)
+    else:
+        raise SystemExit(f"{folder} was loaded")
+print(max(took[len(took) // 2 :]))
+"""
+
 ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "a schema of 3,000 references": lambda: with_schema(ref_chain(3_000)),
     "a schema of 9,900 references": lambda: with_schema(ref_chain(9_900)),
@@ -183,6 +212,7 @@ ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
     "a name of a model of 1,900,000 lists": lambda: completion(model=[[]] * 1_900_000),
     "64 choices that go on with a call within 900 others": lambda: begun_call(900),
     "64 choices that go on with a call within 90 others": lambda: begun_call(90),
+    "a model's chat template of nested loops": lambda: chat(model=LOOPS),
     "the members of 1,900 alternatives with 250 parts each": lambda: completion(
         logprobs=0,
         field_logprobs="members",
@@ -332,9 +362,11 @@ def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
     """Send every attack in every round, to one server."""
     options = arena.options
     # Never asked for: where there are several models, what a body names is read before the rest of it.
-    also = ("--also-model", f"unused={arena.model_folder}")
-    program = our_program(arena.model_folder, "--max-logprobs", "20", "--kv-bytes", KV_BYTES, *also, *flags)
-    with serving(program) as served:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(looping_folder(arena.model_folder))
+        also = ("--also-model", f"unused={arena.model_folder}", "--also-model", f"{LOOPS}={folder}")
+        served_with = ("--max-logprobs", "20", "--kv-bytes", KV_BYTES, *also, *flags)
+        served = stack.enter_context(serving(our_program(arena.model_folder, *served_with)))
         for name in names:  # a first time, so that what is kept is there
             attack(served, name, Felt())
         before, felt = memory_bytes(served), {name: Felt() for name in names}
@@ -348,6 +380,70 @@ def measure(arena: Arena, flags: tuple[str, ...], names: list[str]) -> Layout:
         return Layout(felt, growth, beside, statistics.median(gaps_ms(served, lambda: True)))
 
 
+@contextlib.contextmanager
+def looping_folder(model: Path) -> Iterator[Path]:
+    """The model's folder with another chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in model.iterdir():
+            if file.name != "chat_template.jinja":
+                Path(folder, file.name).symlink_to(file.resolve())
+        Path(folder, "chat_template.jinja").write_text(NESTED_LOOPS)
+        yield Path(folder)
+
+
+def refusal_s(model: Path) -> float:
+    """How long the slowest of some hostile folders takes until it is refused, in a process of its own."""
+    with tempfile.TemporaryDirectory() as place:
+        folders = [Path(place, name) for name in ("layers", "header")]
+        for folder in folders:
+            folder.mkdir()
+            for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(model / name, folder)
+            (folder / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+        config = json.loads((folders[0] / "config.json").read_text()) | {"num_hidden_layers": 2**31}
+        (folders[0] / "config.json").write_text(json.dumps(config))
+        told = subprocess.run(
+            [sys.executable, "-c", REFUSER, *map(str, folders)], check=True, capture_output=True, text=True
+        )
+        return float(told.stdout)
+
+
+class EmptyLists(http.server.BaseHTTPRequestHandler):
+    """Answers everything with 32 MB of empty lists."""
+
+    def do_POST(self) -> None:
+        """Answer."""
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who audits has read enough
+            self.wfile.write(b"[" + b"[]," * (32_000_000 // 3) + b"[]]")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def audited_s() -> float:
+    """How long one question to a server of empty lists takes until it is given up."""
+    from logprobe.errors import ServerError
+    from logprobe.scoring.auditing.endpoint import Connection, Endpoint
+
+    async def ask(url: str) -> None:
+        async with Connection(Endpoint(url, timeout_s=AUDIT_TIMEOUT_S)) as connection:
+            await connection.post("/v1/completions", {"prompt": "the cat"})
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyLists) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = time.perf_counter()
+        try:
+            asyncio.run(ask(f"http://127.0.0.1:{server.server_address[1]}"))
+        except ServerError:
+            return time.perf_counter() - start
+        finally:
+            server.shutdown()
+    raise RuntimeError("32 MB of empty lists were taken")
+
+
 def main() -> None:
     """Attack a server of each layout."""
     options = parse_options(__doc__ or "")
@@ -358,6 +454,8 @@ def main() -> None:
         layouts = {OURS: LAYOUTS[OURS]}
     with Arena(options) as arena:
         found = {name: measure(arena, flags, names) for name, flags in layouts.items()}
+        refused = [refusal_s(arena.model_folder) for _ in range(options.rounds)]
+    audited = [audited_s() for _ in range(options.rounds)]
     most_ms = {
         layout: statistics.median(one.felt[CONTROL].health_ms) + MOST_MS for layout, one in found.items()
     }
@@ -400,6 +498,20 @@ def main() -> None:
             notes=[f"a neighbour's next token beside nothing: {found[OURS].alone_ms:.1f} ms"],
         )
         for name in found[OURS].beside_ms
+    ]
+    alone = {
+        "until a hostile model folder is refused": (refused, REFUSED_S),
+        "until an audited server's 32 MB of empty lists are refused": (audited, AUDIT_TIMEOUT_S),
+    }
+    figures += [
+        Figure(
+            name=name,
+            unit="s",
+            better="lower",
+            samples={OURS: samples},
+            targets=[Target(against=OURS, at_most=most)],
+        )
+        for name, (samples, most) in alone.items()
     ]
     publish(Path(__file__).stem, figures, options)
 

@@ -20,7 +20,7 @@ from logprobe.scoring.covers import MAX_STEPS, MIN_STEPS
 from logprobe.scoring.schemas import MOST_WAYS, MOST_WAYS_IN_ALL
 from logprobe.server import ServerSettings
 from logprobe.server.http.gate import PIECE_BYTES
-from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES
+from logprobe.server.http.protocol import LOG_EVERY_S, MAX_HEADER_BYTES, MAX_PIPELINED
 from logprobe.server.http.workers import MAX_JOBS, NUM_THREADS, QUICK_BYTES, QUICK_ENTRIES, QUICK_PROMPTS
 from logprobe.server.limits import limit_table
 from logprobe.server.members import ROWS_AT_ONCE
@@ -157,6 +157,8 @@ AUDIT = (
             "attacks/test_slow.py::test_a_second_header_has_its_time_too",
             "attacks/test_slow.py::test_a_header_without_end_is_cut_off",
             "attacks/test_words.py::test_nor_does_one_of_a_header",
+            "attacks/test_smuggling.py::test_a_header_that_is_too_large_is_a_431",
+            "attacks/test_smuggling.py::test_a_faulty_request_is_a_400_and_nothing_after_it_is_run",
         ),
     ),
     Audited(
@@ -164,6 +166,12 @@ AUDIT = (
         "a connection; the bytes are dropped",
         "`header_timeout_s` after the reply",
         ("attacks/test_slow.py::test_a_body_that_nobody_asked_for_ends_in_time",),
+    ),
+    Audited(
+        ("any path: requests sent before the replies to earlier ones",),
+        "the headers, and the bodies that came with them",
+        f"{MAX_PIPELINED} requests; then the connection closes after the replies to these",
+        ("attacks/test_smuggling.py::test_pipelined_requests_are_bounded",),
     ),
     Audited(
         ("any path: trailers",),
@@ -280,7 +288,11 @@ AUDIT = (
         ("POST /reset_prefix_cache",),
         "cached prefixes, which are computed anew where they are asked for again",
         "`operator_key`",
-        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
+        (
+            "test_operator.py::test_who_is_no_operator_may_do_nothing",
+            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
+            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
+        ),
     ),
     Audited(
         ("GET /metrics",),
@@ -525,7 +537,11 @@ AUDIT = (
         "files of the server's machine, read on a thread of their own; the weights' memory, until they are "
         "dropped or replaced",
         "`operator_key`",
-        ("test_operator.py::test_who_is_no_operator_may_do_nothing",),
+        (
+            "test_operator.py::test_who_is_no_operator_may_do_nothing",
+            "attacks/test_operators.py::test_whoever_is_no_operator_changes_nothing",
+            "attacks/test_operators.py::test_an_operators_hostile_folder_is_a_400_and_holds_nobody_up",
+        ),
     ),
     Audited(
         ("POST /detokenize", "POST /v1/detokenize"),

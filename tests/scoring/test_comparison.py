@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -233,6 +234,53 @@ def test_a_stored_run_is_compared_with_a_model_on_its_data(
     for texts in (["", *reversed(TEXTS)], TEXTS[:2]):
         with pytest.raises(InputError, match="give the run's own data"):
             compare_with_stored(tmp_path / "a.parquet", tiny_llm, texts)
+
+
+STORED: dict[str, Any] = {
+    "row": [0, 1],
+    "token_ids": [[1, 2], []],
+    "token_logprobs": [[-1.0, -2.0], []],
+    "num_bytes": [5, 1],
+}
+
+
+def test_a_stored_text_without_a_scored_token_has_no_position(tmp_path: Path) -> None:
+    pq.write_table(pa.table(STORED), tmp_path / "a.parquet")
+    found = compare_stored(tmp_path / "a.parquet", tmp_path / "a.parquet")
+    assert (found.num_positions, found.num_bytes) == (2, 6)
+    assert found.text_ratios is not None
+    assert found.text_ratios.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        *[
+            (name, values)
+            for name in STORED
+            for values in (["a", "b"], [None, None], [{"a": 1}] * 2, [[["a"]], []])
+        ],
+        ("row", [0, -1]),
+        ("row", pa.array([0, 2**64 - 1], pa.uint64())),
+        ("num_bytes", [5, -1]),
+        ("token_ids", [[1, -2], []]),
+        ("token_ids", [[1, 2**31], []]),
+        ("token_ids", [[1, None], []]),
+        ("token_ids", [[1], []]),
+        ("token_logprobs", [[-1.0, float("nan")], []]),
+        ("token_logprobs", [[-1.0, 1.0], []]),
+        ("token_logprobs", [[-1.0, float("inf")], []]),
+        ("token_logprobs", [[-1.0, None], []]),
+    ],
+)
+def test_a_stored_run_of_other_values_is_refused_by_the_files_name(
+    tmp_path: Path, name: str, values: Any
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(STORED | {name: values}), path)
+    with pytest.raises(InputError) as caught:
+        compare_stored(path, path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_record_without_whole_rows_is_refused(tiny_llm: LLM) -> None:

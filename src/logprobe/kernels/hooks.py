@@ -116,7 +116,10 @@ INTERNALS = (
     ),
     Internals(
         owner="uvicorn.protocols.http.httptools_impl:HttpToolsProtocol",
-        names=("_unsupported_upgrade_warning", "send_400_response", "cycle", "timeout_keep_alive_task"),
+        names=(
+            *("_unsupported_upgrade_warning", "send_400_response", "cycle", "timeout_keep_alive_task"),
+            *("parser", "pipeline", "url"),
+        ),
         used_in=("server/http/protocol.py",),
         purpose="closes slow connections, and counts those that send no request",
         without="the server fails at its first connection",

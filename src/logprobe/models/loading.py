@@ -25,7 +25,7 @@ from logprobe.errors import (
     require,
 )
 from logprobe.models.cache import GGUF
-from logprobe.models.folder import check_numbers, is_exhausted, reading_errors
+from logprobe.models.folder import check_files, check_numbers, is_exhausted, reading_errors
 from logprobe.models.resolution import checked_folder, has_gguf
 
 if TYPE_CHECKING:
@@ -276,11 +276,12 @@ def read_state(folder: str | Path) -> dict[str, torch.Tensor]:
 
     Raises:
         ModelNotFoundError: there are none.
-        UnsupportedModelError: a file cannot be read.
+        UnsupportedModelError: a file cannot be read, or is no regular one.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_files(Path(folder))  # safetensors waits for a FIFO's writer, with all threads of the process
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ModelNotFoundError(f"{folder}: no *.safetensors there; name the folder that holds the weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
@@ -15,7 +16,6 @@ from logprobe.records.forms.arrow_validity import as_input_error, check_counts, 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
     from types import TracebackType
 
     import numpy.typing as npt
@@ -87,7 +87,7 @@ def iter_parquet(path: str | Path) -> Iterator[tuple[str, FlatLogprobs]]:
     with as_input_error(path), pq.ParquetFile(path) as file:
         later = later_fields()
         check_names(file.schema_arrow, [field for field in schema() if field.name not in later])
-        check_counts(file.metadata)
+        check_counts(file.metadata.num_rows, Path(path).stat().st_size)
         for batch in file.iter_batches(batch_size=ROWS_A_GROUP):
             for request_id, part in _split(batch):
                 if waiting and waiting[0].column("request_id")[0].as_py() != request_id:

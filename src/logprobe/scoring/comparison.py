@@ -23,7 +23,7 @@ from logprobe.scoring.scorer import prefix_of
 from logprobe.scoring.texts import surprisal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -503,6 +503,7 @@ def _sums(text: ScoredText, bounds: Sequence[int]) -> list[float]:
 # -- stored runs ---------------------------------------------------------------------------------------------
 
 ROWS_A_CALL = 64
+MAX_LOGPROB = 1e-3  # nats: float32 may round a probability of 1 above 0
 
 
 def compare_stored(path_a: str | Path, path_b: str | Path) -> Comparison:
@@ -561,6 +562,7 @@ def compare_with_stored(
 
 def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes: int) -> Comparison:
     """Of stored rows, each with what the other model gives its tokens."""
+    parts = [(row, logprobs) for row, logprobs in parts if row["token_ids"]]  # of one token without BOS
     require(parts, "files", "hold no row")
     logprobs_a = np.concatenate([row["token_logprobs"] for row, _ in parts]).astype(np.float64)
     logprobs_b = np.concatenate([logprobs for _, logprobs in parts]).astype(np.float64)
@@ -578,15 +580,41 @@ def _of_rows(parts: Sequence[tuple[dict[str, Any], Sequence[float]]], num_bytes:
 
 
 def _stored(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run that kept its tokens, checked.
+
+    Raises:
+        InputError: no such file, no tokens, or columns that are not of such a run.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    columns = ["row", "token_ids", "token_logprobs", "num_bytes"]
+    from logprobe.records.forms.arrow_validity import UNREADABLE, python_rows
+
+    schema = pa.schema(
+        {
+            "row": pa.int64(),
+            "token_ids": pa.list_(pa.int32()),
+            "token_logprobs": pa.list_(pa.float32()),
+            "num_bytes": pa.int64(),
+        }
+    )
     try:
         with pq.ParquetFile(path) as file:
-            if missing := [name for name in columns if name not in file.schema_arrow.names]:
+            if missing := [name for name in schema.names if name not in file.schema_arrow.names]:
                 raise InputError(f"{path}: has no column {', '.join(missing)}; score it with tokens")
-            for batch in file.iter_batches(columns=columns):
-                yield from batch.to_pylist()
-    except (OSError, pa.ArrowException) as error:
+            for batch in file.iter_batches(columns=schema.names):
+                for row in python_rows(batch.select(schema.names).cast(schema)):
+                    _check_stored(path, row)
+                    yield row
+    except UNREADABLE as error:
         raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
+
+
+def _check_stored(path: str | Path, row: Mapping[str, Any]) -> None:
+    if None in row.values() or row["row"] < 0 or row["num_bytes"] < 0:
+        raise InputError(f"{path}: a row lacks a value or counts below zero; score the data anew")
+    ids, logprobs = (np.array(row[name], np.float64) for name in ("token_ids", "token_logprobs"))
+    if len(ids) != len(logprobs) or not ((ids >= 0).all() and (logprobs <= MAX_LOGPROB).all()):
+        raise InputError(
+            f"{path}: row {row['row']} holds what is no token id or no log-probability; score the data anew"
+        )

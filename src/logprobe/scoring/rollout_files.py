@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from logprobe.errors import InputError, ParameterError, require
 from logprobe.records.forms.arrow import INFO_KEY
+from logprobe.records.forms.arrow_validity import UNREADABLE, as_input_error, python_rows
 from logprobe.records.info import LogprobsInfo
 from logprobe.records.parquet import iter_parquet
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from logprobe.scoring.measures import Floats
 
 ROWS_A_BATCH: Final = 64
+MAX_ID: Final = 2**31 - 1
 BYTES_A_GROUP: Final = 1 << 22
 RECORD_COLUMNS: Final = {"request_id", "position", "token_id", "logprob"}
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
@@ -183,7 +185,7 @@ def read_rollouts(
                 yield from _of_records(path, prompts or {})
             else:
                 yield from _of_rows(path, file, _chosen_columns(path, names, logprobs), prompts or {})
-    except (OSError, pa.ArrowException) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path}: cannot be read ({' '.join(str(error).split())})") from error
 
 
@@ -205,14 +207,15 @@ def _of_rows(
     path: str | Path, file: Any, columns: Mapping[str, str], prompts: Mapping[str, Sequence[int]]
 ) -> Iterator[Rollout]:
     metadata = file.schema_arrow.metadata or {}
-    info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
+    with as_input_error(path):
+        info = LogprobsInfo.from_json(metadata[INFO_KEY]) if INFO_KEY in metadata else None
     number = 0
     for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=[*columns.values()]):
-        for values in batch.to_pylist():
+        for values in python_rows(batch):
             row = {what: values[name] for what, name in columns.items()}
             try:
                 rollout = _rollout(row, number, prompts, info)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise InputError(f"{path}: row {number}: {error}") from error
             yield rollout
             number += 1
@@ -255,8 +258,10 @@ def _column(row: Mapping[str, Any], what: str, dtype: Any, length: int | None = 
     array = np.asarray(values, np.float64)
     if array.ndim != 1 or (length is not None and len(array) != length):
         raise InputError(f"{what} is no list of {'numbers' if length is None else f'{length} numbers'}")
-    if dtype is np.int64 and not (np.isfinite(array).all() and (array >= 0).all()):
+    if dtype is np.int64 and not _are_ids(array):
         raise InputError(f"{what} holds what is no token id")
+    if np.isposinf(array).any():
+        raise InputError(f"{what} holds an infinite number")
     return array.astype(dtype)
 
 
@@ -268,8 +273,17 @@ def _alternatives(row: Mapping[str, Any], num_tokens: int, end: int) -> Alternat
     has_all = len(ids) == len(logprobs) == num_tokens
     if not has_all or widths != [len(part) for part in logprobs[:end]]:
         raise InputError("top_ids and top_logprobs are no lists of the same lengths, one a token")
+    token_ids = np.concatenate([np.asarray(part, np.float64) for part in ids[:end]])
+    numbers = np.concatenate([np.asarray(part, np.float64) for part in logprobs[:end]])
+    if not _are_ids(token_ids):
+        raise InputError("top_ids holds what is no token id")
+    if not (numbers < np.inf).all():
+        raise InputError("top_logprobs holds what is no number, or an infinite one")
     return Alternatives(
-        offsets=np.cumsum([0, *widths]),
-        token_ids=np.concatenate([np.asarray(part, np.int64) for part in ids[:end]]),
-        logprobs=np.concatenate([np.asarray(part, np.float64) for part in logprobs[:end]]),
+        offsets=np.cumsum([0, *widths]), token_ids=token_ids.astype(np.int64), logprobs=numbers
     )
+
+
+def _are_ids(numbers: Floats) -> bool:
+    """Return whether all are token ids."""
+    return bool(((numbers >= 0) & (numbers <= MAX_ID) & (numbers == np.floor(numbers))).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import struct
 import time
@@ -18,7 +19,7 @@ from logprobe.errors import InputError, ModelError
 from logprobe.models.gguf.config import build_config
 from logprobe.models.gguf.convert import convert
 from logprobe.models.gguf.file import GgufFile
-from logprobe.models.gguf.header import read_header
+from logprobe.models.gguf.header import ALIGNMENT_KEY, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +36,21 @@ def array(kind: int, count: int, data: bytes = b"") -> bytes:
     return struct.pack("<IIQ", 9, kind, count) + data
 
 
-def tensor(shape: list[int], kind: int = 0, start: int = 0) -> bytes:
+def tensor(shape: list[int], kind: int = 0, start: int = 0, name: str = "t") -> bytes:
     dimensions = b"".join(struct.pack("<Q", size) for size in shape)
-    return text("t") + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind, start)
+    return text(name) + struct.pack("<I", len(shape)) + dimensions + struct.pack("<IQ", kind, start)
 
 
 def header(*values: bytes, tensors: tuple[bytes, ...] = (), num_keys: int | None = None) -> bytes:
     count = len(values) if num_keys is None else num_keys
     keys = b"".join(text(f"k{place}") + value for place, value in enumerate(values))
     return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), count) + keys + b"".join(tensors) + bytes(64)
+
+
+def aligned(size: int) -> bytes:
+    return (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(ALIGNMENT_KEY) + struct.pack("<II", 4, size) + bytes(64)
+    )
 
 
 HOSTILE = {
@@ -63,6 +70,18 @@ HOSTILE = {
     + struct.pack("<IQQ", 3, 0, 1)
     + text("general.alignment")
     + struct.pack("<Ii", 5, -8),
+    "an alignment of nothing": aligned(0),
+    "an alignment that is no power of two": aligned(24),
+    "an alignment of 2**32 - 8": aligned(2**32 - 8),
+    "tensors that overlap": header(tensors=(tensor([16], start=32, name="u"), tensor([9]))),
+    "tensors in one place": header(tensors=(tensor([4]), tensor([4], name="u"))),
+    "a tensor at an odd place": header(tensors=(tensor([4], start=8),)),
+    "a tensor twice": header(tensors=(tensor([4]), tensor([4], start=32))),
+    "a tensor of 2**64 - 1 numbers": header(tensors=(tensor([2**64 - 1]),)),
+    "a tensor at 2**64 - 32": header(tensors=(tensor([4], start=2**64 - 32),)),
+    "tensors": b"GGUF" + struct.pack("<IQQ", 3, 2**64 - 1, 0),
+    "a long name of a key": b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**64 - 1) + bytes(64),
+    "arrays in arrays, 10,000 deep": header(array(9, 1, struct.pack("<IQ", 9, 1) * 10_000)),
     "an unknown type": header(struct.pack("<I", 99)),
     "an unknown tensor type": header(tensors=(tensor([4], 9999),)),
     "a large tensor": header(tensors=(tensor([2**60, 2**60]),)),
@@ -116,6 +135,87 @@ def test_sizes_that_no_model_has_are_refused_at_once(
     path.write_bytes(data)
     with pytest.raises(ModelError, match=r"no model has|layers and"):
         build_config(GgufFile(path))
+
+
+def altered(path: Path, key: str, value: bytes) -> Path:
+    """Put other bytes in the place of a number."""
+    data = bytearray(path.read_bytes())
+    place = data.index(text(key)) + len(text(key)) + 4
+    data[place : place + len(value)] = value
+    path.write_bytes(data)
+    return path
+
+
+def is_one_line(error: Exception) -> bool:
+    return "\n" not in str(error) and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("llama.rope.freq_base", struct.pack("<f", value)) for value in (0, -1, math.nan, math.inf)],
+        *[
+            ("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", value))
+            for value in (0, -1, math.nan, math.inf)
+        ],
+        *[
+            (f"tokenizer.ggml.{name}_token_id", struct.pack("<I", value))
+            for name in ("bos", "eos")
+            for value in (2**31, 2**32 - 1)
+        ],
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    key: str, value: bytes, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = altered(write_gguf(tmp_path / "tiny.gguf"), key, value)
+    with pytest.raises(ModelError) as caught:
+        convert(path, tmp_path, name="x", sha256="0")
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**62, True, 1.5, "x" * 100_000, [1], ["a"]])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("tokenizer.chat_template", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.eot_token_id"),
+        *("general.file_type", "llama.rope.scaling.type", "llama.attention.sliding_window"),
+    ],
+)
+def test_values_of_other_types_are_an_error_of_one_line_or_ignored(
+    key: str, value: Any, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    add = {bool: "add_bool", int: "add_int64", float: "add_float32", str: "add_string", list: "add_array"}
+    path = write_gguf(tmp_path / "x.gguf", more=lambda writer: getattr(writer, add[type(value)])(key, value))
+    is_taken = key == "general.file_type" or (key == "tokenizer.chat_template" and isinstance(value, str))
+    if is_taken:
+        convert(path, tmp_path, name="x", sha256="0")
+        return
+    with pytest.raises((ModelError, InputError)) as caught:
+        convert(path, tmp_path, name="x", sha256="0")
+    assert "x.gguf" in str(caught.value)
+    assert is_one_line(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_token_of_a_megabyte_is_refused_at_once(
+    kind: str, tmp_path: Path, write_gguf: Callable[..., Path]
+) -> None:
+    path = write_gguf(tmp_path / "x.gguf", kind=kind)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(text("aba"), text("aba" + "y" * (1 << 20)), 1))
+    with pytest.raises(ModelError) as caught:
+        convert(path, tmp_path, name="x", sha256="0")
+    assert is_one_line(caught.value)
+
+
+def test_a_long_name_is_quoted_in_part(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    path = write_gguf(
+        tmp_path / "x.gguf", more=lambda writer: writer.add_bool(f"llama.{'k' * 100_000}", True)
+    )
+    with pytest.raises(ModelError) as caught:
+        convert(path, tmp_path, name="x", sha256="0")
+    assert is_one_line(caught.value)
 
 
 def test_whatever_byte_is_altered_the_end_is_soon_and_an_error_of_ours(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -119,6 +120,16 @@ def test_a_small_file_that_counts_many_positions_is_refused(tmp_path: Path) -> N
     assert path.stat().st_size < num_rows // 8
     with pytest.raises(InputError, match="counts"):
         read_parquet(path)
+
+
+def test_a_footer_that_is_damaged_does_not_end_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet(path, {"a": regular(), "b": odd()})
+    whole = path.read_bytes()
+    for place in range(len(whole) - int.from_bytes(whole[-8:-4], "little") - 8, len(whole) - 8):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with suppress(InputError):  # an end of the process would fail the whole run
+            read_parquet(path)
 
 
 @pytest.mark.fuzz

@@ -6,13 +6,14 @@ import math
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
 from logprobe.errors import InputError, OutputError, ParameterError, WeightsReplacedError
 from logprobe.scoring import compare, compare_with_baseline, save_baseline
 from logprobe.scoring.baseline import models
-from logprobe.scoring.baseline.file import BaselineReader
+from logprobe.scoring.baseline.file import MAGIC, BaselineReader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,3 +157,15 @@ def test_nothing_stays_of_a_baseline_that_fails(
     with pytest.raises(WeightsReplacedError):
         save_baseline(tiny_llm, TEXTS, tmp_path / "base.lpkl")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_wider_than_the_models_are_refused_before_they_are_read(
+    tiny_llm: LLM, baseline: Path, tmp_path: Path
+) -> None:
+    with closing(BaselineReader(baseline)) as reader:
+        header = reader.header
+    wide = msgspec.json.encode(msgspec.structs.replace(header, vocabulary_size=1 << 22))
+    path = tmp_path / "wide.lpkl"
+    path.write_bytes(MAGIC + len(wide).to_bytes(4, "little") + wide)
+    with pytest.raises(InputError, match="has rows of 4194304 tokens"):
+        compare_with_baseline(path, tiny_llm)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from logprobe.errors import InputError
@@ -128,3 +130,38 @@ def test_parts_that_do_not_follow_one_another_are_refused_when_they_are_read(beg
             list(run.groups())
     with pytest.raises(InputError, match=r"begin anew"):
         journal(begun)
+
+
+def damaged_part(folder: Path) -> None:
+    part = next(folder.glob("*.parquet"))
+    part.write_bytes(part.read_bytes()[:-20])
+
+
+def damaged_settings(folder: Path, data: bytes) -> None:
+    (folder / "settings.json").write_bytes(data)
+
+
+DAMAGE = {
+    "a part cut short": damaged_part,
+    "a part of no bytes": lambda folder: next(folder.glob("*.parquet")).write_bytes(b""),
+    "a part of other columns": lambda folder: pq.write_table(
+        pa.table({"a": [1]}), next(folder.glob("*.parquet"))
+    ),
+    "a part of another name": lambda folder: (folder / "x.parquet").write_bytes(b""),
+    "settings cut short": lambda folder: damaged_settings(folder, b'{"a"'),
+    "settings that are a list": lambda folder: damaged_settings(folder, b"[]"),
+    "settings that are nested deeply": lambda folder: damaged_settings(folder, b"[" * 100_000),
+    "settings that are no UTF-8": lambda folder: damaged_settings(folder, b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_run_to_resume_that_is_damaged_is_refused_by_the_files_name(begun: Path, name: str) -> None:
+    DAMAGE[name](begun / "o.parquet.parts")
+
+    def resume() -> None:
+        with journal(begun) as run:
+            list(run.groups())
+
+    with pytest.raises(InputError, match=r"o\.parquet\.parts.*give force"):
+        resume()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode
 
 import psutil
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuzzing import fuzz
+from logprobe.server.app import OPERATORS, ROUTES
 from server_process import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -29,12 +32,25 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/judge": {"input": "the", "scale": [1, 2, 10]},
     "/v1/uncertainty": {"input": "the", "n": 2, "max_tokens": 2},
     "/v1/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
+    "/v2/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
+    "/rerank": {"query": "the", "documents": [" cat"], "template": ["", "{query}{document}", ":"]},
     "/v1/next_token_logprobs": {"prompts": ["the cat", "a"]},
     "/tokenize": {"prompt": "the cat"},
     "/detokenize": {"tokens": [5, 6]},
+    "/v1/tokenize": {"prompt": "the cat"},
+    "/v1/detokenize": {"tokens": [5, 6]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/update_weights_from_disk": {"model_path": "/nowhere"},
+    "/reset_prefix_cache": {},
+    "/ping": {},
 }
-# What a client may be told, whatever it sends; 500 and beyond are the server's own failures.
+# Valid replies to any input; 500 and above are failures of the server.
 ANSWERS = {200, 400, 404, 413, 429}
+# `attacked` has no operator key, `apart` has this one.
+OPERATOR_KEY = "an-operators-own-key"
+NO_KEY = {403}
+PLAIN_ROUTES = [(method, path) for method, path, _ in ROUTES if method != "POST"] + [("GET", "/openapi.json")]
 MOST_BYTES = 1 << 15  # of a refusal, in which each character may be escaped
 
 NUMBER = st.one_of(
@@ -117,6 +133,13 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "add_special_tokens": st.booleans(),
     "dtype": st.sampled_from(["float32", "float16", "int8"]),
     "lora": st.text(max_size=4),
+    "lora_name": st.text(max_size=4),
+    "lora_path": st.text(max_size=4)
+    | st.sampled_from(["/", "/dev/zero", "/proc/self", "~", "a\0b", "x" * 5000]),
+    "model_path": st.text(max_size=4)
+    | st.sampled_from(["/", "/dev/zero", "/proc/self", "~", "a\0b", "x" * 5000]),
+    "load_inplace": st.booleans(),
+    "weight_version": st.text(max_size=4),
     "model": st.text(max_size=4),
     "logits_processors_args": st.dictionaries(st.text(max_size=4), VALUE, max_size=2),
     "include": st.lists(st.text(max_size=5) | st.just("message.output_text.logprobs"), max_size=2),
@@ -138,13 +161,33 @@ def bodies(draw: Any) -> tuple[str, Any]:
     return path, body
 
 
+def answers_of(path: str) -> set[int]:
+    """Valid statuses of a server without an operator key."""
+    return NO_KEY if path in OPERATORS else ANSWERS
+
+
+def test_every_route_is_fuzzed(attacked: Any) -> None:
+    described = json.loads(attacked.get("/openapi.json").data)["paths"]
+    served = {(method.upper(), path) for path, methods in described.items() for method in methods}
+    fuzzed = {("POST", path) for path in GOOD} | {(method, path) for method, path in PLAIN_ROUTES}
+    fuzzed.remove(("GET", "/openapi.json"))  # does not describe itself
+    assert {(method, path.replace(":path", "")) for method, path in fuzzed} == served
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_the_body_from_which_others_are_made_is_valid(apart: Any, path: str) -> None:
+    reply = apart.send(path, json.dumps(GOOD[path]).encode(), Authorization=f"Bearer {OPERATOR_KEY}")
+    is_refused = path in OPERATORS and path != "/reset_prefix_cache"  # such a folder does not exist
+    assert reply.status == (400 if is_refused else 200), reply.data
+
+
 @pytest.mark.fuzz
 @fuzz(2)
 @given(asked=bodies())
 def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
     path, body = asked
     reply = attacked.send(path, json.dumps(body).encode())
-    assert reply.status in ANSWERS, reply.data[:500]
+    assert reply.status in answers_of(path), reply.data[:500]
     if reply.status != 200:
         assert reply.error["message"].isprintable()
         assert len(reply.data) < MOST_BYTES
@@ -153,7 +196,7 @@ def test_every_body_is_answered(attacked: Any, asked: tuple[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def apart(serve_process: Any) -> Iterator[Attacked]:
     """A server whose engine is a process of its own, and the same one all the time."""
-    with serve_process("--engine-process") as server:
+    with serve_process("--engine-process", "--operator-key", OPERATOR_KEY) as server:
         engines = psutil.Process(server.process.pid).children()
         yield server
         assert psutil.Process(server.process.pid).children() == engines
@@ -164,7 +207,31 @@ def apart(serve_process: Any) -> Iterator[Attacked]:
 @given(asked=bodies())
 def test_every_body_is_answered_where_the_engine_is_a_process(apart: Any, asked: tuple[str, Any]) -> None:
     path, body = asked
-    reply = apart.send(path, json.dumps(body).encode())
+    key = {"Authorization": f"Bearer {OPERATOR_KEY}"} if path in OPERATORS else {}
+    reply = apart.send(path, json.dumps(body).encode(), **key)
+    assert reply.status in ANSWERS, reply.data[:500]
+
+
+@pytest.mark.fuzz
+@fuzz()
+@given(
+    route=st.sampled_from(PLAIN_ROUTES),
+    name=st.text(min_size=1, max_size=8),
+    query=st.lists(
+        st.tuples(
+            st.sampled_from(["limit", "order", "after", "model", "x"]),
+            st.text(max_size=5) | NUMBER.map(str) | st.sampled_from(["asc", "desc"]),
+        ),
+        max_size=3,
+    ),
+    body=st.none() | st.binary(max_size=20),
+)
+def test_every_route_without_a_body_is_answered(
+    attacked: Any, route: tuple[str, str], name: str, query: list[tuple[str, str]], body: bytes | None
+) -> None:
+    method, path = route
+    target = re.sub("{[^}]*}", quote(name, safe=""), path) + f"?{urlencode(query)}"
+    reply = attacked.ask(method, target, body)
     assert reply.status in ANSWERS, reply.data[:500]
 
 
@@ -175,7 +242,7 @@ def test_bytes_that_are_no_body_are_answered(attacked: Any, path: str, data: byt
     good = bytearray(json.dumps(GOOD[path]).encode())
     good[place % len(good) : place % len(good)] = data
     reply = attacked.send(path, bytes(good))
-    assert reply.status in ANSWERS, reply.data[:500]
+    assert reply.status in answers_of(path), reply.data[:500]
 
 
 TRAILERS = st.lists(st.tuples(st.text("abX-:", max_size=4), st.binary(max_size=8)), max_size=3)
@@ -203,7 +270,7 @@ def test_chunks_trailers_and_replies_that_are_left_do_no_harm(
             link.sendall(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
             link.sendall(b"\r\n".join([b"0", *lines, b"", b""]))
             status = link.recv(num_read)[9:12]
-            assert not status or int(status) in ANSWERS
+            assert not status or int(status) in answers_of(path) | {400}  # of a trailer that is none
     assert attacked.get("/health").status == 200
 
 

@@ -7,6 +7,7 @@ Sources: llama.cpp's model loaders, transformers' config classes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,14 +86,14 @@ def _architecture(gguf: GgufFile) -> _Architecture:
     architecture = _ARCHITECTURES.get(gguf.architecture)
     if architecture is None:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: GGUF architecture {gguf.architecture!r} is not converted "
+            f"{gguf.path.name}: GGUF architecture {gguf.architecture!r:.80} is not converted "
             f"(known: {', '.join(_ARCHITECTURES)}); use the model's safetensors folder or hub id instead"
         )
     unread = gguf.own_keys() - _COMMON_KEYS.keys() - _CHECKED_KEYS - architecture.extra_keys
     if unread:
         listed = ", ".join(gguf.architecture + key for key in sorted(unread))
         raise UnsupportedModelError(
-            f"{gguf.path.name}: {listed} is not understood and could change the results; "
+            f"{gguf.path.name}: {listed:.300} is not understood and could change the results; "
             "use the model's safetensors folder or hub id instead"
         )
     return architecture
@@ -109,7 +110,7 @@ def _common_settings(gguf: GgufFile) -> dict[str, Any]:
         raise UnsupportedModelError(f"{gguf.path.name}: has {layers} layers and {len(gguf.shapes)} tensors")
     heads = settings["num_attention_heads"]
     settings["num_key_value_heads"] = gguf.value(".attention.head_count_kv", heads)
-    settings["rms_norm_eps"] = _shortest(settings["rms_norm_eps"])
+    settings["rms_norm_eps"] = _positive(gguf, ".attention.layer_norm_rms_epsilon")
     if "token_embd.weight" not in gguf.shapes:
         raise UnsupportedModelError(f"{gguf.path.name}: has no token_embd.weight; fetch a complete file")
     settings["vocab_size"] = gguf.shapes["token_embd.weight"][0]
@@ -127,7 +128,7 @@ def _check_size(gguf: GgufFile, name: str, value: Any) -> None:
     if isinstance(value, list):  # told below, with the others that differ between layers
         return
     if not isinstance(value, int) or not 0 < value <= _MOST_OF_ANY:
-        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r}, which no model has")
+        raise UnsupportedModelError(f"{gguf.path.name}: {name} is {value!r:.80}, which no model has")
 
 
 def _head_dim(gguf: GgufFile, default: int) -> int:
@@ -135,16 +136,14 @@ def _head_dim(gguf: GgufFile, default: int) -> int:
     for key in (".attention.value_length", ".rope.dimension_count"):
         if gguf.value(key, width) != width:
             raise UnsupportedModelError(
-                f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)}, the heads are {width} "
-                "wide; such heads are not converted"
+                f"{gguf.path.name}: {gguf.architecture}{key} is {gguf.value(key)!r:.80}, the heads are "
+                f"{width!r:.80} wide; such heads are not converted"
             )
     return int(width)
 
 
 def _special_ids(gguf: GgufFile) -> dict[str, Any]:
-    ids = {
-        name: gguf.value(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "padding")
-    }
+    ids = {name: gguf.token_id(name) for name in ("bos", "eos", "eot", "padding")}
     ends = [token_id for token_id in dict.fromkeys((ids["eos"], ids["eot"])) if token_id is not None]
     return {
         "bos_token_id": ids["bos"],
@@ -198,10 +197,10 @@ def _gemma3_settings(gguf: GgufFile) -> dict[str, Any]:
     period = gguf.value(".attention.sliding_window_pattern", _GEMMA3_PATTERN)
     far: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(gguf)}
     if gguf.value(".rope.scaling.type", "none") == "linear":
-        far |= {"rope_type": "linear", "factor": _shortest(gguf.value(".rope.scaling.factor"))}
+        far |= {"rope_type": "linear", "factor": _positive(gguf, ".rope.scaling.factor")}
     near = {
         "rope_type": "default",
-        "rope_theta": float(gguf.value(".rope.freq_base_swa", _GEMMA3_LOCAL_THETA)),
+        "rope_theta": _positive(gguf, ".rope.freq_base_swa", _GEMMA3_LOCAL_THETA),
     }
     return {
         "query_pre_attn_scalar": width // heads
@@ -217,14 +216,28 @@ def _gemma3_settings(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _theta(gguf: GgufFile) -> float:
-    return _shortest(gguf.value(".rope.freq_base", 10_000.0))
+    return _positive(gguf, ".rope.freq_base", 10_000.0)
+
+
+def _positive(gguf: GgufFile, key: str, default: float | None = None) -> float:
+    """Return a number that a model divides by or takes powers of.
+
+    Raises:
+        UnsupportedModelError: it is missing without a default, or no finite number above 0.
+    """
+    value = gguf.value(key) if default is None else gguf.value(key, default)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: {gguf.architecture}{key} is {value!r:.80}, which no model has"
+        )
+    return _shortest(value)
 
 
 def _require_scaling(gguf: GgufFile, known: set[str]) -> None:
     found = gguf.value(".rope.scaling.type", "none")
     if found not in known:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: rotary scaling {found!r} is not converted; "
+            f"{gguf.path.name}: rotary scaling {found!r:.80} is not converted; "
             "use the model's safetensors folder or hub id instead"
         )
 

@@ -58,6 +58,20 @@ class GgufFile:
             )
         return found
 
+    def token_id(self, name: str) -> int | None:
+        """Return the id of a special token, such as `bos`; None if the file has none.
+
+        Raises:
+            UnsupportedModelError: it is no id of the file's vocabulary.
+        """
+        key = f"tokenizer.ggml.{name}_token_id"
+        found, size = self.value(key, None), len(self.value("tokenizer.ggml.tokens"))
+        if found is not None and (type(found) is not int or not 0 <= found < size):
+            raise UnsupportedModelError(
+                f"{self.path.name}: {key} is {found!r:.80}; the vocabulary has {size} tokens"
+            )
+        return found
+
     def own_keys(self) -> set[str]:
         """List the architecture's own keys, each with its leading dot."""
         prefix = f"{self.architecture}."
@@ -77,7 +91,8 @@ class GgufFile:
         from gguf import LlamaFileType
 
         kinds = {kind.value: kind.name for kind in LlamaFileType if kind is not LlamaFileType.GUESSED}
-        name = kinds.get(self.value("general.file_type", None))
+        kind = self.value("general.file_type", None)
+        name = kinds.get(kind) if isinstance(kind, int) else None
         if name is None:
             sizes = Counter[str]()
             for tensor in self._tensors.values():

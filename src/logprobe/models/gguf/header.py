@@ -32,7 +32,7 @@ SCALARS: Final = {
 LENGTH: Final = struct.Struct("<Q")  # of a string, in bytes
 MAX_ENTRIES: Final = 1 << 22  # of all arrays; vocabularies and their merges have some hundred thousand
 MAX_DIMENSIONS: Final = 4  # as in ggml
-NUMBER_BYTES: Final = 8  # of the widest number: a tensor begins at a multiple of it
+NUMBER_BYTES: Final = 8  # of the widest number: the least alignment
 ALIGNMENT_KEY: Final = "general.alignment"
 DEFAULT_ALIGNMENT: Final = 32  # bytes; where the key says nothing
 
@@ -98,10 +98,17 @@ class _Walk:
                 raise self._error(f"has two tensors {name!r:.80}")
             places[name] = place
         alignment = keys.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment % NUMBER_BYTES:
+        if not isinstance(alignment, int) or alignment < NUMBER_BYTES or alignment & (alignment - 1):
             raise self._error(f"has an alignment of {alignment!r:.80} bytes")
         begin = self._at + -self._at % alignment
-        if begin + max((place.start + place.num_bytes for place in places.values()), default=0) > self._size:
+        end = 0
+        for name, place in sorted(places.items(), key=lambda item: item[1].start):
+            if place.start % alignment:
+                raise self._error(f"has the tensor {name!r:.80} at the odd place {place.start}")
+            if place.start < end:
+                raise self._error(f"has the tensor {name!r:.80} where another one lies")
+            end = place.start + place.num_bytes
+        if begin + end > self._size:
             raise self._error("ends before its tensors do")
         tensors = {name: replace(place, start=begin + place.start) for name, place in places.items()}
         return Header(keys, tensors)
@@ -160,8 +167,6 @@ class _Walk:
         num_values = math.prod(shape)
         if not shape or not num_values or shape[0] % block_len:
             raise self._error(f"has a tensor of the shape {shape}, which its type does not allow")
-        if start % NUMBER_BYTES:
-            raise self._error(f"has a tensor at the odd place {start}")
         return name, TensorPlace(kind.name, tuple(shape[::-1]), start, num_values // block_len * block_bytes)
 
     def _number(self, form: str) -> int:

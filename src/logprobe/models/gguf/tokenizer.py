@@ -24,6 +24,7 @@ _NORMAL: Final = 1
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
+MAX_TOKEN_CHARS: Final = 4096  # the time of finding merges grows with their square
 _SPACE_MARK: Final = "▁"
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -41,7 +42,7 @@ def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
     model = gguf.value("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UnsupportedModelError(
-            f"{gguf.path.name}: tokenizer model {model!r} is not rebuilt (known: gpt2, llama); "
+            f"{gguf.path.name}: tokenizer model {model!r:.80} is not rebuilt (known: gpt2, llama); "
             "use the model's safetensors folder or hub id instead"
         )
     backend = _byte_level(gguf) if model == "gpt2" else _sentencepiece(gguf)
@@ -54,12 +55,23 @@ def build_tokenizer(gguf: GgufFile) -> PreTrainedTokenizerFast:
         model_input_names=["input_ids", "attention_mask"],
         **_special_tokens(gguf),
     )
-    tokenizer.chat_template = gguf.value("tokenizer.chat_template", None)
+    template = gguf.value("tokenizer.chat_template", None)
+    if not isinstance(template, str | None):
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: tokenizer.chat_template is no text; fetch a complete file"
+        )
+    tokenizer.chat_template = template
     return tokenizer
 
 
 def _vocabulary(gguf: GgufFile) -> dict[str, int]:
     tokens = gguf.value("tokenizer.ggml.tokens")
+    longest = max(map(len, tokens), default=0)
+    if longest > MAX_TOKEN_CHARS:
+        raise UnsupportedModelError(
+            f"{gguf.path.name}: the vocabulary holds a token of {longest} characters; at most "
+            f"{MAX_TOKEN_CHARS} are read"
+        )
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise UnsupportedModelError(
@@ -75,7 +87,7 @@ def _byte_level(gguf: GgufFile) -> Tokenizer:
     make = _RULES.get(rule)
     if make is None:
         raise UnsupportedModelError(
-            f"{gguf.path.name}: splitting rule {rule!r} (tokenizer.ggml.pre) is not known "
+            f"{gguf.path.name}: splitting rule {rule!r:.80} (tokenizer.ggml.pre) is not known "
             f"(known: {', '.join(_RULES)}); use the model's safetensors folder or hub id instead"
         )
     merges = [tuple(merge.split(" ")) for merge in gguf.value("tokenizer.ggml.merges")]
@@ -126,7 +138,7 @@ def _sentencepiece(gguf: GgufFile) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(gguf)
-    unknown = gguf.value("tokenizer.ggml.tokens")[gguf.value("tokenizer.ggml.unknown_token_id", 0)]
+    unknown = gguf.value("tokenizer.ggml.tokens")[gguf.token_id("unknown") or 0]
     backend = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -175,7 +187,7 @@ def _added_tokens(gguf: GgufFile) -> list[AddedToken]:
 def _special_tokens(gguf: GgufFile) -> dict[str, str]:
     tokens = gguf.value("tokenizer.ggml.tokens")
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: gguf.value(f"tokenizer.ggml.{key}_token_id", None) for name, key in keys.items()}
+    ids = {name: gguf.token_id(key) for name, key in keys.items()}
     return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 

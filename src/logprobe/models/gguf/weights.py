@@ -161,7 +161,7 @@ def transformers_name(architecture: str, source: str) -> str:
     if prefix == "blk" and part in block:
         return f"model.layers.{layer}.{block[part]}.{kind}"
     raise UnsupportedModelError(
-        f"tensor {source!r} of a {architecture!r} GGUF file is not converted; "
+        f"tensor {source!r:.80} of a {architecture!r:.80} GGUF file is not converted; "
         "use the model's safetensors folder or hub id instead"
     )
 
@@ -178,6 +178,6 @@ def _check_against_module(path: Path, config: PreTrainedConfig, found: Mapping[s
     if wrong:
         name = wrong[0]
         raise UnsupportedModelError(
-            f"{path.name}: {len(wrong)} tensors do not fit {config.model_type}, first {name}: "
+            f"{path.name}: {len(wrong)} tensors do not fit {config.model_type}, first {name:.80}: "
             f"the file has {found.get(name, 'none')}, the model {wanted.get(name, 'none')}"
         )

@@ -23,14 +23,21 @@ if TYPE_CHECKING:
 # Positions that a file may count: columns may repeat, but the numbers of chosen tokens hardly ever do.
 MOST_ROWS_A_BYTE: Final = 8
 ALWAYS_ROWS: Final = 1 << 20
+UNREADABLE: Final = (OSError, pa.ArrowException, UnicodeDecodeError)
+"""Errors of pyarrow for a file that is damaged; the last one for names of columns."""
 
 
 @contextmanager
 def as_input_error(source: object) -> Iterator[None]:
-    """Raise `InputError` for what pyarrow finds wrong with bytes; no file at all stays an `OSError`."""
+    """Raise `InputError` for what pyarrow finds wrong with bytes; no file at all stays an `OSError`.
+
+    An `InputError` of what the bytes say gets the name of their source.
+    """
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+    except UNREADABLE as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InputError(f"{source} cannot be read: {' '.join(str(error).split())[:300]}") from error
@@ -47,18 +54,29 @@ def check_names(schema: pa.Schema, fields: Iterable[pa.Field]) -> None:
         raise InputError(f"no record: the columns {', '.join(missing)} are missing, or stand twice")
 
 
-def check_counts(metadata: Any) -> None:
-    """No more positions than a Parquet file's bytes can stand for.
+def check_counts(num_rows: int, num_bytes: int) -> None:
+    """Refuse a Parquet file that counts more positions than its bytes can stand for.
+
+    What the footer says of columns is not asked: pyarrow ends the process where that is damaged.
 
     Raises:
         InputError: it counts more.
     """
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    num_bytes = sum(max(column.total_compressed_size, 0) for column in columns)
-    num_rows = metadata.num_rows
     is_little = num_rows <= max(MOST_ROWS_A_BYTE * num_bytes, ALWAYS_ROWS)
     require(is_little, f"it counts {num_rows} positions in {num_bytes} bytes")
+
+
+def python_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows of a batch as Python values.
+
+    Raises:
+        ArrowInvalid: it holds a text that is not UTF-8, or a time that Python has no value for.
+    """
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise pa.ArrowInvalid(str(error)) from error
+    return rows
 
 
 def valid_column(column: Any, field: pa.Field) -> pa.Array:

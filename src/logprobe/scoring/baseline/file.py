@@ -267,7 +267,10 @@ class BaselineReader:
         starts = self._array("<i4", 3 * head.num_starts).reshape(-1, 3)
         self._check(columns, starts, num_rows)
         packed = Packed(*(self._bytes(count) for count in num_bytes))
-        codes = unpack(packed, num_rows, size)
+        try:
+            codes = unpack(packed, num_rows, size)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}; write it anew") from error
         self._require((codes[codes != IMPOSSIBLE] <= head.scale + 1).all(), "a code is above its scale")
         facts = {name: columns[name] for name in list(COLUMNS)[3:]}
         return columns, starts, KeptRows(scale=head.scale, codes=codes, **facts)

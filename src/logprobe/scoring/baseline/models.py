@@ -157,11 +157,14 @@ def compare_with_baseline(
     with closing(BaselineReader(path)) as reader:
         if reader.header.vocabulary != vocabulary_digest(llm.text):
             raise InputError(f"{path}: is over another vocabulary; compare models of one tokenizer")
+        width, size = reader.header.vocabulary_size, llm.engine.capabilities().vocab_size
+        if width > size:
+            raise InputError(f"{path}: has rows of {width} tokens, and the model of {size}")
         if texts is None:  # only the file's tokens say how long the texts were
             count = llm.text.vocabulary.bytes_of
-            return of_tokens([_part(run, llm, path, len(count(run.token_ids))) for run in reader.runs()])
+            return of_tokens([_part(run, llm, len(count(run.token_ids))) for run in reader.runs()])
         runs = _checked(reader.runs(), sequences(llm, texts, bos), path)
-        return of_tokens([_part(run, llm, path, num_bytes) for run, num_bytes in runs])
+        return of_tokens([_part(run, llm, num_bytes) for run, num_bytes in runs])
 
 
 def _checked(runs: Iterator[Run], texts: Iterator[TextTokens], path: str | Path) -> Iterator[tuple[Run, int]]:
@@ -187,12 +190,10 @@ def _require_same(is_same: bool, path: str | Path) -> None:
         raise InputError(f"{path}: holds other texts; give the data that it was saved on, as then, or none")
 
 
-def _part(run: Run, llm: Scorer, path: str | Path, num_bytes: int) -> TokenPart:
+def _part(run: Run, llm: Scorer, num_bytes: int) -> TokenPart:
     """What a model gives some rows of the baseline."""
     others = whole_scores(llm, (run.context, run.token_ids))
     width = run.kept.codes.shape[1]
-    if others.rows.shape[1] < width:
-        raise InputError(f"{path}: has rows of {width} tokens, and the model of {others.rows.shape[1]}")
     found = [run.kept.against(row, other[:width]) for row, other in enumerate(others.rows)]
     kl, kl_error, acceptance, acceptance_error = np.array(found).T
     return TokenPart(

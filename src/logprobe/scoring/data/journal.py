@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from logprobe.errors import InputError, OutputError
 from logprobe.private_files import FOLDER_MODE, claim, is_private
+from logprobe.records.forms.arrow_validity import UNREADABLE
 from logprobe.records.forms.json import IMPOSSIBLE, finite_fields
 from logprobe.scoring.data.summary import Summary  # noqa: TC001 - msgspec reads the field
 
@@ -149,10 +150,19 @@ class Journal:
             raise InputError(f"{self.path}: an earlier run stopped half way; give {RESUME} or {FORCE}")
         if not self._settings_file.exists():
             self._note(settings)
-        before = json.loads(self._settings_file.read_text())
+        before = self._earlier_settings()
         self._settings = before
         now = self._check_same(before, settings)
         self.agree({name: now[name] for name in SOURCES_OF_NUMBERS if name in now})
+
+    def _earlier_settings(self) -> dict[str, Any]:
+        """The settings of the run to resume.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        with _reading(self._settings_file):
+            return msgspec.json.decode(self._settings_file.read_bytes(), type=dict[str, Any])
 
     def _check_same(self, before: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         """Refuse settings that are not those of the run to resume; they as JSON gives them back.
@@ -230,14 +240,19 @@ class Journal:
 
     def groups(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """All rows in order, or some columns, ROWS_A_GROUP at a time, whatever the parts are."""
-        num_rows = sum(pq.read_metadata(part).num_rows for part in self._all_parts())
+        num_rows = 0
+        for part in self._all_parts():
+            with _reading(part):
+                num_rows += pq.read_metadata(part).num_rows
         ends = [*range(ROWS_A_GROUP, num_rows, ROWS_A_GROUP), *([num_rows] if num_rows else [])]
         return _cut(self._pieces(columns), ends)
 
     def _pieces(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """The rows of all parts, some at a time."""
         for part in self._all_parts():
-            with pq.ParquetFile(part) as file:
+            with _reading(part), pq.ParquetFile(part) as file:
+                if not file.schema_arrow.equals(self._schema):
+                    raise InputError(f"{part}: has other columns than this run; give {FORCE} to begin anew")
                 for batch in file.iter_batches(batch_size=ROWS_A_PIECE, columns=columns):
                     yield pa.Table.from_batches([batch])
 
@@ -303,7 +318,8 @@ class Journal:
 
     def _info(self) -> bytes | None:
         for part in self._all_parts():
-            metadata = pq.read_schema(part).metadata or {}
+            with _reading(part):
+                metadata = pq.read_schema(part).metadata or {}
             if INFO_KEY in metadata:
                 info: bytes = metadata[INFO_KEY]
                 return info
@@ -346,7 +362,8 @@ def _end_of(parts: Iterable[Path]) -> int:
     """
     end = 0
     for part in parts:
-        first, stop = map(int, part.stem.split("-"))
+        with _reading(part):
+            first, stop = map(int, part.stem.split("-"))
         if first != end:
             what = "a part before it is missing" if first > end else "its rows are those of a part before it"
             raise InputError(f"{part}: {what}; give {FORCE} to begin anew")
@@ -397,6 +414,20 @@ def write_durably(path: Path, write: Callable[[Path], object]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise `InputError` for a file of an earlier run that is damaged; an error of the system stays."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (*UNREADABLE, ValueError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: is damaged ({reason:.300}); give {FORCE} to begin anew") from error
 
 
 @contextmanager

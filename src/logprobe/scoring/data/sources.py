@@ -31,7 +31,7 @@ SUFFIXES: dict[str, Format] = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-ROWS_A_BATCH = 1024
+ROWS_A_BATCH = 64  # of Parquet in memory: a text may be large, and a file of one text in many rows small
 FIRST_ROWS = 32  # of a jsonl file, which tell its columns
 
 
@@ -160,7 +160,7 @@ def _naming(name: str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise InputError(f"{title}: is not UTF-8 text ({error.reason}); convert it first") from error
     except (OSError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise InputError(f"{title}: cannot be read ({reason}); name another file") from error
 
 
@@ -234,13 +234,15 @@ def _read_csv(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
 def _read_parquet(source: Source, columns: Sequence[str]) -> Iterator[Raw]:
     import pyarrow as pa
 
+    from logprobe.records.forms.arrow_validity import python_rows
+
     with _open_parquet(source.name) as file:
         _check_columns(source.name, columns, file.schema_arrow.names)
         size = Path(source.name).stat().st_size / max(file.metadata.num_rows, 1)
         number = 0
         try:
             for batch in file.iter_batches(batch_size=ROWS_A_BATCH, columns=list(columns)):
-                for values in batch.to_pylist():
+                for values in python_rows(batch):
                     number += 1
                     yield number, size, values
         except (pa.ArrowException, OSError) as error:

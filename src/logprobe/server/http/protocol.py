@@ -8,9 +8,13 @@ waits for ever until a reply is read.
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import time
+from collections import Counter as Tally
 from typing import TYPE_CHECKING, Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from logprobe.server.http.errors import ApiError
@@ -24,17 +28,33 @@ if TYPE_CHECKING:
     from logprobe.server.settings import ServerSettings
 
 MAX_HEADER_BYTES: Final = 1 << 16
+MAX_PIPELINED: Final = 16  # requests that wait for the replies before them
 LOG_EVERY_S: Final = 10.0
 UVICORN_LOG: Final = "uvicorn.error"
+SINGLE: Final = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+"""Headers of one value, of which a proxy and this server might each read another line."""
 
-_HALF_CLOSED_BODY: Final = ApiError(
-    400,
+
+def _reply(status: str, message: str, code: str) -> bytes:
+    """Render the last reply of a connection."""
+    body = ApiError(int(status[:3]), message, code=code).to_json()
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
+
+
+def _bad_header(message: str) -> bytes:
+    return _reply("400 Bad Request", message, "invalid_header")
+
+
+HALF_CLOSED: Final = _reply(
+    "400 Bad Request",
     "the client closed its half of the connection before the reply, as one does that leaves; keep it open",
-    code="connection_half_closed",
-).to_json()
-HALF_CLOSED: Final = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_HALF_CLOSED_BODY), _HALF_CLOSED_BODY)
+    "connection_half_closed",
+)
+HEADER_TOO_LARGE: Final = _reply(
+    "431 Request Header Fields Too Large",
+    f"the header is larger than {MAX_HEADER_BYTES} bytes; send less",
+    "header_too_large",
 )
 
 
@@ -82,6 +102,8 @@ class TimedProtocol(HttpToolsProtocol):
         self._write_timeout_s = settings.write_timeout_s
         self._write_deadline: asyncio.TimerHandle | None = None  # while something sent is not taken
         self._num_bytes = 0  # that are no body, since a header or a chunk last began
+        self._data = b""  # given to the parser last
+        self._fault = b""  # the reply to a header that is refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Expect a header."""
@@ -97,10 +119,48 @@ class TimedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Expect it no longer."""
+        """Expect it no longer, and begin the request unless the header is faulty."""
         self._stop_expecting()
+        fault = self._fault = self._find_fault()
+        if fault:
+            raise ValueError(fault)  # which the parser tells uvicorn as an invalid request
+        if self.parser.should_upgrade():
+            return  # begins again without its `Upgrade`
+        self._apply_absolute_form()
         super().on_headers_complete()
         self.headers = []  # of trailers, which are no part of the request
+
+    def on_message_complete(self) -> None:
+        """End the request, unless it begins again without its `Upgrade`."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _find_fault(self) -> bytes:
+        """Return the reply to a faulty header that the parser accepts; empty if it is valid (RFC 9112)."""
+        tally = Tally(name for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            return HEADER_TOO_LARGE
+        if repeated := [name for name in SINGLE if tally[name] > 1]:
+            return _bad_header(f"{repeated[0].decode()} occurs more than once; send it once")
+        if not tally[b"host"] and self.parser.get_http_version() == "1.1":
+            return _bad_header("host is missing; send it")
+        if codings and codings != [b"chunked"]:
+            return _bad_header(
+                "transfer-encoding is not supported; send the body as chunked, or with its length"
+            )
+        if self.parser.get_method() == b"CONNECT":
+            return _bad_header("CONNECT is not supported; this server is no proxy")
+        if len(self.pipeline) >= MAX_PIPELINED:
+            return _bad_header(f"more than {MAX_PIPELINED} requests wait; read the replies first")
+        return b""
+
+    def _apply_absolute_form(self) -> None:
+        """Take the host from a target that is a whole URL, in the place of `Host` (RFC 9112, 3.2.2)."""
+        if not self.url.startswith((b"/", b"*")):
+            rest = self.url.partition(b"://")[2]
+            authority = re.split(rb"[/?#]", rest, maxsplit=1)[0]
+            self.headers[:] = [pair for pair in self.headers if pair[0] != b"host"] + [(b"host", authority)]
 
     def on_chunk_header(self) -> None:
         """Let each chunk of a body have its own frame."""
@@ -121,17 +181,44 @@ class TimedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes in, and close where too many of them are neither body nor the end of a header."""
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._num_bytes > MAX_HEADER_BYTES:
+            if self._deadline is not None and not self._owes_reply() and not self.transport.is_closing():
+                self.transport.write(HEADER_TOO_LARGE)
             self._close()
 
+    def _feed(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+
+    def _owes_reply(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request."""
+        """Answer what is no request, after the replies to the requests before it."""
         self._bad_connections.count("no HTTP request", self.client)
-        super().send_400_response(msg)
+        if self._owes_reply() and not self.cycle.more_body:
+            self.cycle.keep_alive = False  # closes the connection after the reply
+        elif self._owes_reply() and self.cycle.response_started:
+            self._close()
+        elif self._fault:
+            self.transport.write(self._fault)
+            self._close()
+        else:
+            super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
+        """Read the request again without its `Upgrade`, which lets the parser take its body for requests."""
         self._bad_connections.count("a request for another protocol", self.client)
+        error, headers, parser = sys.exception(), self.headers, self.parser
+        assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn calls this where it handles one"
+        lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
+        lines += [b"%b: %b" % pair for pair in headers if pair[0] not in {b"connection", b"upgrade"}]
+        lines += [b"connection: close"] * any(
+            b"close" in value for name, value in headers if name == b"connection"
+        )
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"\r\n".join([*lines, b"", self._data[error.args[0] :]]))
 
     def pause_writing(self) -> None:
         """Expect that what was written is taken."""

@@ -6,15 +6,18 @@ Before it: whoever brings an operator's key. After it: the engine, which reads f
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from logprobe.errors import ModelError, ParameterError
+from logprobe.errors import LogprobeError, ModelError, ParameterError
 from logprobe.server.http.decode import read
 from logprobe.server.http.errors import bad_request
 from logprobe.server.http.replies import json_reply
 from logprobe.server.openai.bodies import LoadLoraBody, UnloadLoraBody, UpdateWeightsBody
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
@@ -29,10 +32,8 @@ async def load_lora_adapter(request: HttpRequest, service: Service) -> Response:
     service.check_new_name(body.lora_name)
     if not body.load_inplace and body.lora_name in service.engine.list_loras():
         raise bad_request("lora_name", "has weights already; replace them by load_inplace, or choose another")
-    try:
+    with _reading("lora_path"):
         await asyncio.to_thread(service.engine.add_lora, body.lora_name, body.lora_path)
-    except ModelError as error:
-        raise bad_request("lora_path", str(error)) from error
     service.models.keep(service)
     return json_reply({"id": body.lora_name, "object": "model", "root": body.lora_path})
 
@@ -51,15 +52,13 @@ async def unload_lora_adapter(request: HttpRequest, service: Service) -> Respons
 async def update_weights_from_disk(request: HttpRequest, service: Service) -> Response:
     """Go on with other weights of the same model, from a folder of the server's machine."""
     body = await read(request, service, UpdateWeightsBody, _checked)
-    try:
+    with _reading("model_path"):
         version = await asyncio.to_thread(
             service.engine.load_weights,
             body.model_path,
             version=body.weight_version,
             finishes=not body.abort_all_requests,
         )
-    except ModelError as error:
-        raise bad_request("model_path", str(error)) from error
     service.models.keep(service)
     return json_reply({"success": True, "weight_version": version})
 
@@ -68,6 +67,20 @@ async def reset_prefix_cache(_: HttpRequest, service: Service) -> Response:
     """Let go of every cached prefix that nothing runs on; later numbers are the same."""
     service.engine.forget_prefixes()
     return json_reply({"success": True})
+
+
+@contextmanager
+def _reading(field: str) -> Iterator[None]:
+    """Raise a 400 that names the field for a path that cannot be read."""
+    try:
+        yield
+    except ModelError as error:
+        raise bad_request(field, str(error)) from error
+    except LogprobeError:
+        raise
+    except (OSError, ValueError) as error:  # NUL in the path, or a path that is too long
+        reason = getattr(error, "strerror", None) or error
+        raise bad_request(field, f"cannot be read ({reason}); name a folder of this machine") from error
 
 
 def _checked(body: B, service: Service) -> B:
