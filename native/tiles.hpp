@@ -1,0 +1,151 @@
+// Products of a few rows with a panel of weights: the innermost loops of linear layers and of attention.
+//
+// A panel holds PANEL outputs, inputs outermost, so that the weights of one input lie side by side. Its inputs
+// come in blocks (of GGUF: with a scale each) of groups of GROUP inputs; `Form` tells how (docs/kernels.md).
+#pragma once
+
+#include <type_traits>
+
+#include "vector.hpp"
+
+namespace logprobe {
+
+constexpr int PANEL = 48, GROUP = 8;
+constexpr int VECTORS = PANEL / LANES;  // of a panel
+constexpr int RUN = 16;   // products that are summed by themselves: a sum's rounding error grows with its length
+constexpr int NO_RUNS = 0;
+constexpr int TILE_ROWS = NUM_REGISTERS == 32 && LANES == 16 ? 8 : 2;  // whose sums stay in registers
+
+enum class Form : int64_t { FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE };
+
+constexpr bool has_scales(Form form) { return form >= Form::NIBBLES; }
+constexpr bool is_nibbles(Form form) { return form == Form::NIBBLES || form == Form::NIBBLES_WIDE; }
+constexpr bool is_wide(Form form) { return form == Form::NIBBLES_WIDE || form == Form::OCTETS_WIDE; }
+constexpr int block_inputs(Form form) {
+  return !has_scales(form) ? GROUP : form == Form::OCTETS_WIDE ? 16 : 32;
+}
+constexpr int header_bytes(Form form) {
+  return !has_scales(form) ? 0 : PANEL * (is_wide(form) ? 4 : 2) * (is_nibbles(form) ? 2 : 1);
+}
+constexpr int group_bytes(Form form) {
+  return GROUP * PANEL * (form == Form::FLOAT32 ? 8 : is_nibbles(form) ? 1 : has_scales(form) ? 2 : 4) / 2;
+}
+constexpr int block_bytes(Form form) {
+  return header_bytes(form) + block_inputs(form) / GROUP * group_bytes(form);
+}
+
+// A vector of a block's scales (`part` 0) or summands (1).
+template <Form form>
+INLINE Floats header_at(const uint8_t* block, int part, int vector) {
+  const int place = PANEL * part + LANES * vector;
+  if constexpr (is_wide(form)) return load(reinterpret_cast<const float*>(block) + place);
+  return load_float16(block + 2 * place);
+}
+
+// A block's header as float32, in memory: read where it is used, it takes no registers from sums.
+template <Form form>
+struct Header {
+  alignas(64) float values[2][PANEL];
+
+  ALWAYS_INLINE void read(const uint8_t* block) {
+    if constexpr (has_scales(form))
+      for (int part = 0; part < (is_nibbles(form) ? 2 : 1); part++)
+        for (int j = 0; j < VECTORS; j++)
+          store(values[part] + LANES * j, header_at<form>(block, part, j));
+  }
+};
+
+// The weights of input `i` of a group, rounded once where a scale and a summand make them.
+template <Form form, int i>
+INLINE Floats weights_at(const uint8_t* group, const Header<form>& header, int vector) {
+  if constexpr (form == Form::FLOAT32)
+    return load(reinterpret_cast<const float*>(group) + PANEL * i + LANES * vector);
+  if constexpr (form == Form::FLOAT16) return load_float16(group + 2 * (PANEL * i + LANES * vector));
+  if constexpr (form == Form::BFLOAT16) {  // lanes of two: inputs i and i + 1
+    const Ints both = load_ints(group + 4 * (PANEL * (i / 2) + LANES * vector));
+    return floats_of(i % 2 ? both & broadcast(static_cast<int32_t>(0xFFFF0000)) : both << 16);
+  }
+  const Floats scale = load(header.values[0] + LANES * vector);
+  if constexpr (is_nibbles(form)) {
+    const Floats number = nibbles<i>(load_ints(group + 4 * LANES * vector));
+    return fma(number, scale, load(header.values[1] + LANES * vector));
+  }
+  return load_int8(group + PANEL * i + LANES * vector) * scale;
+}
+
+// Call `use.template operator()<0>()` to `<GROUP - 1>`: the loop over a group's inputs, unrolled.
+template <typename Use>
+INLINE void each_of_group(Use use) {
+  use(std::integral_constant<int, 0>{}), use(std::integral_constant<int, 1>{});
+  use(std::integral_constant<int, 2>{}), use(std::integral_constant<int, 3>{});
+  use(std::integral_constant<int, 4>{}), use(std::integral_constant<int, 5>{});
+  use(std::integral_constant<int, 6>{}), use(std::integral_constant<int, 7>{});
+}
+
+// Numbers of a tile's rows: row after row, `stride` apart.
+struct RowsOf {
+  const float* start;
+  int64_t stride;
+  ALWAYS_INLINE float at(int row, int64_t input) const { return start[row * stride + input]; }
+};
+
+// The same where an input's numbers of all rows lie side by side.
+struct ColumnsOf {
+  const float* start;
+  int64_t stride;
+  ALWAYS_INLINE float at(int row, int64_t input) const { return start[input * stride + row]; }
+};
+
+// Numbers of rows that lie anywhere.
+template <int ROWS>
+struct RowsAt {
+  const float* rows[ROWS];
+  ALWAYS_INLINE float at(int row, int64_t input) const { return rows[row][input]; }
+};
+
+// Add to `out`, (ROWS, PANEL), the products of a panel with a tile of rows. Each sum goes from the first input
+// to the last, one rounding each, however many rows there are; with runs, each run from zero, and then the runs.
+template <Form form, int ROWS, int RUN_INPUTS, typename X>
+INLINE void multiply_tile(const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
+  constexpr int STEP = RUN_INPUTS ? RUN_INPUTS : GROUP, BLOCK = block_inputs(form) > STEP ? block_inputs(form) : STEP;
+  Floats sums[ROWS][VECTORS] = {}, totals[ROWS][VECTORS] = {};
+  Header<form> header;
+  for (int64_t start = 0; start < num_inputs; start += BLOCK) {
+    header.read(panel);
+    panel += header_bytes(form);
+    for (int first = 0; first < BLOCK; first += STEP) {
+      for (int place = first; place < first + STEP; place += GROUP) {
+        each_of_group([&](auto i) ALWAYS_INLINE {
+          Floats weights[VECTORS];
+          for (int j = 0; j < VECTORS; j++) weights[j] = weights_at<form, i>(panel, header, j);
+          for (int row = 0; row < ROWS; row++) {
+            const Floats value = broadcast(x.at(row, start + place + i));
+            for (int j = 0; j < VECTORS; j++) sums[row][j] = fma(value, weights[j], sums[row][j]);
+          }
+        });
+        panel += group_bytes(form);
+      }
+      if constexpr (RUN_INPUTS != 0)
+        for (int row = 0; row < ROWS; row++)
+          for (int j = 0; j < VECTORS; j++) {
+            totals[row][j] += sums[row][j];
+            sums[row][j] = Floats{};
+          }
+    }
+  }
+  for (int row = 0; row < ROWS; row++)
+    for (int j = 0; j < VECTORS; j++) {
+      float* place = out + PANEL * row + LANES * j;
+      store(place, load(place) + (RUN_INPUTS ? totals : sums)[row][j]);
+    }
+}
+
+// The same for a number of rows from 1 to MOST that is known at run time.
+template <Form form, int MOST, int RUN_INPUTS, typename X>
+INLINE void multiply_rows(int64_t num_rows, const uint8_t* panel, int64_t num_inputs, const X& x, float* out) {
+  if constexpr (MOST > 1)
+    if (num_rows < MOST) return multiply_rows<form, MOST - 1, RUN_INPUTS>(num_rows, panel, num_inputs, x, out);
+  multiply_tile<form, MOST, RUN_INPUTS>(panel, num_inputs, x, out);
+}
+
+}  // namespace logprobe
