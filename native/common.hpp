@@ -9,10 +9,18 @@
 
 namespace logprobe {
 
+constexpr int MAX_GROUPS = 11;  // of blocks of rows, which threads keep to
+
 // The beginning of every kernel's arguments. Items are taken one after another by whichever thread is free.
 struct Work {
   std::atomic<int64_t> next;
+  std::atomic<int64_t> taken[MAX_GROUPS];  // items of each group of blocks of rows (products)
   int64_t num_items;
+
+  void begin() {
+    next.store(0, std::memory_order_relaxed);
+    for (auto& count : taken) count.store(0, std::memory_order_relaxed);
+  }
 
   // The next item that no thread has taken, or -1.
   int64_t take() {

@@ -6,8 +6,6 @@
 
 namespace logprobe {
 
-constexpr int MAX_GROUPS = 11;  // of blocks of rows, which threads keep to
-
 struct ProductArgs : Work {
   const float* x;  // (num_rows, width)
   const uint8_t* weights;
@@ -20,7 +18,6 @@ struct ProductArgs : Work {
   int64_t num_rows, width, num_inputs, num_outputs;  // num_inputs: width filled up to whole blocks
   int64_t panel_bytes, item_panels, block_rows, form, activation;
   double factor;  // of all that before the residual is added
-  std::atomic<int64_t> taken[MAX_GROUPS];  // items of each group of blocks of rows
 };
 
 struct NormArgs : Work {

@@ -127,6 +127,48 @@ INLINE Floats nibbles(Ints bits) {
 #endif
 }
 
+// Four numbers of each of LANES / 4 rows that lie anywhere.
+INLINE Floats load_fours(const float* const* rows, int step) {
+#if defined(__AVX512F__)
+  __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(rows[0]));
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[step]), 1);
+  x = _mm512_insertf32x4(x, _mm_loadu_ps(rows[2 * step]), 2);
+  return (Floats)_mm512_insertf32x4(x, _mm_loadu_ps(rows[3 * step]), 3);
+#elif defined(__AVX2__)
+  const __m256 x = _mm256_castps128_ps256(_mm_loadu_ps(rows[0]));
+  return (Floats)_mm256_insertf128_ps(x, _mm_loadu_ps(rows[step]), 1);
+#else
+  (void)step;
+  return load(rows[0]);
+#endif
+}
+
+// Turn every four lanes of four vectors, as a matrix.
+INLINE void turn_fours(const Floats x[4], Floats out[4]) {
+#if defined(__AVX512F__)
+  const __m512d low = (__m512d)_mm512_unpacklo_ps((__m512)x[0], (__m512)x[1]);
+  const __m512d high = (__m512d)_mm512_unpackhi_ps((__m512)x[0], (__m512)x[1]);
+  const __m512d other_low = (__m512d)_mm512_unpacklo_ps((__m512)x[2], (__m512)x[3]);
+  const __m512d other_high = (__m512d)_mm512_unpackhi_ps((__m512)x[2], (__m512)x[3]);
+  out[0] = (Floats)_mm512_unpacklo_pd(low, other_low), out[1] = (Floats)_mm512_unpackhi_pd(low, other_low);
+  out[2] = (Floats)_mm512_unpacklo_pd(high, other_high), out[3] = (Floats)_mm512_unpackhi_pd(high, other_high);
+#elif defined(__AVX2__)
+  const __m256d low = (__m256d)_mm256_unpacklo_ps((__m256)x[0], (__m256)x[1]);
+  const __m256d high = (__m256d)_mm256_unpackhi_ps((__m256)x[0], (__m256)x[1]);
+  const __m256d other_low = (__m256d)_mm256_unpacklo_ps((__m256)x[2], (__m256)x[3]);
+  const __m256d other_high = (__m256d)_mm256_unpackhi_ps((__m256)x[2], (__m256)x[3]);
+  out[0] = (Floats)_mm256_unpacklo_pd(low, other_low), out[1] = (Floats)_mm256_unpackhi_pd(low, other_low);
+  out[2] = (Floats)_mm256_unpacklo_pd(high, other_high), out[3] = (Floats)_mm256_unpackhi_pd(high, other_high);
+#else
+  const float64x2_t low = vreinterpretq_f64_f32(vzip1q_f32((float32x4_t)x[0], (float32x4_t)x[1]));
+  const float64x2_t high = vreinterpretq_f64_f32(vzip2q_f32((float32x4_t)x[0], (float32x4_t)x[1]));
+  const float64x2_t other_low = vreinterpretq_f64_f32(vzip1q_f32((float32x4_t)x[2], (float32x4_t)x[3]));
+  const float64x2_t other_high = vreinterpretq_f64_f32(vzip2q_f32((float32x4_t)x[2], (float32x4_t)x[3]));
+  out[0] = (Floats)vzip1q_f64(low, other_low), out[1] = (Floats)vzip2q_f64(low, other_low);
+  out[2] = (Floats)vzip1q_f64(high, other_high), out[3] = (Floats)vzip2q_f64(high, other_high);
+#endif
+}
+
 INLINE Doubles low_doubles(Floats x) {
 #if defined(__AVX512F__)
   return (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));

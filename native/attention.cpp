@@ -1,0 +1,326 @@
+// Attention over the key/value pool, read in place: of single rows, and of chunks of a prompt.
+//
+// Both go through a context by blocks of BLOCK_KEYS from its begin, and add in the same order: a row has the same
+// bits, whichever attends it, in whatever chunk it came. Where a greater score comes, what earlier blocks gave is
+// scaled down (FlashAttention, Dao et al., 2022). A row's weights are added up in float64: models give most of it
+// to one token, beside which thousands of small weights would be lost in float32.
+#include "common.hpp"
+#include "kernels.hpp"
+#include "tiles.hpp"
+
+namespace logprobe {
+namespace {
+
+constexpr int64_t BLOCK_KEYS = 192;  // measured: a panel's sums are read and written once for so many keys
+constexpr float LEAST = -3e38f;      // no score is less but that of a key that a row may not see, which is -inf
+
+void cap(float* scores, int64_t count, float softcap) {
+  for (int64_t i = 0; i < count; i++) scores[i] = softcap * std::tanh(scores[i] / softcap);
+}
+
+// ---- single rows: the lanes of scores are keys, those of sums the numbers of a value ----
+
+constexpr int MAX_QUERIES = 4;             // that share a key head, and whose sums stay in registers
+constexpr int MANY_KEYS = 2 * LANES;  // the sums of two vectors of keys do not wait for each other
+constexpr int MANY_VALUES = 8;
+
+struct RowScratch {
+  float *queries, *scores, *block, *sums;  // (MAX_QUERIES, key_dim, BLOCK_KEYS, value_dim, value_dim)
+};
+
+// Where some keys or values lie; beyond the last slot, it again. Those after them are fetched.
+template <int COUNT>
+void find(const float* start, int64_t stride, const int32_t* slots, int64_t first, int64_t size, int64_t dim,
+          const float** places) {
+  for (int i = 0; i < COUNT; i++) {
+    places[i] = start + stride * slots[std::min(first + i, size - 1)];
+    const float* ahead = start + stride * slots[std::min(first + i + COUNT, size - 1)];
+    for (int64_t place = 0; place < dim; place += LINE / 4) prefetch(ahead + place);
+  }
+}
+
+// The scores of NUM vectors of keys for QUERIES queries, each sum over the numbers in their order.
+template <int QUERIES, int NUM>
+void score(const float* queries, int64_t dim, const float* const* keys, float* scores) {
+  Floats sums[QUERIES][NUM] = {};
+  const auto add = [&](int64_t number, int group, Floats x) ALWAYS_INLINE {
+    for (int query = 0; query < QUERIES; query++)
+      sums[query][group] = fma(broadcast(queries[query * dim + number]), x, sums[query][group]);
+  };
+  int64_t number = 0;
+  for (; number + 4 <= dim; number += 4)
+    for (int group = 0; group < NUM; group++) {
+      const float* places[LANES];
+      for (int lane = 0; lane < LANES; lane++) places[lane] = keys[LANES * group + lane] + number;
+      Floats rows[4], turned[4];
+      for (int row = 0; row < 4; row++) rows[row] = load_fours(places + row, 4);
+      turn_fours(rows, turned);
+      for (int row = 0; row < 4; row++) add(number + row, group, turned[row]);
+    }
+  for (; number < dim; number++)
+    for (int group = 0; group < NUM; group++) {
+      Floats x;
+      for (int lane = 0; lane < LANES; lane++) x[lane] = keys[LANES * group + lane][number];
+      add(number, group, x);
+    }
+  for (int query = 0; query < QUERIES; query++)
+    for (int group = 0; group < NUM; group++) store(scores + BLOCK_KEYS * query + LANES * group, sums[query][group]);
+}
+
+// Add COUNT weighted values to the sums of QUERIES queries, value after value.
+template <int QUERIES, int COUNT>
+void weigh(const float* weights, const float* const* values, int64_t dim, float* sums) {
+  int64_t number = 0;
+  for (; number + LANES <= dim; number += LANES) {
+    Floats totals[QUERIES];
+    for (int query = 0; query < QUERIES; query++) totals[query] = load(sums + dim * query + number);
+    for (int key = 0; key < COUNT; key++) {
+      const Floats value = load(values[key] + number);
+      for (int query = 0; query < QUERIES; query++)
+        totals[query] = fma(broadcast(weights[BLOCK_KEYS * query + key]), value, totals[query]);
+    }
+    for (int query = 0; query < QUERIES; query++) store(sums + dim * query + number, totals[query]);
+  }
+  for (; number < dim; number++)
+    for (int query = 0; query < QUERIES; query++)
+      for (int key = 0; key < COUNT; key++)
+        sums[dim * query + number] =
+            fma(weights[BLOCK_KEYS * query + key], values[key][number], sums[dim * query + number]);
+}
+
+// Put exponentials in the place of a query's scores; gives what earlier blocks' sums are multiplied by.
+float soften(float* scores, int64_t count, float& largest) {
+  const float before = largest;
+  for (int64_t key = 0; key < count; key++) largest = scores[key] > largest ? scores[key] : largest;
+  const float reference = std::max(largest, LEAST);
+  int64_t key = 0;
+  for (; key + LANES <= count; key += LANES) {
+    const Floats x = load(scores + key);
+    store(scores + key, x < broadcast(LEAST) ? Floats{} : exponential(x - reference));
+  }
+  for (; key < count; key++) scores[key] = scores[key] < LEAST ? 0.0f : exponential(scores[key] - reference);
+  return exponential(before - reference);
+}
+
+// One row of QUERIES heads that share a key head.
+template <int QUERIES>
+void attend_row(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int64_t first_head, const RowScratch& own) {
+  const int64_t key_dim = args.key_dim, dim = args.value_dim, length = args.lengths[number];
+  const int32_t* slots = args.slots + args.begins[number];
+  const int64_t row = args.rows[number];
+  const float *keys = args.keys + args.key_head * kv_head, *values = args.values + args.value_head * kv_head;
+  float largest[QUERIES], factors[QUERIES];
+  double totals[QUERIES];
+  for (int query = 0; query < QUERIES; query++) {
+    const float* x = args.query + args.query_row * row + args.query_head * (first_head + query);
+    for (int64_t i = 0; i < key_dim; i++) own.queries[key_dim * query + i] = x[i] * float(args.scale);
+    largest[query] = args.sinks ? args.sinks[first_head + query] : -INFINITE;
+    totals[query] = args.sinks ? 1 : 0;
+  }
+  std::fill(own.sums, own.sums + QUERIES * dim, 0.0f);
+  const int64_t start = std::max<int64_t>(0, length - args.window);
+  for (int64_t first = start / BLOCK_KEYS * BLOCK_KEYS; first < length; first += BLOCK_KEYS) {
+    const int32_t* seen = slots + std::max(start, first);
+    const int64_t count = std::min(length, first + BLOCK_KEYS) - std::max(start, first);
+    const float* places[MANY_KEYS];
+    for (int64_t key = 0; key < count; key += MANY_KEYS)
+      if (count - key > LANES) {
+        find<MANY_KEYS>(keys, args.key_row, seen, key, count, key_dim, places);
+        score<QUERIES, 2>(own.queries, key_dim, places, own.scores + key);
+      } else {
+        find<LANES>(keys, args.key_row, seen, key, count, 0, places);
+        score<QUERIES, 1>(own.queries, key_dim, places, own.scores + key);
+      }
+    for (int query = 0; query < QUERIES; query++) {
+      float* scores = own.scores + BLOCK_KEYS * query;
+      if (args.softcap > 0) cap(scores, count, float(args.softcap));
+      factors[query] = soften(scores, count, largest[query]);
+      totals[query] *= factors[query];
+    }
+    for (int64_t key = 0; key < count; key++)  // sums of several queries do not wait for each other
+      for (int query = 0; query < QUERIES; query++) totals[query] += own.scores[BLOCK_KEYS * query + key];
+    std::fill(own.block, own.block + QUERIES * dim, 0.0f);
+    int64_t key = 0;
+    for (; key + MANY_VALUES <= count; key += MANY_VALUES) {
+      find<MANY_VALUES>(values, args.value_row, seen, key, count, dim, places);
+      weigh<QUERIES, MANY_VALUES>(own.scores + key, places, dim, own.block);
+    }
+    for (; key < count; key++) {
+      find<1>(values, args.value_row, seen, key, count, 0, places);
+      weigh<QUERIES, 1>(own.scores + key, places, dim, own.block);
+    }
+    for (int query = 0; query < QUERIES; query++)
+      for (int64_t i = dim * query; i < dim * (query + 1); i++) own.sums[i] = own.sums[i] * factors[query] + own.block[i];
+  }
+  for (int query = 0; query < QUERIES; query++) {
+    const auto share = float(1 / totals[query]);
+    float* out = args.out + args.out_row * row + args.out_head * (first_head + query);
+    for (int64_t i = 0; i < dim; i++) out[i] = own.sums[dim * query + i] * share;
+  }
+}
+
+template <int MOST>
+void attend_queries(const AttendRowsArgs& args, int64_t number, int64_t kv_head, int64_t first_head, int64_t count,
+                    const RowScratch& own) {
+  if constexpr (MOST > 1)
+    if (count < MOST) return attend_queries<MOST - 1>(args, number, kv_head, first_head, count, own);
+  attend_row<MOST>(args, number, kv_head, first_head, own);
+}
+
+// ---- chunks: the lanes of scores and sums are query rows, in panels ----
+
+constexpr int64_t MAX_LANES = 4 * PANEL;  // of an item: query rows that share a block of keys
+
+struct Panel {  // of query rows of one key head, and what it has come to
+  const float* queries;  // (width, PANEL), scaled
+  const int32_t* positions;
+  float* largest;
+  double* totals;
+  float* sums;  // (dims, PANEL)
+};
+
+struct Block {  // of keys and values, copied together
+  int64_t first, size;
+  const float *keys, *values;  // (BLOCK_KEYS, width) and (BLOCK_KEYS, dims)
+};
+
+// Put exponentials in the place of scores, (num_keys, PANEL), lane by lane; whether one of `factors` is not 1.
+bool soften_lanes(float* scores, int64_t num_keys, const Panel& panel, float* factors) {
+  bool is_scaled = false;
+  for (int j = 0; j < PANEL; j += LANES) {
+    const Floats before = load(panel.largest + j);
+    Floats largest = before;
+    for (int64_t key = 0; key < num_keys; key++) largest = greater(load(scores + PANEL * key + j), largest);
+    store(panel.largest + j, largest);
+    const Floats least = broadcast(LEAST), reference = largest > least ? largest : least;
+    const Floats factor = exponential(before - reference);
+    store(factors + j, factor);
+    for (int lane = 0; lane < LANES; lane++) is_scaled |= factor[lane] != 1.0f;
+    Doubles totals[2];
+    std::memcpy(totals, panel.totals + j, sizeof totals);
+    totals[0] *= low_doubles(factor), totals[1] *= high_doubles(factor);
+    for (int64_t key = 0; key < num_keys; key++) {
+      const Floats x = load(scores + PANEL * key + j);
+      const Floats weight = x < least ? Floats{} : exponential(x - reference);
+      store(scores + PANEL * key + j, weight);
+      totals[0] += low_doubles(weight), totals[1] += high_doubles(weight);
+    }
+    std::memcpy(panel.totals + j, totals, sizeof totals);
+  }
+  return is_scaled;
+}
+
+// -inf for the keys that a lane's row may not see.
+void hide(float* scores, int64_t num_keys, int64_t first_key, const int32_t* positions, int64_t window) {
+  for (int64_t key = 0; key < num_keys; key++)
+    for (int lane = 0; lane < PANEL; lane++) {
+      const int64_t distance = positions[lane] - (first_key + key);
+      if (distance < 0 || distance >= window) scores[PANEL * key + lane] = -INFINITE;
+    }
+}
+
+// Add to a panel's sums what it takes of a block of keys.
+void attend_block(const AttendChunkArgs& args, const Block& block, const Panel& panel, int64_t width, int64_t dims,
+                  float* scores, float* factors) {
+  // What none of its rows sees is left out at both ends: a hidden key would add exact zeros.
+  const int64_t first_row = panel.positions[0], last_row = panel.positions[PANEL - 1];
+  const int64_t skipped = std::max<int64_t>(0, first_row + 1 - args.window - block.first) / GROUP * GROUP;
+  const int64_t num_keys = std::min(block.size, last_row + 1 - block.first) - skipped;
+  if (num_keys <= 0) return;
+  const int64_t first_key = block.first + skipped, filled = round_up(num_keys, GROUP);
+  const float *keys = block.keys + width * skipped, *values = block.values + dims * skipped;
+  const auto* queries = reinterpret_cast<const uint8_t*>(panel.queries);
+  std::fill(scores, scores + PANEL * filled, 0.0f);
+  for (int64_t key = 0; key < num_keys; key += TILE_ROWS)
+    multiply_rows<Form::FLOAT32, TILE_ROWS, NO_RUNS>(std::min<int64_t>(TILE_ROWS, num_keys - key), queries, width,
+                                                     RowsOf{keys + width * key, width}, scores + PANEL * key);
+  if (args.softcap > 0) cap(scores, PANEL * num_keys, float(args.softcap));
+  if (first_row < first_key + num_keys - 1 || last_row - args.window >= first_key)
+    hide(scores, num_keys, first_key, panel.positions, args.window);
+  if (soften_lanes(scores, num_keys, panel, factors))
+    for (int64_t number = 0; number < dims; number++)
+      for (int lane = 0; lane < PANEL; lane++) panel.sums[PANEL * number + lane] *= factors[lane];
+  for (int64_t number = 0; number < dims; number += TILE_ROWS)
+    multiply_tile<Form::FLOAT32, TILE_ROWS, NO_RUNS>(reinterpret_cast<const uint8_t*>(scores), filled,
+                                                     ColumnsOf{values + number, dims}, panel.sums + PANEL * number);
+}
+
+}  // namespace
+}  // namespace logprobe
+
+extern "C" void logprobe_attend_rows(void* pointer) {
+  using namespace logprobe;
+  auto& args = *static_cast<AttendRowsArgs*>(pointer);
+  const int64_t groups = args.heads / args.kv_heads, parts = args.parts;
+  scratch.reserve(4 * MAX_QUERIES * (args.key_dim + BLOCK_KEYS + 2 * args.value_dim), 4);
+  RowScratch own;
+  own.queries = scratch.array<float>(MAX_QUERIES * args.key_dim);
+  own.scores = scratch.array<float>(MAX_QUERIES * BLOCK_KEYS);
+  own.block = scratch.array<float>(MAX_QUERIES * args.value_dim);
+  own.sums = scratch.array<float>(MAX_QUERIES * args.value_dim);
+  for (int64_t item; (item = args.take()) >= 0;) {
+    const int64_t row = item / parts, part = item % parts;
+    for (int64_t head = part * args.kv_heads / parts; head < (part + 1) * args.kv_heads / parts; head++)
+      for (int64_t first = 0; first < groups; first += MAX_QUERIES)
+        attend_queries<MAX_QUERIES>(args, row, head, head * groups + first,
+                                    std::min<int64_t>(MAX_QUERIES, groups - first), own);
+  }
+}
+
+extern "C" void logprobe_attend_chunk(void* pointer) {
+  using namespace logprobe;
+  auto& args = *static_cast<AttendChunkArgs*>(pointer);
+  const int64_t key_dim = args.key_dim, value_dim = args.value_dim, groups = args.heads / args.kv_heads;
+  const int64_t width = round_up(key_dim, GROUP), dims = round_up(value_dim, TILE_ROWS);
+  scratch.reserve(4 * (MAX_LANES * (width + dims) + BLOCK_KEYS * (width + dims + PANEL) + PANEL + 2 * MAX_LANES) +
+                      8 * MAX_LANES,
+                  9);
+  float *queries = scratch.array<float>(MAX_LANES * width), *sums = scratch.array<float>(MAX_LANES * dims);
+  float *keys = scratch.array<float>(BLOCK_KEYS * width), *values = scratch.array<float>(BLOCK_KEYS * dims);
+  float *scores = scratch.array<float>(BLOCK_KEYS * PANEL), *factors = scratch.array<float>(PANEL);
+  auto* largest = scratch.array<float>(MAX_LANES);
+  auto* positions = scratch.array<int32_t>(MAX_LANES);
+  auto* totals = scratch.array<double>(MAX_LANES);
+  std::fill(keys, keys + BLOCK_KEYS * width, 0.0f);
+  std::fill(values, values + BLOCK_KEYS * dims, 0.0f);
+  for (int64_t item; (item = args.take()) >= 0;) {
+    // The last rows see the most: they go first, so that no thread is left with them at the end.
+    const int64_t head = item % args.kv_heads;
+    const int64_t first = (args.num_blocks - 1 - item / args.kv_heads) * args.item_lanes;
+    const int64_t count = std::min(args.item_lanes, args.num_rows * groups - first);
+    const int64_t num_lanes = round_up(count, PANEL);
+    for (int64_t lane = 0; lane < num_lanes; lane++) {  // beyond the last row stand copies of it
+      const int64_t place = first + std::min(lane, count - 1), row = place / groups;
+      const int64_t query_head = head * groups + place % groups;
+      const float* x = args.query + args.query_row * row + args.query_head * query_head;
+      float* panel = queries + lane / PANEL * PANEL * width + lane % PANEL;
+      for (int64_t i = 0; i < width; i++) panel[PANEL * i] = i < key_dim ? x[i] * float(args.scale) : 0.0f;
+      positions[lane] = int32_t(args.context - args.num_rows + row);
+      largest[lane] = args.sinks ? args.sinks[query_head] : -INFINITE;
+      totals[lane] = args.sinks ? 1 : 0;
+    }
+    std::fill(sums, sums + num_lanes * dims, 0.0f);
+    const int64_t seen_from = std::max<int64_t>(0, positions[0] + 1 - args.window), end = positions[num_lanes - 1] + 1;
+    for (int64_t first_key = seen_from / BLOCK_KEYS * BLOCK_KEYS; first_key < end; first_key += BLOCK_KEYS) {
+      const int64_t size = std::min(end - first_key, BLOCK_KEYS);
+      for (int64_t key = 0; key < size; key++) {
+        const int64_t slot = args.slots[first_key + key];
+        std::memcpy(keys + width * key, args.keys + args.key_row * slot + args.key_head * head, 4 * key_dim);
+        std::memcpy(values + dims * key, args.values + args.value_row * slot + args.value_head * head, 4 * value_dim);
+      }
+      std::fill(values + dims * size, values + dims * round_up(size, GROUP), 0.0f);
+      const Block block{first_key, size, keys, values};
+      for (int64_t lane = 0; lane < count; lane += PANEL)
+        attend_block(args, block,
+                     Panel{queries + lane * width, positions + lane, largest + lane, totals + lane, sums + lane * dims},
+                     width, dims, scores, factors);
+    }
+    for (int64_t lane = 0; lane < count; lane++) {
+      const int64_t place = first + lane, row = place / groups, query_head = head * groups + place % groups;
+      const auto share = float(1 / totals[lane]);
+      float* out = args.out + args.out_row * row + args.out_head * query_head;
+      const float* panel = sums + lane / PANEL * PANEL * dims + lane % PANEL;
+      for (int64_t i = 0; i < value_dim; i++) out[i] = panel[PANEL * i] * share;
+    }
+  }
+}

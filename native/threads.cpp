@@ -1,0 +1,156 @@
+// See threads.hpp. A caller's job is run by the caller and by whichever threads of the pool come in time: it has
+// ended when its work is taken and nobody is inside. A thread that the system has put aside is waited for only
+// where it may hold work. While one caller has the pool, others run their jobs alone.
+#include "threads.hpp"
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "vector.hpp"
+
+namespace logprobe {
+namespace {
+
+constexpr int SPINS = 4000;  // of a thread that waits for a job before it sleeps, and for others before it yields
+
+INLINE void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Job {
+  Stage* stages;
+  int64_t num_stages;
+  std::atomic<bool> lacks_memory{false};
+};
+
+// Run every stage, each after the one before it: in each thread that takes part.
+void run_stages(Job& job) {
+  for (Stage* stage = job.stages; stage < job.stages + job.num_stages; stage++) {
+    Work& work = *stage->work;
+    if (work.next.load(std::memory_order_relaxed) < work.num_items) {
+      stage->inside.fetch_add(1, std::memory_order_acq_rel);
+      try {
+        stage->kernel(stage->work);
+      } catch (const std::bad_alloc&) {
+        job.lacks_memory = true;
+        work.next = work.num_items;
+      }
+      stage->inside.fetch_sub(1, std::memory_order_acq_rel);
+    }
+    for (int turn = 0; stage->inside.load(std::memory_order_acquire) != 0; turn++)
+      if (turn < SPINS) pause();
+      else std::this_thread::yield();
+  }
+}
+
+class Pool {
+ public:
+  int run(Job& job, int64_t num_threads) {
+    std::unique_lock<std::mutex> own(owner_, std::try_to_lock);
+    if (num_threads <= 1 || !own.owns_lock()) {
+      run_stages(job);
+      return job.lacks_memory ? -1 : 0;
+    }
+    while (num_workers_ < num_threads - 1) {
+      std::thread([this, number = num_workers_] { work(number); }).detach();
+      num_workers_++;
+    }
+    job_ = &job;
+    num_wanted_.store(num_threads - 1, std::memory_order_relaxed);
+    state_.fetch_add(OPEN - CLOSED, std::memory_order_seq_cst);
+    if (num_asleep_.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> guard(sleep_);
+      wake_.notify_all();
+    }
+    run_stages(job);
+    close();
+    return job.lacks_memory ? -1 : 0;
+  }
+
+  // A child process has none of its parent's threads.
+  void forget_threads() { new (this) Pool(); }
+
+ private:
+  // The state is the number of the job times OPEN, plus CLOSED once nobody may come in any more, plus the
+  // number of threads inside.
+  static constexpr uint64_t CLOSED = uint64_t{1} << 31, OPEN = uint64_t{1} << 32;
+
+  void work(int64_t number) {
+    uint64_t seen = 0;
+    for (;;) {
+      uint64_t state = await_job(seen);
+      seen = state / OPEN;
+      if (number >= num_wanted_.load(std::memory_order_relaxed)) continue;
+      while (state / OPEN == seen && !(state & CLOSED))
+        if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+          run_stages(*job_);
+          state_.fetch_sub(1, std::memory_order_acq_rel);
+          break;
+        }
+    }
+  }
+
+  // Wait until there is another job than `seen`, and give the state.
+  uint64_t await_job(uint64_t seen) {
+    uint64_t state;
+    for (int turn = 0; turn < SPINS; turn++) {
+      state = state_.load(std::memory_order_acquire);
+      if (state / OPEN != seen) return state;
+      pause();
+    }
+    std::unique_lock<std::mutex> guard(sleep_);
+    num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+    while ((state = state_.load(std::memory_order_seq_cst)) / OPEN == seen) wake_.wait(guard);
+    num_asleep_.fetch_sub(1, std::memory_order_relaxed);
+    return state;
+  }
+
+  void close() {
+    uint64_t state = state_.fetch_or(CLOSED, std::memory_order_acq_rel) | CLOSED;
+    for (int turn = 0; (state & (CLOSED - 1)) != 0; turn++) {
+      if (turn < SPINS) pause();
+      else std::this_thread::yield();
+      state = state_.load(std::memory_order_acquire);
+    }
+  }
+
+  std::mutex owner_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> state_{CLOSED};
+  std::atomic<int64_t> num_wanted_{0}, num_asleep_{0};
+  int64_t num_workers_ = 0;
+  Job* job_ = nullptr;
+};
+
+Pool& pool() {
+  static Pool* only = [] {
+    pthread_atfork(nullptr, nullptr, [] { pool().forget_threads(); });
+    return new Pool();  // never destroyed: threads may run when the process ends
+  }();
+  return *only;
+}
+
+}  // namespace
+}  // namespace logprobe
+
+int logprobe_run(void (*kernel)(void*), void* work, int64_t num_threads) {
+  using namespace logprobe;
+  Stage stage{kernel, static_cast<Work*>(work), {0}};
+  Job job{&stage, 1};
+  stage.work->begin();
+  return pool().run(job, std::min(num_threads, stage.work->num_items));
+}
+
+int logprobe_run_series(void* stages, int64_t num_stages, int64_t num_threads) {
+  using namespace logprobe;
+  Job job{static_cast<Stage*>(stages), num_stages};
+  for (int64_t i = 0; i < num_stages; i++) job.stages[i].work->begin();
+  return pool().run(job, num_threads);
+}
