@@ -87,16 +87,6 @@ def _models_are_proven_once(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _kernels_are_compiled() -> None:
-    """No command that a test runs says on a fresh clone that it compiles them."""
-    from logprobe.kernels.compiling import compiled_beside, kernel_names
-    from logprobe.kernels.layers.layout import FORMS
-
-    with compiled_beside(kernel_names(FORMS)):
-        pass
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _engines_leave_the_collector_alone() -> Iterator[None]:
     """What engines walk past is told once a file, not with each engine that opens or closes."""
     from logprobe.engine.forward import pool

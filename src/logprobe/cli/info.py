@@ -45,8 +45,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     from logprobe.kernels import kernel_info
-    from logprobe.kernels.processor import HAS_WIDE_REGISTERS, cpu_name
-    from logprobe.kernels.threads.parallel import thread_pool
+    from logprobe.kernels.native import library
 
     return {
         "logprobe": __version__,
@@ -55,10 +54,9 @@ def facts() -> dict[str, Any]:
         **{library: version(library) for library in LIBRARIES},
         "devices": ["cpu"] + [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
         "kernels": kernel_info(),
-        "processor": f"{cpu_name()} ({'512-bit' if HAS_WIDE_REGISTERS else 'narrower'} registers)",
+        "native": f"{library().variant}, {library().digest}, {library().compiler}",
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "thread_pool": thread_pool(),
         "cache": str(home()),
     }
 

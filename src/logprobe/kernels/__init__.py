@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         extract_top_k_logprobs,
         extract_top_k_logprobs_rust,
     )
-    from logprobe.kernels.info import kernel_info, warm_up
+    from logprobe.kernels.info import kernel_info
 
 __all__ = [
     "batch_logprobs_to_cpu_rust",
@@ -25,7 +25,6 @@ __all__ = [
     "extract_top_k_logprobs_rust",
     "head_extract",
     "kernel_info",
-    "warm_up",
 ]
 
 _HOMES = {
@@ -36,7 +35,6 @@ _HOMES = {
     "extract_top_k_logprobs_rust": ".extraction.rows",
     "head_extract": ".extraction.head",
     "kernel_info": ".info",
-    "warm_up": ".info",
 }
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -38,12 +38,6 @@ class Hook:
 
 LIBGOMP = "libgomp"
 
-PARALLEL = Hook(
-    library=LIBGOMP,
-    name="GOMP_parallel",
-    purpose="runs a compiled worker on the threads that torch already keeps",
-    without="plain Python threads run the workers, and the stages of a series are launched one by one",
-)
 PAUSE = Hook(
     library=LIBGOMP,
     name="omp_pause_resource_all",
@@ -56,21 +50,7 @@ ATTENTION = Hook(
     purpose="hands each layer's attention to the pool; decoders pass our options through to it",
     without="no model can be loaded",
 )
-LLVM_FUNCTIONS = Hook(
-    library="numba.core.cgutils",
-    name="get_or_insert_function",
-    purpose="declares LLVM's functions on vectors, which llvmlite's own way refuses",
-    without="the kernels do not compile",
-)
-
-LLVM_NAMES = Hook(
-    library="llvmlite.binding.ffi",
-    name="lib._fntab",
-    purpose="has llvmlite's library answer to `__dict__` by a dict, and not by a function as to any name",
-    without="vLLM on a CPU, which reads that of all names of all modules, starts no worker in this process",
-)
-
-HOOKS = (PARALLEL, PAUSE, ATTENTION, LLVM_FUNCTIONS, LLVM_NAMES)
+HOOKS = (PAUSE, ATTENTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

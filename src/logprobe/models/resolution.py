@@ -174,11 +174,10 @@ def _known_folder(model: KnownModel, *, download: bool) -> Path:
         raise ModelNotFoundError(
             f"{model.name}: not in {folder.parent}; run `logprobe models pull {model.name}`"
         )
-    from logprobe.kernels.compiling import compiled_beside, kernel_names
     from logprobe.models.fetch import fetch_gguf
     from logprobe.models.gguf.convert import convert
 
-    with compiled_beside(kernel_names(model.forms)), new_entry(folder) as partial:
+    with new_entry(folder) as partial:
         if partial is not None:
             scratch = partial / "fetched"
             scratch.mkdir()
@@ -197,11 +196,9 @@ def _gguf_files(name: str, path: Path) -> ModelFiles:
     sha256 = checksum_of(path)
     folder = entry_folder("gguf", sha256)
     if not is_there(folder):
-        from logprobe.kernels.compiling import compiled_beside, kernel_names
         from logprobe.models.gguf.convert import convert
-        from logprobe.models.gguf.weights import forms_of_panels
 
-        with compiled_beside(kernel_names(forms_of_panels(path))), new_entry(folder) as partial:
+        with new_entry(folder) as partial:
             if partial is not None:
                 convert(path, partial, name=path.stem, sha256=sha256)
                 point_at(partial / GGUF, path)
@@ -224,10 +221,8 @@ def _hub_folder(name: str, *, download: bool) -> Path:
 
     if not download:
         return snapshot(name, download=False)
-    from logprobe.kernels.compiling import compiled_beside, kernel_names
 
-    with compiled_beside(kernel_names()):
-        return snapshot(name, download=True)
+    return snapshot(name, download=True)
 
 
 def _remove_tree(folder: Path) -> None:

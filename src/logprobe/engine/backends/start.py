@@ -18,8 +18,6 @@ from logprobe.engine.forward.pool import free_bytes, keep_out_of_collections, re
 from logprobe.engine.front import Front
 from logprobe.engine.protocol import Capabilities
 from logprobe.errors import ModelError
-from logprobe.kernels import warm_up
-from logprobe.kernels.compiling import compiled_beside, kernel_names
 from logprobe.kernels.threads.parallel import release_threads
 from logprobe.models import Vocabulary, load_tokenizer, quantization, resolve, weight_version
 from logprobe.models.cache import in_words
@@ -101,9 +99,7 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
     load_processors(config.logits_processors)  # a wrong name is told before the weights are read
     files = resolve(config.model)
     version = weight_version(files)
-    with compiled_beside(kernel_names(_stored_forms(files))):
-        text = text_edge(files)
-    warm_up()
+    text = text_edge(files)
     forward = NativeForward(config, files)
     dtype = str(forward.dtype).removeprefix("torch.")
     config = replace(config, device=forward.device, dtype=dtype)  # what processors are told
@@ -139,12 +135,6 @@ def build_native_engine(config: EngineConfig) -> NativeParts:
         )
     logger.info("%s: %s", files.name, _what_it_took(forward, time.perf_counter() - began))
     return NativeParts(engine, capabilities, text, eos_token_ids, forward.kv_bytes)
-
-
-def _stored_forms(files: ModelFiles) -> set[str]:
-    """Of weights that an earlier load has kept."""
-    store = LoadStore.of(files)
-    return set() if store is None else store.forms()
 
 
 def text_edge(files: ModelFiles) -> TextEdge:

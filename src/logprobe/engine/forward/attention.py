@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import RowPlan, RowPlanBuilder, ScoreRule, attend_rows
-from logprobe.kernels.attention.chunk import attend_chunk, can_attend_chunks
+from logprobe.kernels.attention.chunk import attend_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,7 +124,7 @@ def plan_attention(pool: KVPool, batch: StepBatch, device: str) -> AttentionPlan
         else:
             chunks.append(Chunk(start, end, _to_device(context, device)))
     slots = _to_device(batch.slots, device)
-    uses_kernels = bool(chunks) and is_readable and can_attend_chunks()
+    uses_kernels = bool(chunks) and is_readable
     return AttentionPlan(pool, slots, chunks, rows.build(), uses_kernels=uses_kernels)
 
 
@@ -138,8 +138,7 @@ def every_way(pool: KVPool, prompts: Sequence[torch.Tensor]) -> Iterator[tuple[l
     yield whole, _chunked(pool, prompts, whole, uses_kernels=False)
     yield halves, _chunked(pool, prompts, halves, uses_kernels=False)
     if pool.is_readable_in_place:
-        if can_attend_chunks():
-            yield whole, _chunked(pool, prompts, whole, uses_kernels=True)
+        yield whole, _chunked(pool, prompts, whole, uses_kernels=True)
         rows = RowPlanBuilder()
         first = 0
         for slots, start in zip(prompts, halves, strict=True):

@@ -25,7 +25,7 @@ from logprobe.errors import UnsupportedModelError
 from logprobe.kernels.attention.api import ScoreRule
 from logprobe.kernels.layers.gate import gate_stage
 from logprobe.kernels.layers.norm import norm_stage
-from logprobe.kernels.layers.panels import kernel_of, panel_stage
+from logprobe.kernels.layers.panels import panel_stage
 from logprobe.kernels.layers.rotary import Projections, rotary_stage
 
 if TYPE_CHECKING:
@@ -207,14 +207,8 @@ class Decoder:
         self.make_room(lora)
 
     def make_room(self, lora: LoraWeights) -> None:
-        """Let steps name such weights; none of them waits for their panels, nor for a kernel of these."""
-        parts = self.loras.bind(lora, self._own_layer)
-        factors: list[Dense | LowRank] = [
-            part.last if name == lora.embedding else part for name, part in parts.items()
-        ]
-        factors += [part.weight for name, part in parts.items() if part.weight and name != lora.embedding]
-        for form in {panels.form.name for factor in factors for panels in factor.panels}:
-            kernel_of(form)()
+        """Let steps name such weights; none of them waits for their panels."""
+        self.loras.bind(lora, self._own_layer)
 
     def _own_layer(self, name: str) -> PanelLayer:
         """The weights of a module, as LoRA weights are bound to them."""

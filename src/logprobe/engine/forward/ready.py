@@ -19,8 +19,6 @@ from logprobe.engine.forward.decoder import Decoder
 from logprobe.engine.forward.pool import check_memory
 from logprobe.engine.protocol import Layout
 from logprobe.errors import ParameterError, UnsupportedModelError
-from logprobe.kernels.compiling import compiled_beside, kernel_names
-from logprobe.kernels.layers.layout import can_widen
 from logprobe.models import load_model
 from logprobe.models.folder import reading_errors
 from logprobe.models.loading import load_lazily, load_state, num_weights
@@ -74,7 +72,7 @@ def make_ready(
         UnsupportedModelError: the model cannot be followed, or its numbers differ.
         ParameterError: a form of weights that the device or the dtype does not allow.
     """
-    can_publish = device == "cpu" and dtype == torch.float32 and can_widen()
+    can_publish = device == "cpu" and dtype == torch.float32
     if weights == "published" and not can_publish:
         raise ParameterError("weights", f"published needs {NEEDS}; use auto or plain")
     why_plain = None if can_publish else f"our own decoder needs {NEEDS}"
@@ -134,8 +132,6 @@ def _proven(
     spec = describe(model.module, proof)
     progress.say("packing")
     panels = _panels(model, store, with_experts=not isinstance(spec, str))
-    with compiled_beside(kernel_names({one.form.name for one in panels.values()})):
-        pass
     progress.say("proving")
     own = spec if isinstance(spec, str) else own_decoder(spec, model.module, proof, panels)
     if isinstance(own, str):

@@ -7,9 +7,3 @@ A logits processor in vLLM's workers (`worker`) draws for our requests and keeps
 
 from __future__ import annotations
 
-from logprobe.kernels.hooks import LLVM_NAMES
-
-# Before vLLM is imported, whose CPU build stumbles over llvmlite's library (see the hook).
-_names = LLVM_NAMES.find()
-if _names is not None:
-    _names["__dict__"] = {}

@@ -19,7 +19,6 @@ from logprobe.config import EngineConfig
 from logprobe.engine.backends.start import text_edge
 from logprobe.integrations.vllm.drawing import WorkerDraw
 from logprobe.integrations.vllm.orders import BEFORE, SETTINGS, TAG, WORK
-from logprobe.kernels import warm_up
 from logprobe.models import resolve
 from logprobe.processors import ModelFacts
 
@@ -115,7 +114,6 @@ class RowsExtension:
 
 
 def _new_draw(settings: Mapping[str, Any], vllm_config: Any) -> WorkerDraw:
-    warm_up()
     config = EngineConfig(**settings["config"])
     text = text_edge(resolve(config.model))
     facts = ModelFacts(

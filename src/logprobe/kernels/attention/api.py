@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logprobe.kernels.threads.parallel import Stage, items_for_threads, worker_of
+from logprobe.kernels.native import AttendRowsArgs
+from logprobe.kernels.threads.parallel import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Array: TypeAlias = NDArray[Any]
 NO_WINDOW = 1 << 30
-worker = worker_of("attention.rows")
 
 
 @dataclass(slots=True)
@@ -70,10 +70,9 @@ class ScoreRule:
     sinks: Tensor | None = field(default=None, compare=False)
 
     @property
-    def settings(self) -> Array:
-        """Scale, softcap (0: none) and how many sinks there are; then the sinks, float32."""
-        sinks = [] if self.sinks is None else self.sinks.float().flatten().tolist()
-        return np.array([self.scale, self.softcap or 0.0, len(sinks), *sinks], dtype=np.float32)
+    def sink_scores(self) -> Array | None:
+        """The sinks, float32; None where there are none."""
+        return None if self.sinks is None else self.sinks.float().flatten().numpy(force=True)
 
 
 def attend_rows(
@@ -96,16 +95,37 @@ def rows_stage(
     query: Tensor, keys: Tensor, values: Tensor, plan: RowPlan, out: Tensor, rule: ScoreRule
 ) -> Stage:
     """`attend_rows` of contiguous queries, ready to run."""
-    settings = rule.settings
+    sinks = rule.sink_scores
     # All heads of a slot lie together; apart they only serve to keep every thread busy.
     parts = 1 if len(plan.queries) >= items_for_threads() else keys.shape[1]
-    context = [
-        *(tensor.data_ptr() for tensor in (query, keys, values, out)),
-        *(array.ctypes.data for array in (plan.queries, plan.begins, plan.lengths, plan.slots, settings)),
-        len(plan.queries), len(plan.slots),
-        query.shape[1], keys.shape[1], keys.shape[2], values.shape[2],
-        NO_WINDOW if rule.window is None else rule.window,
-        parts,
-    ]  # fmt: skip
-    keeps = (query, keys, values, out, plan, settings)
-    return Stage(worker(), context, len(plan.queries) * parts, keeps)
+    work = AttendRowsArgs(
+        num_items=len(plan.queries) * parts,
+        **attention_args(query, keys, values, out, rule, sinks),
+        rows=plan.queries.ctypes.data,
+        begins=plan.begins.ctypes.data,
+        lengths=plan.lengths.ctypes.data,
+        slots=plan.slots.ctypes.data,
+        parts=parts,
+    )
+    return Stage("attend_rows", work, (query, keys, values, out, plan, sinks))
+
+
+def attention_args(
+    query: Tensor, keys: Tensor, values: Tensor, out: Tensor, rule: ScoreRule, sinks: Array | None
+) -> dict[str, Any]:
+    """What both kernels take."""
+    tensors = {"query": query, "keys": keys, "values": values, "out": out}
+    strides = {"query": query, "key": keys, "value": values, "out": out}
+    return {
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        **{f"{name}_row": tensor.stride(0) for name, tensor in strides.items()},
+        **{f"{name}_head": tensor.stride(1) for name, tensor in strides.items()},
+        "sinks": None if sinks is None else sinks.ctypes.data,
+        "heads": query.shape[1],
+        "kv_heads": keys.shape[1],
+        "key_dim": keys.shape[2],
+        "value_dim": values.shape[2],
+        "window": NO_WINDOW if rule.window is None else rule.window,
+        "scale": rule.scale,
+        "softcap": rule.softcap or 0.0,
+    }

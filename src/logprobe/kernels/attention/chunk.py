@@ -14,23 +14,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.attention.api import NO_WINDOW
-from logprobe.kernels.layers.layout import PANEL, can_widen
-from logprobe.kernels.processor import FLOAT
-from logprobe.kernels.threads.parallel import items_for_threads, parallel_for, worker_of
+from logprobe.kernels.attention.api import attention_args
+from logprobe.kernels.layers.layout import PANEL
+from logprobe.kernels.native import AttendChunkArgs
+from logprobe.kernels.threads.parallel import Stage, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.attention.api import ScoreRule
 
-worker = worker_of("attention.chunk")
 MOST_PANELS = 4  # of query rows that share a block of keys, which is brought into form for them
-
-
-def can_attend_chunks() -> bool:
-    """Whether this processor has the instructions that the products are made of."""
-    return can_widen()
 
 
 def attend_chunk(
@@ -47,18 +41,21 @@ def attend_chunk(
         out: (num_rows, heads, value_dim) float32. The last dimension is contiguous here and in the pool.
     """
     query = query if query.stride(2) == 1 else query.contiguous()
-    num_rows, num_heads, key_dim = query.shape
+    num_rows, num_heads, _ = query.shape
     num_kv_heads = keys.shape[1]
-    groups, settings = num_heads // num_kv_heads, rule.settings
+    groups, sinks = num_heads // num_kv_heads, rule.sink_scores
     lanes = _item_lanes(num_rows * groups, num_kv_heads)
     num_blocks = -(-num_rows * groups // lanes)
-    strides = (FLOAT * tensor.stride(d) for tensor in (query, keys, values, out) for d in (0, 1))
-    context = [
-        *(tensor.data_ptr() for tensor in (query, keys, values, slots, out)), settings.ctypes.data, *strides,
-        num_rows, len(slots), num_kv_heads, groups, key_dim, values.shape[2],
-        NO_WINDOW if rule.window is None else rule.window, num_blocks, lanes,
-    ]  # fmt: skip
-    parallel_for(worker(), context, num_blocks * num_kv_heads)
+    work = AttendChunkArgs(
+        num_items=num_blocks * num_kv_heads,
+        **attention_args(query, keys, values, out, rule, sinks),
+        slots=slots.data_ptr(),
+        num_rows=num_rows,
+        context=len(slots),
+        num_blocks=num_blocks,
+        item_lanes=lanes,
+    )
+    Stage("attend_chunk", work, (query, sinks)).run()
 
 
 def _item_lanes(num_lanes: int, num_heads: int) -> int:

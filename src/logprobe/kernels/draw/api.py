@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from logprobe.kernels.threads.parallel import parallel_for, worker_of
+from logprobe.kernels.native import DrawArgs
+from logprobe.kernels.threads.parallel import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FloatArray: TypeAlias = NDArray[np.float32]
-worker = worker_of("draw.rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +64,28 @@ def draw(logits: Tensor, params: DrawParams) -> Drawn:
 
 def _draw_rows(logits: NDArray[np.float32], params: DrawParams, drawn: Drawn) -> None:
     """Fill `drawn` from (B, V) float32 logits, rows on all of torch's threads."""
-    # One row of settings: temperature, top_k, top_p, min_p, and the uniform number as two halves.
-    high = params.uniforms.astype(np.float32)
-    low = (params.uniforms - high).astype(np.float32)
-    settings = np.stack(
-        [params.temperatures, params.top_ks, params.top_ps, params.min_ps, high, low],
-        axis=1,
-        dtype=np.float32,
+    settings = [
+        np.ascontiguousarray(values, np.float32)
+        for values in (params.temperatures, params.top_ks, params.top_ps, params.min_ps)
+    ]
+    uniforms = np.ascontiguousarray(params.uniforms, np.float64)
+    temperatures, top_ks, top_ps, min_ps = (values.ctypes.data for values in settings)
+    work = DrawArgs(
+        num_items=len(logits),
+        logits=logits.ctypes.data,
+        row_stride=logits.strides[0] // logits.itemsize,
+        vocab_size=logits.shape[1],
+        temperatures=temperatures,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        min_ps=min_ps,
+        uniforms=uniforms.ctypes.data,
+        token_ids=drawn.token_ids.ctypes.data,
+        cut_logits=drawn.cut_logits.ctypes.data,
+        cut_ids=drawn.cut_ids.ctypes.data,
+        is_valid=drawn.is_valid.ctypes.data,
     )
-    context = [
-        logits.ctypes.data, logits.shape[1], logits.strides[0], settings.ctypes.data,
-        drawn.token_ids.ctypes.data, drawn.cut_logits.ctypes.data, drawn.cut_ids.ctypes.data,
-        drawn.is_valid.ctypes.data, len(logits),
-    ]  # fmt: skip
-    parallel_for(worker(), context, len(logits))
+    Stage("draw", work, ()).run()
 
 
 def truncated_(logits: Tensor, drawn: Drawn, rows: list[int], temperatures: FloatArray) -> Tensor:

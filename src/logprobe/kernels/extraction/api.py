@@ -30,7 +30,7 @@ GivenLike: TypeAlias = "IdsLike | Sequence[IdsLike | None] | None"
 
 LOGITS_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MODULES = {
-    "numba": "logprobe.kernels.extraction.cpu",
+    "native": "logprobe.kernels.extraction.cpu",
     "triton": "logprobe.kernels.extraction.triton",
     "torch": "logprobe.kernels.extraction.reference",
 }

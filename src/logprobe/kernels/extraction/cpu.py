@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from logprobe.kernels.threads.parallel import parallel_for, worker_of
+from logprobe.kernels.native import ExtractArgs
+from logprobe.kernels.threads.parallel import Stage, address
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from logprobe.kernels.extraction.api import RowRequests
     from logprobe.records.rows import DeviceRows
 
-worker = worker_of("extraction.rows")
 PARALLEL_FROM = 2**15  # logits from which a second thread pays for its start
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -28,27 +28,26 @@ def fill(logits: Tensor, requests: RowRequests, output: DeviceRows) -> None:
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     given = output.given
-    context = [
-        logits.data_ptr(),
-        logits.stride(0) * logits.element_size(),
-        requests.vocab_size,
-        KINDS[logits.dtype],
-        requests.chosen_ids.data_ptr(),
-        requests.num_logprobs.data_ptr(),
-        output.token_ids.data_ptr(),
-        output.logprobs.data_ptr(),
-        requests.width,
-        output.ranks.data_ptr(),
-        output.lse.data_ptr(),
-        output.is_valid.data_ptr(),
-        0 if output.entropy is None else output.entropy.data_ptr(),
-    ]
-    if given is not None:
-        arrays = (given.offsets, given.token_ids, given.logprobs, given.ranks)
-        context += [array.data_ptr() for array in arrays]
-    else:
-        context += [0] * 4
-    columns = map(output.extras.get, ("varentropy", "margin"))
-    context += [0 if column is None else column.data_ptr() for column in columns]
-    is_small = logits.numel() < PARALLEL_FROM
-    parallel_for(worker(), context, len(logits), num_threads=1 if is_small else None)
+    work = ExtractArgs(
+        num_items=len(logits),
+        logits=logits.data_ptr(),
+        row_bytes=logits.stride(0) * logits.element_size(),
+        vocab_size=requests.vocab_size,
+        kind=KINDS[logits.dtype],
+        chosen=requests.chosen_ids.data_ptr(),
+        num_logprobs=requests.num_logprobs.data_ptr(),
+        token_ids=output.token_ids.data_ptr(),
+        logprobs=output.logprobs.data_ptr(),
+        width=requests.width,
+        ranks=output.ranks.data_ptr(),
+        lse=output.lse.data_ptr(),
+        is_valid=output.is_valid.data_ptr(),
+        entropy=address(output.entropy),
+        varentropy=address(output.extras.get("varentropy")),
+        margin=address(output.extras.get("margin")),
+        given_offsets=None if given is None else given.offsets.data_ptr(),
+        given_ids=None if given is None else given.token_ids.data_ptr(),
+        given_logprobs=None if given is None else given.logprobs.data_ptr(),
+        given_ranks=None if given is None else given.ranks.data_ptr(),
+    )
+    Stage("extract", work, (), is_small=logits.numel() < PARALLEL_FROM).run()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.threads.parallel import Stage, worker_of
+from logprobe.kernels.native import GateArgs
+from logprobe.kernels.threads.parallel import Stage, address
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-worker = worker_of("layers.gate")
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4, "relu2": 5}  # what gates know
 PIECE = 1024  # numbers of a row that a thread takes at a time
 
@@ -29,10 +29,16 @@ def gate_stage(gates: Tensor, values: Tensor | None, out: Tensor, activation: st
     """
     assert activation != "none"
     num_rows, width = gates.shape
-    if values is None:
-        values = gates.new_ones(1, width).expand(num_rows, width)
-    context = [
-        gates.data_ptr(), gates.stride(0), values.data_ptr(), values.stride(0), out.data_ptr(), out.stride(0),
-        width, ACTIVATIONS[activation],
-    ]  # fmt: skip
-    return Stage(worker(), context, num_rows * -(-width // PIECE), (gates, values, out))
+    work = GateArgs(
+        num_items=num_rows * -(-width // PIECE),
+        gates=gates.data_ptr(),
+        values=address(values),
+        out=out.data_ptr(),
+        gates_stride=gates.stride(0),
+        values_stride=0 if values is None else values.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        piece=PIECE,
+        activation=ACTIVATIONS[activation],
+    )
+    return Stage("gate", work, (gates, values, out))

@@ -21,20 +21,14 @@ Before it: nothing. After it: what brings weights into panels, and what multipli
 from __future__ import annotations
 
 from dataclasses import dataclass
-from platform import machine
 
-from logprobe.kernels.processor import FLOAT, HAS_WIDE_REGISTERS, cpu_features
+from logprobe.kernels.processor import FLOAT
 
 LAYOUT = 1  # of what this file states; a file of panels in another is not read
 PANEL = 48
 GROUP = 8
 RUN = 16  # inputs, whose products are summed by themselves: a sum's rounding error grows with its length
-TILE_ROWS = 8 if HAS_WIDE_REGISTERS else 2  # whose sums stay in registers: 24 of 32, or 12 of 16
-
-
-def can_widen() -> bool:
-    """Whether this processor has the instructions: fused products, and float16 to float32."""
-    return machine() in {"aarch64", "arm64"} or {"fma", "f16c"} <= cpu_features()
+TILE_ROWS = 8  # blocks of rows are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +39,6 @@ class Form:
     inputs: int  # of a block
     header: int  # bytes of a block's scales and summands
     group: int  # bytes of a group
-    direct_rows: int  # up to so many rows, weights are widened where they are used
 
     @property
     def block_bytes(self) -> int:
@@ -57,12 +50,12 @@ class Form:
         return num_inputs // self.inputs * self.block_bytes
 
 
-FLOAT_ROWS, DIRECT_ROWS = (4, 8) if HAS_WIDE_REGISTERS else (TILE_ROWS, TILE_ROWS)  # measured
-FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL, FLOAT_ROWS)
-BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS)
-FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL, FLOAT_ROWS)
-NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2, DIRECT_ROWS)
-NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2, DIRECT_ROWS)
-OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL, DIRECT_ROWS)
-OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL, DIRECT_ROWS)
+FLOAT32 = Form("float32", GROUP, 0, FLOAT * GROUP * PANEL)
+BFLOAT16 = Form("bfloat16", GROUP, 0, 2 * GROUP * PANEL)
+FLOAT16 = Form("float16", GROUP, 0, 2 * GROUP * PANEL)
+NIBBLES = Form("nibbles", 32, 2 * 2 * PANEL, GROUP * PANEL // 2)
+NIBBLES_WIDE = Form("nibbles_wide", 32, 2 * FLOAT * PANEL, GROUP * PANEL // 2)
+OCTETS = Form("octets", 32, 2 * PANEL, GROUP * PANEL)
+OCTETS_WIDE = Form("octets_wide", 16, FLOAT * PANEL, GROUP * PANEL)
 FORMS = {form.name: form for form in (FLOAT32, BFLOAT16, FLOAT16, NIBBLES, NIBBLES_WIDE, OCTETS, OCTETS_WIDE)}
+FORM_NUMBERS = {name: number for number, name in enumerate(FORMS)}  # of native/tiles.hpp

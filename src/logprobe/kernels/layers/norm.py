@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from logprobe.kernels.threads.parallel import Stage, block_rows, worker_of
+from logprobe.kernels.native import NormArgs
+from logprobe.kernels.threads.parallel import Stage, address, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-worker = worker_of("layers.norm")
 MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
@@ -58,18 +56,22 @@ def norm_stage(
     parts = x.shape[1] // width
     assert residual is None or residual.stride() == out.stride()
     assert bias is None or is_centred
-    settings = np.array([epsilon], dtype=np.float32)
     block = block_rows(num_rows, MOST_ROWS)
-    context = [
-        x.data_ptr(), x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        out.data_ptr(), out.stride(0), 0 if residual is None else residual.data_ptr(),
-        width, parts, num_rows, settings.ctypes.data, is_centred, block,
-    ]  # fmt: skip
-    keeps = (x, weight, out, settings, residual, bias)
-    return Stage(
-        worker(),
-        context,
-        -(-num_rows // block),
-        keeps,
-        is_small=num_rows < ROWS_FOR_THREADS,
+    work = NormArgs(
+        num_items=-(-num_rows // block),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=address(bias),
+        residual=address(residual),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        width=width,
+        parts=parts,
+        num_rows=num_rows,
+        block_rows=block,
+        is_centred=is_centred,
+        epsilon=epsilon,
     )
+    keeps = (x, weight, out, residual, bias)
+    return Stage("norm", work, keeps, is_small=num_rows < ROWS_FOR_THREADS)

@@ -13,20 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from logprobe.kernels.layers.gate import ACTIVATIONS
-from logprobe.kernels.layers.layout import PANEL, TILE_ROWS
-from logprobe.kernels.processor import FLOAT
-from logprobe.kernels.threads.parallel import TASK_FIELDS, Stage, WorkerOf, items_for_threads, worker_of
+from logprobe.kernels.layers.layout import FORM_NUMBERS, PANEL, TILE_ROWS
+from logprobe.kernels.native import ProductArgs
+from logprobe.kernels.threads.parallel import Stage, address, items_for_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from logprobe.kernels.layers.forms import PanelWeights
 
-TAKEN = 21  # of a task: from here on stands how many items of each group of blocks of rows are taken
-MOST_GROUPS = TASK_FIELDS - TAKEN
 FEWEST_ITEMS = 32  # that the panels of a layer are shared out in, where there are so many
 BLOCK_ROWS = (64, 256)  # rows, least and most, that a piece of a panel is widened once for
 BLOCK_FLOATS = 1 << 19  # of a block of more than the least rows: it stays in a cache while panels go by
@@ -58,23 +54,33 @@ def panel_stage(x: Tensor, weights: PanelWeights, out: Tensor, finish: Finish = 
     assert values is None or finish.activation != "none"
     num_panels = -(-weights.num_outputs // PANEL)
     item_panels = max(1, num_panels // max(FEWEST_ITEMS, items_for_threads()))
-    context = [
-        x.data_ptr(), weights.data.data_ptr(), _address(weights.bias),
-        0 if values is None else values.data.data_ptr(), 0 if values is None else _address(values.bias),
-        _address(residual), out.data_ptr(), FLOAT * x.stride(0),
-        0 if residual is None else FLOAT * residual.stride(0), FLOAT * out.stride(0),
-        len(x), weights.num_inputs, weights.padded_inputs, weights.num_outputs, weights.panel_bytes,
-        num_panels, item_panels, ACTIVATIONS[finish.activation],
-        int(np.float32(finish.factor).view(np.int32)), *[0] * MOST_GROUPS,
-    ]  # fmt: skip
     items = -(-num_panels // item_panels)
-    num_items = items * _num_blocks(len(x), weights.padded_inputs, items)
-    return Stage(kernel_of(weights.form.name)(), context, num_items, (x, weights, out, finish))
-
-
-def kernel_of(form: str) -> WorkerOf:
-    """What gives the worker of a form's name; forms that no model has are never compiled."""
-    return worker_of(f"layers.panels.{form}")
+    num_rows, padded = len(x), weights.padded_inputs
+    num_blocks = _num_blocks(num_rows, padded, items)
+    work = ProductArgs(
+        num_items=items * num_blocks,
+        x=x.data_ptr(),
+        weights=weights.data.data_ptr(),
+        bias=address(weights.bias),
+        value_weights=None if values is None else values.data.data_ptr(),
+        value_bias=None if values is None else address(values.bias),
+        residual=address(residual),
+        out=out.data_ptr(),
+        x_stride=x.stride(0),
+        residual_stride=0 if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        num_rows=num_rows,
+        width=weights.num_inputs,
+        num_inputs=padded,
+        num_outputs=weights.num_outputs,
+        panel_bytes=weights.panel_bytes,
+        item_panels=item_panels,
+        block_rows=rows_of_blocks(num_rows, num_blocks),
+        form=FORM_NUMBERS[weights.form.name],
+        activation=ACTIVATIONS[finish.activation],
+        factor=finish.factor,
+    )
+    return Stage("products", work, (x, weights, out, finish))
 
 
 def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
@@ -92,6 +98,3 @@ def rows_of_blocks(num_rows: int, num_blocks: int) -> int:
     """Rows of every block but the last: whole tiles."""
     return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS
 
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.threads.parallel import Stage, block_rows, worker_of
+from logprobe.kernels.native import RotaryArgs
+from logprobe.kernels.threads.parallel import Stage, address, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-worker = worker_of("layers.rotary")
 MOST_ROWS = 16  # of an item
 ROWS_FOR_THREADS = 64  # below, starting the threads costs more than they save
 
@@ -80,19 +80,32 @@ def rotary_stage(
     (cosines, sines), (keys, values) = rotary, pool
     num_rows, heads, key_dim = out.shape
     block = block_rows(num_rows, MOST_ROWS)
-    context = [
-        query.data_ptr(), query.stride(0), query.stride(1),
-        key.data_ptr(), key.stride(0), key.stride(1),
-        value.data_ptr(), value.stride(0), value.stride(1),
-        cosines.data_ptr(), sines.data_ptr(), 0 if query_scales is None else query_scales.data_ptr(),
-        out.data_ptr(), keys.data_ptr(), values.data_ptr(), slots.data_ptr(),
-        num_rows, heads, keys.shape[1], key_dim, values.shape[2], cosines.shape[1], is_paired, block,
-    ]  # fmt: skip
-    keeps = (projections, rotary, pool, slots, out, query_scales)
-    return Stage(
-        worker(),
-        context,
-        -(-num_rows // block),
-        keeps,
-        is_small=num_rows < ROWS_FOR_THREADS,
+    work = RotaryArgs(
+        num_items=-(-num_rows // block),
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        cosines=cosines.data_ptr(),
+        sines=sines.data_ptr(),
+        query_scales=address(query_scales),
+        out=out.data_ptr(),
+        key_pool=keys.data_ptr(),
+        value_pool=values.data_ptr(),
+        slots=slots.data_ptr(),
+        query_row=query.stride(0),
+        query_head=query.stride(1),
+        key_row=key.stride(0),
+        key_head=key.stride(1),
+        value_row=value.stride(0),
+        value_head=value.stride(1),
+        num_rows=num_rows,
+        heads=heads,
+        kv_heads=keys.shape[1],
+        key_dim=key_dim,
+        value_dim=values.shape[2],
+        rotary_dim=cosines.shape[1],
+        is_paired=is_paired,
+        block_rows=block,
     )
+    keeps = (projections, rotary, pool, slots, out, query_scales)
+    return Stage("rotary", work, keeps, is_small=num_rows < ROWS_FOR_THREADS)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from logprobe.kernels.threads.parallel import block_rows, parallel_for, worker_of
+from logprobe.kernels.native import StoreArgs
+from logprobe.kernels.threads.parallel import Stage, block_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-worker = worker_of("layers.store")
 MOST_ROWS = 64  # of an item
 
 
@@ -28,9 +28,16 @@ def store_rows(key: Tensor, key_pool: Tensor, value: Tensor, value_pool: Tensor,
     """
     key, value = key.contiguous(), value.contiguous()
     block = block_rows(len(slots), MOST_ROWS)
-    context = [
-        key.data_ptr(), key_pool.data_ptr(), key[0].numel(),
-        value.data_ptr(), value_pool.data_ptr(), value[0].numel(),
-        slots.data_ptr(), len(slots), block,
-    ]  # fmt: skip
-    parallel_for(worker(), context, -(-len(slots) // block))
+    work = StoreArgs(
+        num_items=-(-len(slots) // block),
+        keys=key.data_ptr(),
+        values=value.data_ptr(),
+        key_pool=key_pool.data_ptr(),
+        value_pool=value_pool.data_ptr(),
+        slots=slots.data_ptr(),
+        key_width=key[0].numel(),
+        value_width=value[0].numel(),
+        num_rows=len(slots),
+        block_rows=block,
+    )
+    Stage("store", work, (key, value)).run()

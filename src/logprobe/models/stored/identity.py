@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from logprobe.kernels.layers.layout import LAYOUT
-from logprobe.kernels.processor import machine_key
+from logprobe.kernels.native import library
 from logprobe.models.cache import MANIFEST, home
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _HEADER_BYTES: Final = 1 << 20  # of a safetensors file: its names, shapes and places
 _SMALL_BYTES: Final = 1 << 25  # of a file that is read whole in no time
 _SETTINGS: Final = ("config.json", "generation_config.json")
-_LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numba", "llvmlite", "numpy")
+_LIBRARIES: Final = ("torch", "transformers", "tokenizers", "numpy")
 _TOKENIZER_FILES: Final = "*token*"  # tokenizer.json, tokenizer_config.json, special_tokens_map.json ...
 _CODE: Final = ("engine", "kernels", "models")
 
@@ -76,7 +76,7 @@ def _digest(parts: Iterable[Any]) -> str:
 
 
 def _machine() -> list[Any]:
-    return [LAYOUT, *machine_key()]
+    return [LAYOUT, library().variant]
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def _code() -> tuple[str, ...]:
     for name in _CODE:
         for file in sorted((root / name).rglob("*.py")):
             digest.update(file.read_bytes())
-    return digest.hexdigest(), *map(_version, _LIBRARIES)
+    return digest.hexdigest(), library().digest, *map(_version, _LIBRARIES)
 
 
 def _version(library: str) -> str:

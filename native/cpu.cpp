@@ -1,0 +1,24 @@
+// Compiled for any processor of the architecture: whether this one has the variant's instructions.
+#if defined(__clang__)
+#define COMPILER "clang " __clang_version__
+#else
+#define COMPILER "gcc " __VERSION__
+#endif
+
+extern "C" int logprobe_can_run() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#if VARIANT == 4
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("fma");
+#else
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("bmi2");
+#endif
+#else
+  return 1;
+#endif
+}
+
+extern "C" const char* logprobe_compiler() { return COMPILER; }

@@ -1,1 +1,0 @@
-"""What is compiled of workers: their start, items and arrays of a task, instructions, vectors."""
