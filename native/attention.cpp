@@ -248,7 +248,7 @@ void attend_block(const AttendChunkArgs& args, const Block& block, const Panel& 
 }  // namespace
 }  // namespace logprobe
 
-extern "C" void logprobe_attend_rows(void* pointer) {
+EXPORT void logprobe_attend_rows(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<AttendRowsArgs*>(pointer);
   const int64_t groups = args.heads / args.kv_heads, parts = args.parts;
@@ -267,7 +267,7 @@ extern "C" void logprobe_attend_rows(void* pointer) {
   }
 }
 
-extern "C" void logprobe_attend_chunk(void* pointer) {
+EXPORT void logprobe_attend_chunk(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<AttendChunkArgs*>(pointer);
   const int64_t key_dim = args.key_dim, value_dim = args.value_dim, groups = args.heads / args.kv_heads;

@@ -7,6 +7,12 @@
 #include <cstdlib>
 #include <new>
 
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
 namespace logprobe {
 
 constexpr int MAX_GROUPS = 11;  // of blocks of rows, which threads keep to

@@ -1,11 +1,13 @@
 // Compiled for any processor of the architecture: whether this one has the variant's instructions.
+#include "common.hpp"
+
 #if defined(__clang__)
 #define COMPILER "clang " __clang_version__
 #else
 #define COMPILER "gcc " __VERSION__
 #endif
 
-extern "C" int logprobe_can_run() {
+EXPORT int logprobe_can_run() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if VARIANT == 4
@@ -21,4 +23,4 @@ extern "C" int logprobe_can_run() {
 #endif
 }
 
-extern "C" const char* logprobe_compiler() { return COMPILER; }
+EXPORT const char* logprobe_compiler() { return COMPILER; }

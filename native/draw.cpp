@@ -159,7 +159,7 @@ void draw_row(const DrawArgs& args, int64_t item) {
 }  // namespace
 }  // namespace logprobe
 
-extern "C" void logprobe_draw(void* pointer) {
+EXPORT void logprobe_draw(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<DrawArgs*>(pointer);
   for (int64_t item; (item = args.take()) >= 0;) draw_row(args, item);

@@ -303,7 +303,7 @@ void widen_float16(const uint16_t* from, int64_t size, float* to) {
 }  // namespace
 }  // namespace logprobe
 
-extern "C" void logprobe_extract(void* pointer) {
+EXPORT void logprobe_extract(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<ExtractArgs*>(pointer);
   const int64_t size = args.vocab_size, num_blocks = ceil_div(size, BLOCK);

@@ -50,7 +50,7 @@ void rotate(const float* x, float* out, const RotaryArgs& args, int64_t row) {
 }  // namespace
 }  // namespace logprobe
 
-extern "C" void logprobe_norm(void* pointer) {
+EXPORT void logprobe_norm(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<NormArgs*>(pointer);
   each_row(args, [&](int64_t row) {
@@ -62,7 +62,7 @@ extern "C" void logprobe_norm(void* pointer) {
   });
 }
 
-extern "C" void logprobe_rotary(void* pointer) {
+EXPORT void logprobe_rotary(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<RotaryArgs*>(pointer);
   each_row(args, [&](int64_t row) {
@@ -81,7 +81,7 @@ extern "C" void logprobe_rotary(void* pointer) {
   });
 }
 
-extern "C" void logprobe_gate(void* pointer) {
+EXPORT void logprobe_gate(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<GateArgs*>(pointer);
   const int64_t pieces = ceil_div(args.width, args.piece);
@@ -96,7 +96,7 @@ extern "C" void logprobe_gate(void* pointer) {
   }
 }
 
-extern "C" void logprobe_store(void* pointer) {
+EXPORT void logprobe_store(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<StoreArgs*>(pointer);
   each_row(args, [&](int64_t row) {

@@ -166,7 +166,7 @@ void multiply(ProductArgs& args) {
 }  // namespace
 }  // namespace logprobe
 
-extern "C" void logprobe_products(void* pointer) {
+EXPORT void logprobe_products(void* pointer) {
   using namespace logprobe;
   auto& args = *static_cast<ProductArgs*>(pointer);
   switch (static_cast<Form>(args.form)) {

@@ -13,8 +13,6 @@ struct Stage {  // one kernel of a series, with its arguments
 
 }  // namespace logprobe
 
-extern "C" {
 // Run a kernel, or stages one after another, on so many threads; 0, or -1 where memory was lacking.
-int logprobe_run(void (*kernel)(void*), void* work, int64_t num_threads);
-int logprobe_run_series(void* stages, int64_t num_stages, int64_t num_threads);
-}
+EXPORT int logprobe_run(void (*kernel)(void*), void* work, int64_t num_threads);
+EXPORT int logprobe_run_series(void* stages, int64_t num_stages, int64_t num_threads);
