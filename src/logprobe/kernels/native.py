@@ -1,4 +1,4 @@
-"""The native library of kernels: the variant for this processor, the arguments of its kernels, and their calls.
+"""The native library of kernels: the variant for this processor, its kernels' arguments, and their calls.
 
 `native/` holds its source (docs/kernels.md). Each kernel is a C function `void(void*)` whose argument is one
 of the structures below, declared as in `native/kernels.hpp`.
@@ -139,11 +139,16 @@ class Library:
     """One variant, loaded."""
 
     def __init__(self, variant: str) -> None:
-        self.variant, self.path = variant, FOLDER / f"kernels_{variant}.so"
+        self.variant, self.path = variant, self.path_of(variant)
         self._library = ctypes.CDLL(str(self.path))
         self._run, self._run_series = self._library.logprobe_run, self._library.logprobe_run_series
         self._run.argtypes = self._run_series.argtypes = (_POINTER, _POINTER, _INT)
         self._run_series.argtypes = (_POINTER, _INT, _INT)
+
+    @staticmethod
+    def path_of(variant: str) -> Path:
+        """Where a variant lies, if it was built."""
+        return FOLDER / f"kernels_{variant}.so"
 
     def can_run(self) -> bool:
         """Whether this processor has the variant's instructions."""
@@ -194,7 +199,7 @@ def library() -> Library:
     Raises:
         ParameterError: `LOGPROBE_KERNELS` names one that is not here, or that this processor cannot run.
     """
-    built = [name for name in VARIANTS if (FOLDER / f"kernels_{name}.so").exists()]
+    built = [name for name in VARIANTS if Library.path_of(name).exists()]
     asked = os.environ.get(VARIABLE)
     if asked and asked not in built:
         raise ParameterError(VARIABLE, f"{asked!r} is not built; there are {', '.join(built)}")

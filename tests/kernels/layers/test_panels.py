@@ -16,8 +16,8 @@ from torch.nn import functional
 from logprobe.kernels.layers.forms import PanelWeights, empty_panels, fill_blocks, pack_floats
 from logprobe.kernels.layers.gate import ACTIVATIONS
 from logprobe.kernels.layers.layout import BFLOAT16, FLOAT16, FLOAT32, FORMS
-from logprobe.kernels.layers.panels import MOST_GROUPS, Finish, panel_stage
-from logprobe.kernels.processor import HAS_WIDE_REGISTERS
+from logprobe.kernels.layers.panels import Finish, panel_stage
+from logprobe.kernels.native import MAX_GROUPS, VARIABLE, VARIANTS, Library
 from logprobe.kernels.threads.series import Series
 
 TOLERANCE = 2e-6  # of the largest output
@@ -212,13 +212,13 @@ def test_bits_do_not_depend_on_threads(num_threads: int, monkeypatch: pytest.Mon
 def test_each_block_of_rows_is_multiplied_once_in_every_run(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_rows = 64 * (MOST_GROUPS + 2)
+    num_rows = 64 * (MAX_GROUPS + 2)
     panels, x = weights("bfloat16"), activations(num_rows)
     want = torch.cat([product(part, panels) for part in x.split(64)])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # as many blocks as there may be
     summands = torch.zeros(num_rows, OUTPUTS)
     stage = panel_stage(x, panels, summands, Finish(residual=summands))  # what is done twice, adds up
-    assert stage.num_items == 3 * (MOST_GROUPS + 2)  # panels, and blocks
+    assert stage.work.num_items == 3 * (MAX_GROUPS + 2)  # panels, and blocks
     monkeypatch.undo()
     stage.run(num_threads=num_threads)
     assert torch.equal(summands, want)
@@ -236,7 +236,7 @@ def test_every_thread_has_several_items_of_whole_panels(
     for num_panels in (3, 300):
         panels = pack_floats(torch.ones(48 * num_panels, 32))
         stage = panel_stage(torch.ones(1, 32), panels, torch.empty(1, 48 * num_panels))
-        assert min(least, num_panels) <= stage.num_items <= min(2 * least, num_panels)
+        assert min(least, num_panels) <= stage.work.num_items <= min(2 * least, num_panels)
 
 
 def test_halves_of_a_layer_lie_in_its_own_memory() -> None:
@@ -271,46 +271,29 @@ def test_layers_of_one_form_join_to_one() -> None:
     assert first.joined([pack_floats(floats("float16"))]) is None
 
 
-# Processors with registers of 256 and of 512 bits: Numba compiles for the one that it is told of.
-KINDS = {
-    "narrow": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"},
-    "wide": {
-        "NUMBA_CPU_NAME": "skylake-avx512",
-        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl",
-    },
-}
-# What is written by hand for either kind; machine code is made by the calls alone.
-OTHER_KIND = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_panels
-from logprobe.kernels.attention import chunk
-from logprobe.kernels.layers.panels import kernel_of
-from logprobe.kernels.processor import HAS_WIDE_REGISTERS
-from logprobe.kernels.threads.series import Series
-print(HAS_WIDE_REGISTERS)
-for worker in (chunk.worker, *map(kernel_of, test_panels.FORMS_BY_HAND)):
-    assert worker().address
-if sys.argv[2] == "run":
-    print(*map(test_panels.bits, test_panels.FORMS_BY_HAND))
-"""
-FORMS_BY_HAND = ("bfloat16", "float16", "nibbles", "octets")  # `wide` ones differ in their headers alone
-
-
 def bits(form: str) -> int:
     """A number that changes with any bit of some products."""
     return zlib.crc32(product(activations(9), weights(form)).numpy().tobytes())
 
 
-def test_the_other_kind_of_processor_gives_the_same_bits_or_is_compiled_for() -> None:
-    """A processor with wide registers runs the narrow kind's code; one without compiles the wide kind's."""
-    other, verb = ("narrow", "run") if HAS_WIDE_REGISTERS else ("wide", "compile")
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_KIND, str(Path(__file__).parent), verb],
-        env=os.environ | KINDS[other],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+BITS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import test_panels
+from logprobe.kernels.native import library
+print(library().variant, *map(test_panels.bits, sorted(test_panels.FORMS)))
+"""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_gives_the_same_bits(variant: str) -> None:
+    path = Library.path_of(variant)
+    if not path.exists():
+        pytest.skip(f"{path.name} is not built on this system")
+    if not Library(variant).can_run():
+        pytest.skip(f"this processor cannot run {variant}")
+    command = [sys.executable, "-c", BITS, str(Path(__file__).parent)]
+    environment = os.environ | {VARIABLE: variant}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    is_wide, *found = done.stdout.split()
-    assert is_wide == str(not HAS_WIDE_REGISTERS)
-    assert list(map(int, found)) == ([] if verb == "compile" else list(map(bits, FORMS_BY_HAND)))
+    assert done.stdout.split() == [variant, *(str(bits(form)) for form in sorted(FORMS))]

@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from logprobe.kernels.layers.norm import norm_stage, rms_norm
-from logprobe.kernels.threads import series as series_module
 from logprobe.kernels.threads.parallel import Stage
 from logprobe.kernels.threads.series import Series
 
@@ -38,13 +37,6 @@ def test_each_stage_sees_all_of_the_one_before_it(length: int, num_threads: int)
         torch.set_num_threads(own)
 
 
-def test_stages_run_one_by_one_where_there_is_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(series_module, "thread_pool", lambda: "python")
-    stages, rows = chain(5)
-    Series(stages).run()
-    assert torch.equal(rows[5], rows[-1])
-
-
 def test_a_series_keeps_the_memory_that_it_writes() -> None:
     weight, out = torch.ones(33), torch.zeros(1, 33)
     series = Series([norm_stage(torch.full((1, 33), float(place)), weight, out, 1e-5) for place in (1, 4)])
@@ -55,16 +47,12 @@ def test_a_series_keeps_the_memory_that_it_writes() -> None:
 
 def test_stages_of_one_item_run_in_order_however_many_threads_find_none() -> None:
     stages, rows = chain(60)
-    single = [Stage(stage.worker, _whole(stage), 1, stage.keeps) for stage in stages]
+    for stage in stages:
+        stage.work.block_rows, stage.work.num_items = 200, 1
     own = torch.get_num_threads()
     torch.set_num_threads(16)
     try:
-        Series(single).run()
+        Series(stages).run()
     finally:
         torch.set_num_threads(own)
     assert torch.equal(rows[60], rows[-1])
-
-
-def _whole(stage: Stage) -> list[int]:
-    """A norm's context with all of its rows in one item."""
-    return [*stage.context[:-1], 200]

@@ -52,7 +52,7 @@ def address(tensor: Any) -> int | None:
 
 
 def release_threads() -> None:
-    """End torch's OpenMP threads that wait for the calling thread; its next parallel operator starts them anew.
+    """End the calling thread's OpenMP threads; torch's next parallel operator starts them anew.
 
     They spin for a while after each operator, beside the threads of the native library.
     """
