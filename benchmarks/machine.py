@@ -51,5 +51,5 @@ def machine_facts() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "commit": commit.stdout.strip() or None,
         "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("logprobe", "torch", "transformers", "numba")},
+        | {name: version(name) for name in ("logprobe", "torch", "transformers")},
     }

@@ -24,7 +24,6 @@ USED_FOR = {
     "platformdirs": "where the cache lies",
     "cachetools": "rows that are kept, the least used go first",
     "numpy": "arrays of the host",
-    "numba": "the CPU's kernels",
     "msgspec": "bodies, messages between processes, JSON",
     "pyzmq": "messages between processes",
     "pyarrow": "Arrow and Parquet",

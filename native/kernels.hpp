@@ -91,6 +91,11 @@ struct ExtractArgs : Work {
   int32_t* given_ranks;
 };
 
+struct PeakArgs : Work {
+  float* factors;  // one at the beginning of a cache line for each item
+  int64_t num_turns;
+};
+
 struct DrawArgs : Work {
   const float* logits;
   int64_t row_stride, vocab_size;

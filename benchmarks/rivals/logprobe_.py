@@ -150,4 +150,4 @@ def open_front_door(job: dict[str, Any]) -> Offline | NextToken:
 
 
 if __name__ == "__main__":
-    serve(open_front_door, packages=("logprobe", "torch", "transformers", "numba"))
+    serve(open_front_door, packages=("logprobe", "torch", "transformers"))

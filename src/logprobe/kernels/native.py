@@ -129,6 +129,12 @@ class DrawArgs(Work):
     )
 
 
+class PeakArgs(Work):
+    """Of `logprobe_peak`, which benchmarks run."""
+
+    _fields_ = (*_fields("factors", _POINTER), *_fields("num_turns"))
+
+
 class StageRecord(ctypes.Structure):
     """One kernel of a series."""
 
@@ -160,6 +166,11 @@ class Library:
         address = ctypes.cast(getattr(self._library, f"logprobe_{kernel}"), _POINTER).value
         assert address is not None
         return address
+
+    @property
+    def num_lanes(self) -> int:
+        """Float32 numbers of one register."""
+        return int(self._library.logprobe_peak_lanes())
 
     @functools.cached_property
     def digest(self) -> str:
