@@ -1,6 +1,7 @@
-"""Compiles the native kernels (docs/kernels.md): a library for each variant of the processor, as part of a build.
+"""Compiles the native kernels (docs/kernels.md) as part of a build: a library for each variant of processors.
 
-`LOGPROBE_TARGET` names another system to compile for, by zig: one of TARGETS.
+The C++ compiler of the machine is used, or zig's from PyPI where there is none. `LOGPROBE_TARGET` names another
+system to compile for, by zig: one of TARGETS.
 """
 
 from __future__ import annotations
@@ -8,20 +9,20 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ROOT = Path(__file__).parent
-FOLDER = ROOT / "src" / "logprobe" / "kernels" / "_native"
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-DNDEBUG"]
+NATIVE = Path(__file__).parent / "native"
+FOLDER = Path(__file__).parent / "src" / "logprobe" / "kernels" / "_native"
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread", "-DNDEBUG")
 VARIANTS = {"x86_64": {"v3": "x86-64-v3", "v4": "x86-64-v4"}, "aarch64": {"neon": "armv8-a"}}
+NAMES = {"AMD64": "x86_64", "arm64": "aarch64"}  # of machines, as some systems have them
 TARGETS = {  # zig's name of a system, and the wheel's
     "linux-x86_64": ("x86_64-linux-gnu.2.28", "manylinux_2_28_x86_64"),
     "linux-aarch64": ("aarch64-linux-gnu.2.28", "manylinux_2_28_aarch64"),
@@ -30,39 +31,51 @@ TARGETS = {  # zig's name of a system, and the wheel's
 }
 
 
-class NativeKernels(BuildHookInterface):
+class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     """Compiles the libraries into the package before its files are collected."""
 
     def dependencies(self) -> list[str]:
-        """zig's compiler where there is no other, or for another system."""
-        return [] if _local_compiler() else ["ziglang>=0.15"]
+        """Name zig's compiler where no other is found."""
+        return [] if local_compiler() else ["ziglang>=0.15"]
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and name the wheel by the system: it holds no code for one Python alone."""
-        if self.target_name != "wheel":
-            return
-        target = os.environ.get("LOGPROBE_TARGET")
-        system, tag = TARGETS[target] if target else ("", sysconfig.get_platform().replace("-", "_").replace(".", "_"))
-        machine = system.partition("-")[0] or {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
-        compiler = _local_compiler() or [sys.executable, "-m", "ziglang", "c++", *(["-target", system] if system else [])]
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 - hatchling's
+        """Compile, and name the wheel by its system: the libraries are for any Python."""
+        target = os.environ.get("LOGPROBE_TARGET", "")
+        system, tag = TARGETS[target] if target else ("", sysconfig.get_platform())
+        machine = system.partition("-")[0] or NAMES.get(platform.machine(), platform.machine())
+        zig = [sys.executable, "-m", "ziglang", "c++", *(["-target", system] if system else [])]
         shutil.rmtree(FOLDER, ignore_errors=True)
         FOLDER.mkdir()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda item: _compile(compiler, *item), VARIANTS.get(machine, {}).items()))
-        build_data["tag"] = f"py3-none-{tag}"
+            futures = [
+                pool.submit(compile_variant, local_compiler() or zig, variant, architecture)
+                for variant, architecture in VARIANTS.get(machine, {}).items()
+            ]
+        for future in futures:
+            future.result()
+        build_data["tag"] = f"py3-none-{tag.replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append("src/logprobe/kernels/_native/*.so")
 
 
-def _local_compiler() -> list[str] | None:
-    if os.environ.get("LOGPROBE_TARGET"):
-        return None
-    name = os.environ.get("CXX") or next((name for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
-    return [name] if name else None
+def local_compiler() -> list[str] | None:
+    """Find the machine's C++ compiler; None for another system."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    found = [path for name in names if name and (path := shutil.which(name))]
+    return found[:1] if found and "LOGPROBE_TARGET" not in os.environ else None
 
 
-def _compile(compiler: list[str], variant: str, architecture: str) -> None:
-    sources = sorted(str(path) for path in (ROOT / "native").glob("*.cpp") if path.name != "cpu.cpp")
-    probe = FOLDER / f"cpu_{variant}.o"
-    run([*compiler, *FLAGS, f"-DVARIANT={variant.strip('v') if variant != 'neon' else 0}", "-c", str(ROOT / "native" / "cpu.cpp"), "-o", str(probe)], check=True)
-    run([*compiler, *FLAGS, f"-march={architecture}", "-shared", *sources, str(probe), "-o", str(FOLDER / f"kernels_{variant}.so")], check=True)
+def compile_variant(compiler: list[str], variant: str, architecture: str) -> None:
+    """Compile one library; what tells whether a processor can run it is code for all of them."""
+    sources = [path for path in sorted(NATIVE.glob("*.cpp")) if path.name != "cpu.cpp"]
+    probe, library = FOLDER / f"cpu_{variant}.o", FOLDER / f"kernels_{variant}.so"
+    probing = (
+        f"-DVARIANT={variant[1:] if variant[1:].isdigit() else 0}",
+        "-c",
+        NATIVE / "cpu.cpp",
+        "-o",
+        probe,
+    )
+    subprocess.run([*compiler, *FLAGS, *probing], check=True)
+    linking = (f"-march={architecture}", "-shared", *sources, probe, "-o", library)
+    subprocess.run([*compiler, *FLAGS, *linking], check=True)
     probe.unlink()

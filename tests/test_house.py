@@ -83,9 +83,9 @@ def test_a_swallowed_exception_is_seen(body: str, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("logprobe", ["torch", "transformers", "tokenizers", "numba", "pyarrow", "numpy", "rich"]),
-        ("logprobe.records", ["torch", "transformers", "numba", "pyarrow"]),
-        ("logprobe.cli", ["torch", "transformers", "numba", "pyarrow"]),
+        ("logprobe", ["torch", "transformers", "tokenizers", "pyarrow", "numpy", "rich"]),
+        ("logprobe.records", ["torch", "transformers", "pyarrow"]),
+        ("logprobe.cli", ["torch", "transformers", "pyarrow"]),
         ("logprobe.engine.backends.thread", ["logprobe.records.compat"]),
         ("logprobe.engine.engine", ["logprobe.records.compat"]),
         ("logprobe.transport.channel", ["logprobe.records.compat"]),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(logprobe.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
-PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None)|numba\.core\.caching")
+PRIVATE = re.compile(r"torch\.ops\.|\btorch\._|CDLL\((?!None|str\(self\.path\))")
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}  # of named tuples, and of os
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 

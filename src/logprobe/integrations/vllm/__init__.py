@@ -6,4 +6,3 @@ A logits processor in vLLM's workers (`worker`) draws for our requests and keeps
 """
 
 from __future__ import annotations
-

@@ -97,4 +97,3 @@ def _num_blocks(num_rows: int, num_inputs: int, items: int) -> int:
 def rows_of_blocks(num_rows: int, num_blocks: int) -> int:
     """Rows of every block but the last: whole tiles."""
     return -(-num_rows // (num_blocks * TILE_ROWS)) * TILE_ROWS
-
