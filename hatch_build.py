@@ -1,6 +1,6 @@
-"""Compiles the native kernels (docs/kernels.md) as part of a build: a library for each variant of processors.
+"""Compiles the native kernels (docs/kernels.md) as part of a build: a library for each kind of processor.
 
-The C++ compiler of the machine is used, or zig's from PyPI where there is none. `LOGPROBE_TARGET` names another
+The machine's C++ compiler is used, or zig's from PyPI where there is none. `LOGPROBE_TARGET` names another
 system to compile for, by zig: one of TARGETS.
 """
 
@@ -75,7 +75,7 @@ def compile_variant(compiler: list[str], variant: str, architecture: str) -> Non
         "-o",
         probe,
     )
-    subprocess.run([*compiler, *FLAGS, *probing], check=True)
+    subprocess.run([*compiler, *FLAGS, *probing], check=True)  # noqa: S603 - the compiler
     linking = (f"-march={architecture}", "-shared", *sources, probe, "-o", library)
-    subprocess.run([*compiler, *FLAGS, *linking], check=True)
+    subprocess.run([*compiler, *FLAGS, *linking], check=True)  # noqa: S603
     probe.unlink()

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from logprobe.errors import ParameterError
 
@@ -26,7 +26,7 @@ _INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 class Work(ctypes.Structure):
     """How the items of a kernel are taken; the beginning of all arguments."""
 
-    _fields_ = (("next", _INT), ("taken", _INT * MAX_GROUPS), ("num_items", _INT))
+    _fields_: ClassVar[Any] = (("next", _INT), ("taken", _INT * MAX_GROUPS), ("num_items", _INT))
 
 
 def _fields(names: str, kind: Any = _INT) -> tuple[tuple[str, Any], ...]:

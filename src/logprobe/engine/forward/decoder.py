@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from logprobe.engine.forward.families import ExpertFacts
     from logprobe.kernels.layers.forms import PanelWeights
     from logprobe.kernels.threads.parallel import Stage
-    from logprobe.models.lora import Dense, LoraWeights, LowRank
+    from logprobe.models.lora import LoraWeights
     from logprobe.models.stored.record import DecoderSpec
 
     Tensors = Mapping[str, torch.Tensor]
